@@ -1,0 +1,273 @@
+"""Named places in a model where every token has a vector, and the hooks that carry them.
+
+A **site** is a kind and a layer, written ``kind.layer``. The stream is ``h.0 .. h.L``: ``h.0`` enters
+block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as TransformerLens does:
+``attn_out.3`` is what the attention of block 3 returns.
+
+Blocks are wired in different ways, and a hook of the same name carries different things in them. So
+the wiring of a model is not looked up by its name: `anatomy` runs a few tokens through it and takes
+the one family whose sums hold in every block. All hook names of the project are in this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+STREAM = "h"
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """A place in the model: ``Site("h", 5)`` is the stream after five blocks.
+
+    Attributes
+    ----------
+    kind
+        ``"h"`` for the stream, otherwise a sub-module's input or output (``"ln1_out"``) or ``"mid"``,
+        the stream between attention and FFN.
+    layer
+        ``0..n_layers`` for the stream, ``0..n_layers-1`` for everything inside a block.
+    """
+
+    kind: str
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}.{self.layer}"
+
+    @classmethod
+    def parse(cls, text: str | int | Site) -> Site:
+        """Read ``"attn_out.3"``; a bare number is a layer of the stream."""
+        if isinstance(text, Site):
+            return text
+        if isinstance(text, int):
+            return cls(STREAM, text)
+        kind, _, layer = text.rpartition(".")
+        try:
+            return cls(kind or STREAM, int(layer))
+        except ValueError:
+            raise InputError(
+                f"{text!r} is not a site. Expected kind.layer, such as 'h.12' or 'attn_out.3', "
+                "or the bare number of a stream layer."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a block is wired: which hook carries which site, and which sums then hold.
+
+    ``hooks`` maps a kind to the hook's name inside the block. ``sums`` lists ``(total, parts)``; the
+    kind ``"next"`` is the stream after the block, ``"h"`` the stream before it. A sum is left out
+    where the model lacks one of its sites, but not if it is the one that makes ``"next"``.
+    """
+
+    name: str
+    hooks: Mapping[str, str]
+    sums: Sequence[tuple[str, tuple[str, ...]]]
+
+
+_STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
+_LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
+_LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
+_SUBMODULES = {
+    "attn_in": "attn.hook_in",
+    "attn_out": "attn.hook_out",
+    "ffn_in": "mlp.hook_in",
+    "ffn_out": "mlp.hook_out",
+}
+
+PRE_NORM = Family(
+    "pre-norm",
+    {**_LN, **_SUBMODULES, "mid": "ln2.hook_in"},
+    (
+        ("ln1_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        ("mid", ("h", "attn_out")),
+        ("ffn_in", ("ln2_out",)),
+        ("next", ("mid", "ffn_out")),
+    ),
+)
+EXTRA_NORM = Family(
+    "extra-norm",
+    {**_LN, **_LN_POST, **_SUBMODULES, "mid": "ln2.hook_in"},
+    (
+        ("ln1_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        ("ln1_post_in", ("attn_out",)),
+        ("mid", ("h", "ln1_post_out")),
+        ("ffn_in", ("ln2_out",)),
+        ("ln2_post_in", ("ffn_out",)),
+        ("next", ("mid", "ln2_post_out")),
+    ),
+)
+POST_NORM = Family(
+    "post-norm",
+    {
+        **_LN,
+        "attn_in": "attn.hook_in",
+        "attn_out": "attn.o.hook_out",
+        "mid": "ln1.hook_out",
+        "ffn_in": "mlp.in.hook_in",
+        "ffn_out": "mlp.out.hook_out",
+    },
+    (
+        ("attn_in", ("h",)),
+        ("ln1_in", ("h", "attn_out")),
+        ("ffn_in", ("ln1_out",)),
+        ("ln2_in", ("mid", "ffn_out")),
+        ("next", ("ln2_out",)),
+    ),
+)
+PARALLEL = Family(
+    "parallel",
+    {**_LN, **_SUBMODULES},
+    (
+        ("ln1_in", ("h",)),
+        ("ln2_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        ("next", ("h", "attn_out", "ffn_out")),
+    ),
+)
+# The parallel sum holds in pre-norm blocks too, so it is asked last.
+FAMILIES = (PRE_NORM, EXTRA_NORM, POST_NORM, PARALLEL)
+STREAM_ONLY = Family("stream-only", {}, ())
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What sites a model has and which hook carries each.
+
+    Attributes
+    ----------
+    family
+        The wiring of its blocks: ``pre-norm``, ``extra-norm``, ``post-norm``, ``parallel``, or
+        ``stream-only`` where no known sum holds and only ``h`` can be trusted.
+    kinds
+        The kinds of sites inside a block that this model has.
+    """
+
+    family: Family
+    n_layers: int
+    d_model: int
+    kinds: tuple[str, ...]
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Every site of the model, the stream first."""
+        stream = [Site(STREAM, layer) for layer in range(self.n_layers + 1)]
+        inside = [Site(kind, layer) for kind in self.kinds for layer in range(self.n_layers)]
+        return (*stream, *inside)
+
+    @property
+    def stream(self) -> tuple[Site, ...]:
+        """``h.0 .. h.L``."""
+        return self.sites[: self.n_layers + 1]
+
+    def resolve(self, site: str | int | Site) -> Site:
+        """Check a site against this model; negative layers count from the end.
+
+        Raises
+        ------
+        InputError
+            The kind or the layer does not exist here; the message names the nearest that does.
+        """
+        site = Site.parse(site)
+        kinds = (STREAM, *self.kinds)
+        if site.kind not in kinds:
+            near = difflib.get_close_matches(site.kind, kinds, n=1, cutoff=0.0)[0]
+            raise InputError(
+                f"This model has no site {site.kind!r} (its blocks are {self.family.name}). "
+                f"The nearest is {near!r}; it has {', '.join(kinds)}."
+            )
+        count = self.n_layers + (site.kind == STREAM)
+        if not -count <= site.layer < count:
+            raise InputError(
+                f"Layer {site.layer} of site {site.kind!r} is out of range: "
+                f"this model has {site.kind}.0 to {site.kind}.{count - 1}."
+            )
+        return Site(site.kind, site.layer % count)
+
+    def hook(self, site: str | int | Site) -> str:
+        """Name of the TransformerLens hook that carries a site's vectors."""
+        site = self.resolve(site)
+        if site.kind != STREAM:
+            return f"blocks.{site.layer}.{self.family.hooks[site.kind]}"
+        if site.layer == 0:
+            return f"blocks.0.{_STREAM_HOOKS['h']}"
+        return f"blocks.{site.layer - 1}.{_STREAM_HOOKS['next']}"
+
+
+_KNOWN: WeakKeyDictionary[Any, Anatomy] = WeakKeyDictionary()
+
+
+def anatomy(model: TransformerBridge) -> Anatomy:
+    """Find how a model's blocks are wired, by running a few tokens and checking the sums.
+
+    The answer is remembered for as long as the model lives.
+    """
+    if model not in _KNOWN:
+        _KNOWN[model] = _examine(model)
+    return _KNOWN[model]
+
+
+def _examine(model: TransformerBridge) -> Anatomy:
+    n_layers, available = model.cfg.n_layers, model.hook_dict
+    candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*_STREAM_HOOKS.values()}
+    seen: dict[str, Tensor] = {}
+
+    def keep(value: Tensor, hook: Any) -> None:
+        seen[hook.name] = value.detach()
+
+    wanted = [f"blocks.{layer}.{name}" for layer in range(n_layers) for name in sorted(candidates)]
+    hooks = [(name, keep) for name in wanted if name in available]
+    tokens = torch.arange(1, 9, device=model.cfg.device)[None] % model.cfg.d_vocab
+    with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
+        model(tokens, return_type=None)
+
+    for family in FAMILIES:
+        if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
+            kinds = tuple(
+                kind
+                for kind, name in family.hooks.items()
+                if all(f"blocks.{layer}.{name}" in seen for layer in range(n_layers))
+            )
+            return Anatomy(family, n_layers, model.cfg.d_model, kinds)
+    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, ())
+
+
+def _sums_hold(family: Family, seen: Mapping[str, Tensor], layer: int) -> bool:
+    names = {**family.hooks, **_STREAM_HOOKS}
+    block = {kind: seen.get(f"blocks.{layer}.{name}") for kind, name in names.items()}
+    for total, parts in family.sums:
+        whole, addends = block[total], [block[part] for part in parts]
+        if whole is None or any(addend is None for addend in addends):
+            if total == "next":
+                return False
+            continue
+        if not _adds_up(whole, [addend for addend in addends if addend is not None]):
+            return False
+    return True
+
+
+def _adds_up(whole: Tensor, addends: list[Tensor]) -> bool:
+    if any(addend.shape != whole.shape for addend in addends):
+        return False
+    # Coordinate by coordinate, to the rounding of the addition itself: measured against the largest
+    # coordinate of a real stream, a whole sub-module's output would pass for rounding.
+    terms = torch.stack([whole, *addends]).double()
+    error = (terms[0] - terms[1:].sum(0)).abs()
+    slack = 8 * torch.finfo(whole.dtype).eps * terms.abs().sum(0)
+    return bool((error <= slack).all())
