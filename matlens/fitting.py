@@ -1,0 +1,213 @@
+"""Least squares between sites, from samples that are at hand or that pass by once.
+
+All fits minimise ``sum_s ||A x_s - y_s||^2 + ridge ||A||^2`` (definitions, section 3), by default with
+no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
+Everything is accumulated and solved in float64, whatever the samples' precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.maps import LinearMap
+
+Pair = tuple[str, str]
+_CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
+_KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
+
+
+class Moments:
+    """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
+
+    Kept is not the matrix of second moments but its triangular square root: the factor ``R`` of
+    ``[1 x] = QR``, and ``Q^T y``. Squaring would lose every direction of the stream that is a millionth
+    as strong as the strongest, and streams have coordinates a thousand times larger than the rest.
+    Parts merge into the whole by factorising their factors once more.
+
+    Parameters
+    ----------
+    d_in, d_out
+        Widths of ``x`` and ``y``.
+    source, target
+        What ``x`` and ``y`` are, for errors and for the map.
+    """
+
+    def __init__(self, d_in: int, d_out: int, *, source: str = "x", target: str = "y") -> None:
+        self.source, self.target, self.n = source, target, 0
+        self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
+        self._z = torch.zeros(0, d_out, dtype=torch.float64)
+
+    def update(self, x: Float[Tensor, "n d_in"], y: Float[Tensor, "n d_out"] | Sequence[Tensor]) -> Self:
+        """Add samples; ``y`` may be several tensors that stand side by side.
+
+        Raises
+        ------
+        InputError
+            A value is not finite; the message names the site. Nothing is added then.
+        """
+        if len(x):
+            ones = x.new_ones(len(x), 1, dtype=torch.float64)
+            blocks = [y] if isinstance(y, Tensor) else list(y)
+            self._add(len(x), torch.cat([ones, x.double()], 1), blocks)
+        return self
+
+    def merge(self, other: Moments) -> Self:
+        """Add the samples that another object has seen."""
+        if (self.source, self.target) != (other.source, other.target):
+            raise InputError(
+                f"Moments of {other.source} -> {other.target} cannot be merged into those of "
+                f"{self.source} -> {self.target}."
+            )
+        self._add(other.n, other._r, [other._z])
+        return self
+
+    def _add(self, n: int, rows: Tensor, blocks: list[Tensor]) -> None:
+        held = len(self._r)
+        q, r = torch.linalg.qr(torch.cat([self._r.to(rows.device), rows]) if held else rows)
+        _require_finite(r, self.source)
+        z = torch.empty(len(r), self._z.shape[1], dtype=torch.float64, device=r.device)
+        start = 0
+        for block in blocks:
+            columns = slice(start, start := start + block.shape[1])
+            torch.matmul(q[held:].T, block.double(), out=z[:, columns])
+            if held:
+                z[:, columns] += q[:held].T @ self._z[:, columns].to(r.device)
+        _require_finite(z, self.target)
+        self._r, self._z, self.n = r, z, self.n + n
+
+    def solve(
+        self, *, intercept: bool = False, ridge: float = 0.0, provenance: Mapping[str, Any] | None = None
+    ) -> LinearMap:
+        """Find the best map for what has been seen so far.
+
+        Singular values below ``eps * max(n, d_in)`` of the largest count as zero, as in
+        ``torch.linalg.lstsq(driver="gelsd")``. An intercept is not penalised by ``ridge``.
+        """
+        weight, bias = self.solution(intercept=intercept, ridge=ridge)
+        return LinearMap.of(weight, bias, self.source, self.target, provenance)
+
+    def solution(self, *, intercept: bool, ridge: float) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
+        if self.n == 0:
+            raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
+        # The first row of R belongs to the constant: without it the rest is centred.
+        skip = 1 if intercept else 0
+        r, z = self._r[skip:, 1:], self._z[skip:]
+        u, s, vh = torch.linalg.svd(r, full_matrices=False)
+        present = s > torch.finfo(s.dtype).eps * max(self.n, r.shape[1]) * s[:1]
+        u, s, vh = u[:, present], s[present], vh[present]
+        inverse = vh.T @ ((s / (s.square() + ridge))[:, None] * u.T)
+        weight = (inverse @ z).T
+        if not intercept:
+            return weight, None
+        constant, means = self._r[0, 0], self._r[0, 1:]
+        return weight, (self._z[0] - weight @ means) / constant
+
+
+def fit_samples(
+    samples: Mapping[str, Float[Tensor, "n d"]],
+    pairs: Sequence[Pair],
+    *,
+    intercept: bool = False,
+    ridge: float = 0.0,
+    provenance: Mapping[str, Any] | None = None,
+) -> Iterator[LinearMap]:
+    """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
+
+    Yields the maps source by source, so that a caller who writes them away never holds them all.
+    """
+    wanted = {site: samples[site] for pair in pairs for site in pair}
+    if sum(vectors.numel() * 8 for vectors in wanted.values()) <= _KEPT:
+        wanted = {site: vectors.double() for site, vectors in wanted.items()}
+    for source, targets in by_source(pairs).items():
+        moments = _moments(wanted, source, targets)
+        n, size = len(wanted[source]), _chunk_size(wanted[source])
+        for start in range(0, n, size):
+            chunk = {site: wanted[site][start : start + size] for site in (source, *targets)}
+            moments.update(chunk[source], [chunk[target] for target in targets])
+        yield from _maps(moments, wanted, source, targets, intercept, ridge, provenance)
+
+
+def fit_stream(
+    batches: Iterable[Mapping[str, Float[Tensor, "n d"]]],
+    pairs: Sequence[Pair],
+    *,
+    intercept: bool = False,
+    ridge: float = 0.0,
+    provenance: Mapping[str, Any] | None = None,
+) -> Iterator[LinearMap]:
+    """Fit the same maps from samples that pass by once and are not kept."""
+    grouped, moments, last = by_source(pairs), dict[str, Moments](), dict[str, Tensor]()
+    for last in _gathered(batches):
+        for source, targets in grouped.items():
+            if source not in moments:
+                moments[source] = _moments(last, source, targets)
+            moments[source].update(last[source], [last[target] for target in targets])
+    if not moments:
+        raise InputError("There are no samples to fit maps on.")
+    for source, targets in grouped.items():
+        yield from _maps(moments.pop(source), last, source, targets, intercept, ridge, provenance)
+
+
+def by_source(pairs: Sequence[Pair]) -> dict[str, list[str]]:
+    """Targets of each source, both in the order in which they first occur."""
+    grouped: dict[str, list[str]] = {}
+    for source, target in dict.fromkeys(pairs):
+        grouped.setdefault(source, []).append(target)
+    return grouped
+
+
+def _moments(example: Mapping[str, Tensor], source: str, targets: list[str]) -> Moments:
+    d_out = sum(example[target].shape[1] for target in targets)
+    return Moments(example[source].shape[1], d_out, source=source, target=", ".join(targets))
+
+
+def _maps(
+    moments: Moments,
+    example: Mapping[str, Tensor],
+    source: str,
+    targets: list[str],
+    intercept: bool,
+    ridge: float,
+    provenance: Mapping[str, Any] | None,
+) -> Iterator[LinearMap]:
+    weight, bias = moments.solution(intercept=intercept, ridge=ridge)
+    widths = [example[target].shape[1] for target in targets]
+    biases = [None] * len(widths) if bias is None else bias.split(widths)
+    for target, w, b in zip(targets, weight.split(widths), biases, strict=True):
+        yield LinearMap.of(w, b, source, target, provenance)
+
+
+def _chunk_size(x: Tensor) -> int:
+    return max(_CHUNK, 8 * x.shape[1])
+
+
+def _gathered(batches: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Join small batches: factorising the factor again costs as much as ``d_in`` more samples."""
+    waiting: list[Mapping[str, Tensor]] = []
+
+    def joined() -> dict[str, Tensor]:
+        return {site: torch.cat([part[site] for part in waiting]) for site in waiting[0]}
+
+    for batch in batches:
+        waiting.append(batch)
+        sizes = [len(next(iter(part.values()))) for part in waiting]
+        if sum(sizes) >= _chunk_size(next(iter(batch.values()))):
+            yield joined()
+            waiting = []
+    if waiting:
+        yield joined()
+
+
+def _require_finite(factor: Tensor, name: str) -> None:
+    if not bool(factor.isfinite().all()):
+        raise InputError(
+            f"The samples of {name} hold values that are not finite. A float16 model has probably "
+            "overflowed: run it in bfloat16 or float32."
+        )

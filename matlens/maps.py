@@ -1,0 +1,214 @@
+"""Linear maps between sites, and sets of them on disk with where they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from matlens.errors import InputError
+
+CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.
+
+    Attributes
+    ----------
+    weight
+        The matrix ``A`` in float32, ``[d_out, d_in]`` (paper A, Eq. 1).
+    bias
+        ``[d_out]``, or ``None``, as in the paper.
+    source, target
+        The sites that it maps from and to, such as ``"h.3"`` and ``"h.30"``.
+    provenance
+        The model, its fingerprint, corpus, seed and sample count that it was fitted on.
+    """
+
+    weight: Float[Tensor, "d_out d_in"]
+    bias: Float[Tensor, " d_out"] | None
+    source: str
+    target: str
+    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None,
+        source: str,
+        target: str,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> LinearMap:
+        """Keep a solution that was found in float64, in float32."""
+        kept = weight.to(torch.float32).contiguous()
+        return cls(kept, None if bias is None else bias.to(torch.float32), source, target, provenance or {})
+
+    def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        """Map vectors, in float32 and on their own device."""
+        weight = self.weight.to(h.device)
+        bias = None if self.bias is None else self.bias.to(h.device)
+        return torch.nn.functional.linear(h.to(weight.dtype), weight, bias)
+
+    def then(self, following: LinearMap) -> LinearMap:
+        """Compose: this map first, ``following`` after it.
+
+        Raises
+        ------
+        InputError
+            ``following`` does not start where this one ends.
+        """
+        if self.target != following.source:
+            raise InputError(
+                f"A map onto {self.target} cannot be followed by one from {following.source}: "
+                "the first must end where the second starts."
+            )
+        bias = None if self.bias is None and following.bias is None else torch.zeros(len(following.weight))
+        if bias is not None and self.bias is not None:
+            bias = following.weight @ self.bias
+        if bias is not None and following.bias is not None:
+            bias = bias + following.bias
+        weight = following.weight.double() @ self.weight.double()
+        return LinearMap.of(weight, bias, self.source, following.target, self.provenance)
+
+
+def _name(site: object) -> str:
+    return f"h.{site}" if isinstance(site, int) else str(site)
+
+
+class MapSet(Mapping[tuple[str, str], LinearMap]):
+    """Maps by ``(source, target)``, in memory or read from a folder one at a time.
+
+    ``maps[3, 30]`` is the map between two layers of the stream; sites are named otherwise, as in
+    ``maps["ln1_out.3", "attn_out.3"]``.
+    """
+
+    def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Mapping[str, Any] | None = None) -> None:
+        self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in maps}
+        self.provenance: dict[str, Any] = dict(provenance or {})
+
+    def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
+        source, target = (_name(site) for site in pair)
+        try:
+            found = self._maps[source, target]
+        except KeyError:
+            raise KeyError(
+                f"There is no map {source} -> {target}; there are {len(self)}: {_abbreviated(self._maps)}"
+            ) from None
+        return _read(found, source, target, self.provenance) if isinstance(found, Path) else found
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._maps)
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def require_model(self, fingerprint: str) -> None:
+        """Refuse to be used with a model other than the one that the maps were fitted on."""
+        own = self.provenance.get("model", {})
+        if own.get("fingerprint") != fingerprint:
+            raise InputError(
+                f"These maps were fitted on the model {own.get('base_model_name_or_path')!r} with the "
+                f"fingerprint {own.get('fingerprint')}, and this model's is {fingerprint}. Weights or "
+                "precision differ: fit maps for this model, or load the one that they belong to."
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``config.json`` and one safetensors file for each source."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in dict.fromkeys(source for source, _ in self):
+            write_source(folder, [self[pair] for pair in self if pair[0] == source])
+        write_config(folder, self, self.provenance)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> MapSet:
+        """Open what `save` has written; a map's numbers are read when it is asked for.
+
+        Raises
+        ------
+        InputError
+            The folder holds no finished set of maps, or a file of it is corrupt.
+        """
+        folder = Path(folder)
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            pairs = [(source, target) for source, target in config["pairs"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{folder} holds no finished maps ({error}). Expected what 'matlens fit' or MapSet.save "
+                "has written."
+            ) from error
+        maps = cls(provenance=config["provenance"])
+        for source, target in pairs:
+            maps._maps[source, target] = _file(folder, source)
+        for path in {path for path in maps._maps.values() if isinstance(path, Path)}:
+            with _open(path):
+                pass
+        return maps
+
+
+def write_source(folder: Path, maps: list[LinearMap]) -> None:
+    """Write all maps of one source, whole or not at all."""
+    tensors = {linear.target: linear.weight.contiguous() for linear in maps}
+    tensors |= {f"{linear.target}/bias": linear.bias for linear in maps if linear.bias is not None}
+    path = _file(folder, maps[0].source)
+    partial = path.with_suffix(".partial")
+    try:
+        save_file(tensors, partial)
+        partial.replace(path)
+    except SafetensorError as error:
+        # The library wraps what the system said, "No space left on device" among it.
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def has_source(folder: Path, source: str) -> bool:
+    """Whether the maps of a source are there."""
+    return _file(folder, source).is_file()
+
+
+def write_config(folder: Path, pairs: Iterable[tuple[str, str]], provenance: Mapping[str, Any]) -> None:
+    """Write what makes a folder of maps a finished one."""
+    config = {"layers": CONVENTION, "dtype": "float32", "pairs": list(pairs), "provenance": dict(provenance)}
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=1))
+    partial.replace(folder / "config.json")
+
+
+def _file(folder: Path, source: str) -> Path:
+    return folder / f"{source}.safetensors"
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"The file {path} cannot be read as safetensors: {error}. Fit the maps again."
+        ) from error
+
+
+def _read(path: Path, source: str, target: str, provenance: Mapping[str, Any]) -> LinearMap:
+    with _open(path) as file:
+        bias = f"{target}/bias"
+        return LinearMap(
+            file.get_tensor(target), file.get_tensor(bias) if bias in file.keys() else None,  # noqa: SIM118
+            source, target, provenance,
+        )  # fmt: skip
+
+
+def _abbreviated(pairs: Iterable[tuple[str, str]]) -> str:
+    names = [f"{source} -> {target}" for source, target in pairs]
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])

@@ -1,0 +1,68 @@
+"""Numbers from tensors: quality of fit, quality of prediction, and how sure we are of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy import stats
+from torch import Tensor
+
+from matlens.errors import InputError
+
+
+class Estimate(NamedTuple):
+    """A mean over ``n`` examples and the interval that holds the true one with 95% confidence."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
+    """Share of the variance explained, averaged uniformly over coordinates (paper A, section 3.3).
+
+    ``1 - SSE/SST`` of each coordinate against the mean of ``truth``, in float64, as scikit-learn's
+    `r2_score` does by default: a coordinate that is constant counts 1 if it is met exactly, else 0.
+
+    Raises
+    ------
+    InputError
+        Fewer than two examples, of which no variance can be had.
+    """
+    if len(truth) < 2:
+        raise InputError(f"r2 needs at least two examples, got {len(truth)}.")
+    truth, prediction = truth.double(), prediction.double()
+    residual = (truth - prediction).square().sum(0)
+    total = (truth - truth.mean(0)).square().sum(0)
+    score = 1 - residual / total
+    score = torch.where(total == 0, torch.zeros_like(score), score)
+    return float(torch.where(residual == 0, torch.ones_like(score), score).mean())
+
+
+def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """How many tokens are more probable than the given one; 0 for the most probable, ties share a rank."""
+    return (log_probs > log_probs.gather(1, token[:, None])).sum(1)
+
+
+def surprisal(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """``-ln p(token)``, in nats: how unlikely the model finds the token (paper A, section 4)."""
+    return -log_probs.gather(1, token[:, None])[:, 0]
+
+
+def proportion(hits: Tensor) -> Estimate:
+    """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``."""
+    n, count = hits.numel(), int(hits.sum())
+    interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
+    return Estimate(count / n, float(interval.low), float(interval.high), n)
+
+
+def mean(values: Tensor) -> Estimate:
+    """Mean with its 95% interval by Student's t."""
+    sample = values.double().cpu().numpy()
+    centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
+    half = error * float(stats.t.ppf(0.975, max(len(sample) - 1, 1)))
+    return Estimate(centre, centre - half, centre + half, len(sample))
