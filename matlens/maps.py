@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from matlens.artifacts import Workplace, read_config, write_bytes
 from matlens.errors import InputError
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
+_HOLDS = "maps"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     ``maps["ln1_out.3", "attn_out.3"]``.
     """
 
-    def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, maps: Iterable[LinearMap] = (), *, provenance: Mapping[str, Any] | None = None
+    ) -> None:
         self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in maps}
         self.provenance: dict[str, Any] = dict(provenance or {})
 
@@ -124,12 +128,8 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             )
 
     def save(self, folder: str | Path) -> None:
-        """Write ``config.json`` and one safetensors file for each source."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for source in dict.fromkeys(source for source, _ in self):
-            write_source(folder, [self[pair] for pair in self if pair[0] == source])
-        write_config(folder, self, self.provenance)
+        """Write one safetensors file for each source, and ``config.json`` when all are there."""
+        write_maps(folder, list(self), lambda pairs: (self[pair] for pair in pairs), self.provenance)
 
     @classmethod
     def load(cls, folder: str | Path) -> MapSet:
@@ -141,50 +141,44 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             The folder holds no finished set of maps, or a file of it is corrupt.
         """
         folder = Path(folder)
-        try:
-            config = json.loads((folder / "config.json").read_text())
-            pairs = [(source, target) for source, target in config["pairs"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{folder} holds no finished maps ({error}). Expected what 'matlens fit' or MapSet.save "
-                "has written."
-            ) from error
-        maps = cls(provenance=config["provenance"])
-        for source, target in pairs:
+        request = read_config(folder, _HOLDS)["request"]
+        maps = cls(provenance=request["provenance"])
+        for source, target in request["pairs"]:
             maps._maps[source, target] = _file(folder, source)
-        for path in {path for path in maps._maps.values() if isinstance(path, Path)}:
-            with _open(path):
+        for source in dict.fromkeys(source for source, _ in maps):
+            with _open(_file(folder, source)):
                 pass
         return maps
 
 
-def write_source(folder: Path, maps: list[LinearMap]) -> None:
-    """Write all maps of one source, whole or not at all."""
-    tensors = {linear.target: linear.weight.contiguous() for linear in maps}
-    tensors |= {f"{linear.target}/bias": linear.bias for linear in maps if linear.bias is not None}
-    path = _file(folder, maps[0].source)
-    partial = path.with_suffix(".partial")
-    try:
-        save_file(tensors, partial)
-        partial.replace(path)
-    except SafetensorError as error:
-        # The library wraps what the system said, "No space left on device" among it.
-        raise OSError(f"{path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+def write_maps(
+    folder: str | Path,
+    pairs: Sequence[tuple[str, str]],
+    fit: Callable[[list[tuple[str, str]]], Iterable[LinearMap]],
+    provenance: Mapping[str, Any],
+) -> MapSet:
+    """Fit maps into a folder, source by source; what a killed run has written is not fitted again.
+
+    ``fit`` gives the maps of the pairs that it is asked for, in their order.
+    """
+    place = Workplace(folder, {"holds": _HOLDS, "pairs": pairs, "provenance": provenance})
+    with place.working():
+        if not place.finished:
+            there = {source for source, _ in pairs if _file(place.folder, source).is_file()}
+            missing = [pair for pair in pairs if pair[0] not in there]
+            for source, maps in itertools.groupby(fit(missing), key=lambda linear: linear.source):
+                _write_source(_file(place.folder, source), maps)
+            place.finish(layers=CONVENTION, dtype="float32")
+    return MapSet.load(folder)
 
 
-def has_source(folder: Path, source: str) -> bool:
-    """Whether the maps of a source are there."""
-    return _file(folder, source).is_file()
-
-
-def write_config(folder: Path, pairs: Iterable[tuple[str, str]], provenance: Mapping[str, Any]) -> None:
-    """Write what makes a folder of maps a finished one."""
-    config = {"layers": CONVENTION, "dtype": "float32", "pairs": list(pairs), "provenance": dict(provenance)}
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(config, indent=1))
-    partial.replace(folder / "config.json")
+def _write_source(path: Path, maps: Iterable[LinearMap]) -> None:
+    tensors: dict[str, Tensor] = {}
+    for linear in maps:
+        tensors[linear.target] = linear.weight.cpu().contiguous()
+        if linear.bias is not None:
+            tensors[f"{linear.target}/bias"] = linear.bias.cpu()
+    write_bytes(path, save(tensors))
 
 
 def _file(folder: Path, source: str) -> Path:

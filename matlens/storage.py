@@ -1,0 +1,138 @@
+"""Rows of vectors on disk: one ``.npy`` file a site, allocated once and filled in any order.
+
+Rows are written with ``pwrite``, not through a memory map, whose pages would count as the process's own
+memory. What has been written is noted every few seconds, so that a killed run can go on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
+
+from matlens.artifacts import read_config, write_text
+from matlens.errors import InputError
+
+_NOTED_EVERY = 2.0  # seconds
+_DONE = "batches_done"
+
+
+class RowFiles:
+    """Files of a collection that is being filled.
+
+    Parameters
+    ----------
+    folder
+        Where they are; files that are there already are gone on with.
+    names, n_rows, width
+        The sites, and the shape of each file, float32.
+    arrays
+        What else belongs to the collection, written at once.
+    """
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], n_rows: int, width: int, arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        self._note = folder / _DONE
+        self._width = width
+        self.batches_done = int(self._note.read_text()) if self._note.is_file() else 0
+        self._written, self._noted_at = self.batches_done, time.monotonic()
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+        self._files: dict[str, tuple[int, int]] = {}
+        for name in names:
+            self._files[name] = _allocate(folder / f"{name}.npy", n_rows, width)
+
+    def write(self, index: np.ndarray, vectors: Mapping[str, Tensor]) -> None:
+        """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the site's file."""
+        starts, ends = _runs(index)
+        row_bytes = self._width * 4
+        for name, values in vectors.items():
+            descriptor, first = self._files[name]
+            rows = values.numpy()
+            for start, end in zip(starts, ends, strict=True):
+                _write_all(descriptor, rows[start:end].tobytes(), first + int(index[start]) * row_bytes)
+        self._written += 1
+        if time.monotonic() - self._noted_at > _NOTED_EVERY:
+            self._remember()
+
+    def _remember(self) -> None:
+        # Rows first, the note after them: it must never promise what is not there.
+        for descriptor, _ in self._files.values():
+            os.fsync(descriptor)
+        write_text(self._note, str(self._written))
+        self._noted_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not issubclass(kind, Exception):
+            self._remember()
+        for descriptor, _ in self._files.values():
+            os.close(descriptor)
+        if kind is None:
+            self._note.unlink()
+
+
+def read_rows(
+    folder: str | Path, expected: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
+    """Open a finished collection: its configuration, the arrays beside it and the rows by site.
+
+    Raises
+    ------
+    InputError
+        The folder is not a finished collection, or a file of it is damaged.
+    """
+    folder = Path(folder)
+    config = read_config(folder, expected)
+    try:
+        arrays = {name: np.load(folder / f"{name}.npy") for name in ("tokens", "offsets", "positions")}
+        # Copy-on-write, because torch refuses to look at memory that nobody may write.
+        rows = {
+            name: torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c"))
+            for name in config["request"]["sites"]
+        }
+    except (OSError, ValueError) as error:
+        raise InputError(f"The collection in {folder} is damaged: {error}. Collect it again.") from error
+    return config, arrays, rows
+
+
+def _allocate(path: Path, n_rows: int, width: int) -> tuple[int, int]:
+    """Open a file for rows, with room for all of them; returns its descriptor and where rows start."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with os.fdopen(os.dup(descriptor), "r+b") as file:
+        header = {
+            "descr": npy.dtype_to_descr(np.dtype("<f4")),
+            "fortran_order": False,
+            "shape": (n_rows, width),
+        }
+        npy.write_array_header_1_0(file, header)
+        first = file.tell()
+    # A disk that is too small says so now, not after hours.
+    os.posix_fallocate(descriptor, 0, first + n_rows * width * 4)
+    return descriptor, first
+
+
+def _runs(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where neighbouring rows go to neighbouring places, so that each such run is written at once."""
+    breaks = np.flatnonzero(np.diff(index) != 1) + 1
+    return np.concatenate([[0], breaks]), np.concatenate([breaks, [len(index)]])
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count

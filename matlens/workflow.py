@@ -1,0 +1,189 @@
+"""The main job in four steps over one folder: collect, fit, evaluate, plot.
+
+Each step reads what the one before has written and can be called again: what is finished is not done
+twice, and what was broken off goes on. The folder holds ``train/`` and ``validation/`` (activations),
+``maps/``, ``results.csv`` with ``results.json`` beside it, and the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from matlens import plots, provenance
+from matlens.activations import Activations, Positions, collect
+from matlens.artifacts import system_errors, write_json, write_text
+from matlens.corpora import Corpus
+from matlens.errors import InputError
+from matlens.evaluation import COLUMNS, fit_quality, prediction_quality
+from matlens.examples import make_examples
+from matlens.fitting import fit_samples
+from matlens.maps import LinearMap, MapSet, write_maps
+from matlens.readout import Readout
+from matlens.sites import STREAM, Site
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
+Pairs = Literal["all", "last"] | Iterable[tuple[int | str, int | str]]
+
+
+def collect_parts(
+    model: TransformerBridge,
+    corpus: Corpus,
+    folder: str | Path,
+    *,
+    n_train: int,
+    n_validation: int,
+    seed: int = 0,
+    positions: Positions = "drawn",
+    draw_special: bool = True,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> tuple[Activations, Activations]:
+    """Split a corpus and collect the stream on both parts, into ``train/`` and ``validation/``.
+
+    With ``positions="all"`` maps are fitted on every token of the training part; the validation part
+    keeps one drawn position a sentence, so that its numbers compare.
+    """
+    train, validation = corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
+    collected = []
+    for name, part, where in ((TRAIN, train, positions), (VALIDATION, validation, "drawn")):
+        examples = make_examples(model, part, seed=seed, draw_special=draw_special)
+        if examples.n_truncated:
+            tqdm.write(f"{examples.n_truncated} sentences of {part.name} were cut at the model's context.")
+        collected.append(
+            collect(
+                model, examples, positions=where, folder=Path(folder) / name,
+                batch_tokens=batch_tokens, progress=progress,
+            )
+        )  # fmt: skip
+    return collected[0], collected[1]
+
+
+def fit_maps(
+    folder: str | Path,
+    *,
+    pairs: Pairs = "all",
+    intercept: bool = False,
+    ridge: float = 0.0,
+    progress: bool = True,
+) -> MapSet:
+    """Fit maps between layers of the stream on ``train/``, into ``maps/``.
+
+    Parameters
+    ----------
+    pairs
+        ``"all"`` for every ``0 <= l < l' <= L``, ``"last"`` for those onto ``L``, or a list of pairs.
+    intercept, ridge
+        Off by default, as in the paper.
+    """
+    train = Activations.load(Path(folder) / TRAIN)
+    if ridge < 0:
+        raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
+    wanted = resolve_pairs(pairs, train)
+    source = {key: train.provenance[key] for key in ("model", "data", "positions")}
+    source |= {"n_samples": train.n_rows, "intercept": intercept, "ridge": ridge}
+
+    def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
+        return tqdm(maps, total=len(missing), desc="fitting", unit="map", disable=not progress, delay=1)
+
+    return write_maps(Path(folder) / MAPS, wanted, fit, source)
+
+
+def evaluate(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:
+    """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``."""
+    folder = Path(folder)
+    maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
+    maps.require_model(provenance.fingerprint(model))
+    readout = Readout(model)
+    parts = [
+        fit_quality(maps, validation, progress=progress),
+        prediction_quality(readout, maps, validation, progress=progress),
+    ]
+    results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
+    origin = {
+        "maps": maps.provenance,
+        "validation": validation.provenance["data"],
+        "unembed_hash": readout.unembed_hash,
+        "software": provenance.of_software(),
+        "command": provenance.of_command(),
+    }
+    with system_errors(folder):
+        write_text(folder / f"{RESULTS}.csv", results.to_csv(index=False))
+        write_json(folder / f"{RESULTS}.json", origin)
+    return results
+
+
+def plot(folder: str | Path) -> list[Path]:
+    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written."""
+    results = read_results(folder)
+    fit = results[results["metric"] == "r2"]
+    rest = results[results["metric"] != "r2"]
+    figures = (("r2", plots.r2_heatmaps, fit), ("prediction", plots.prediction, rest))
+    return [path for name, draw, part in figures for path in plots.save(draw(part), folder, name)]
+
+
+def read_results(folder: str | Path) -> pd.DataFrame:
+    """Read the table that `evaluate` has written.
+
+    Raises
+    ------
+    InputError
+        There is none, or its columns are others.
+    """
+    path = Path(folder) / f"{RESULTS}.csv"
+    try:
+        results = pd.read_csv(path, dtype={"k": "Int64"})
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is not a table of results: {error}. 'matlens evaluate' writes it."
+        ) from error
+    missing = [column for column in COLUMNS if column not in results]
+    if missing or results.empty:
+        raise InputError(f"{path} lacks rows or the columns {missing}. 'matlens evaluate' writes it.")
+    return results
+
+
+def resolve_pairs(pairs: Pairs, collected: Activations) -> list[tuple[str, str]]:
+    """Spell out which maps are meant, and check that there are samples for them.
+
+    Raises
+    ------
+    InputError
+        A layer is out of range or was not collected, or a source does not lie before its target.
+    """
+    n_layers = collected.provenance["model"]["n_layers"]
+    if pairs == "all":
+        numbers = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
+    elif pairs == "last":
+        numbers = [(a, n_layers) for a in range(n_layers)]
+    else:
+        numbers = [(_layer(a, n_layers), _layer(b, n_layers)) for a, b in pairs]
+    for source, target in numbers:
+        if source >= target:
+            raise InputError(
+                f"A map from layer {source} to layer {target}: the source must lie before the target."
+            )
+    named = [(f"{STREAM}.{a}", f"{STREAM}.{b}") for a, b in numbers]
+    absent = sorted({site for pair in named for site in pair} - set(collected))
+    if absent:
+        raise InputError(
+            f"There are no vectors of {', '.join(absent)}; collected were {', '.join(collected)}."
+        )
+    return named
+
+
+def _layer(site: int | str, n_layers: int) -> int:
+    found = Site.parse(int(site) if isinstance(site, str) and site.lstrip("-").isdigit() else site)
+    if found.kind != STREAM or not -n_layers - 1 <= found.layer <= n_layers:
+        raise InputError(
+            f"{site!r} is not a layer of the stream: expected 0 to {n_layers}, or negative from the end."
+        )
+    return found.layer % (n_layers + 1)
