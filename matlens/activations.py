@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         """
         config, arrays, vectors = read_rows(folder, _HOLDS)
         request = config["request"]
-        examples = Examples(**arrays, n_truncated=request["data"]["n_truncated"], provenance=request["data"])
+        examples = Examples(**arrays, provenance=request["data"])
         return cls(vectors, examples, request["positions"], {**request, **config["more"]})
 
 
@@ -192,13 +193,13 @@ def stream(
     """
     require_raw(model)
     hooks = {str(anatomy(model).resolve(site)): anatomy(model).hook(site) for site in sites}
-    batches = list(examples.batches(batch_tokens or default_batch_tokens(model)))
-    done = sum(len(batch.index) for batch in batches[:skip])
+    batches = examples.batches(batch_tokens or default_batch_tokens(model))
+    done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
     bar = tqdm(
         total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress, delay=1
     )
     with bar:
-        for batch in batches[skip:]:
+        for batch in batches:
             at, index = _places(examples, batch, positions)
             vectors = _run(model, batch, hooks, at)
             _require_finite(vectors)

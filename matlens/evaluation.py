@@ -103,7 +103,7 @@ def _row(
     return {
         "experiment": experiment,
         "model": data.provenance["model"]["base_model_name_or_path"],
-        "corpus": data.provenance["data"]["corpus"],
+        "corpus": data.provenance["data"].get("corpus", "unnamed"),
         "method": method,
         "layer": Site.parse(source).layer,
         "target": Site.parse(target).layer,

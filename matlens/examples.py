@@ -39,16 +39,13 @@ class Examples:
         ``[n + 1]``, where each sentence starts.
     positions
         ``i_s``, the drawn position in each sentence, counted from 0.
-    n_truncated
-        How many sentences were longer than the model's context and were cut.
     provenance
-        Corpus, seed and how positions were drawn.
+        Corpus, seed, how positions were drawn, and how many sentences were cut.
     """
 
     tokens: Int[np.ndarray, " n_tokens"]
     offsets: Int[np.ndarray, " n_plus_1"]
     positions: Int[np.ndarray, " n"]
-    n_truncated: int = 0
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -60,10 +57,16 @@ class Examples:
         return np.diff(self.offsets)
 
     @property
+    def n_truncated(self) -> int:
+        """How many sentences were longer than the model's context and were cut."""
+        return int(self.provenance.get("n_truncated", 0))
+
+    @property
     def fingerprint(self) -> str:
         """Sixteen hex digits of the tokens and positions."""
-        digest = hashlib.sha256(self.tokens.tobytes())
-        digest.update(self.offsets.tobytes() + self.positions.tobytes())
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.offsets, self.positions):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         return digest.hexdigest()[:16]
 
     def batches(self, max_tokens: int) -> Iterator[Batch]:
@@ -162,7 +165,7 @@ def make_examples(
         "n_truncated": len(too_long),
     }
     offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids])])
-    return Examples(np.concatenate(ids), offsets, positions, len(too_long), provenance)
+    return Examples(np.concatenate(ids), offsets, positions, provenance)
 
 
 def is_masked(model: TransformerBridge) -> bool:

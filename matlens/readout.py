@@ -65,7 +65,7 @@ class Readout:
     @property
     def unembed_hash(self) -> str:
         """Sixteen hex digits of the unembedding matrix: two models that share it can share a read-out."""
-        weight = self._head[-1].weight.detach().cpu().contiguous()
+        weight = self._head[-1].get_parameter("weight").detach().cpu().contiguous()
         return hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
 
     def _agrees_with(self, model: TransformerBridge) -> None:

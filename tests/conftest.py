@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,66 @@ FAMILY_OF = {
     "gemma2": "extra-norm", "gemma3": "extra-norm",
 }  # fmt: skip
 ARCHITECTURES = tuple(CONFIGS)
+# More models to save by name: other wirings, other read-outs.
+OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "neox-sequential": lambda: transformers.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
+    "granite": lambda: transformers.GraniteConfig(**_GROUPED, residual_multiplier=0.5, logits_scaling=4.0),
+    "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
+    "roberta": lambda: transformers.RobertaConfig(**_SIZES),
+}
+MASKED = ("bert", "roberta")
+
+# Where plain Hugging Face models keep their layers and final norm, and which module of a layer has which
+# site as its input or output. Written by hand from their source; tests hook these and compare.
+LAYERS = {
+    "gpt2": ("transformer.h", "transformer.ln_f"),
+    "llama": ("model.layers", "model.norm"),
+    "neox": ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
+    "gptj": ("transformer.h", "transformer.ln_f"),
+    "bert": ("bert.encoder.layer", "cls.predictions"),
+    "gemma2": ("model.layers", "model.norm"),
+    "gemma3": ("model.layers", "model.norm"),
+}
+LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
+
+
+def _ends(**modules: str) -> dict[str, tuple[str, str]]:
+    return {f"{kind}_{side}": (path, side) for kind, path in modules.items() for side in ("in", "out")}
+
+
+_GEMMA = _ends(
+    ln1="input_layernorm", attn="self_attn", ln1_post="post_attention_layernorm",
+    ln2="pre_feedforward_layernorm", ffn="mlp", ln2_post="post_feedforward_layernorm",
+) | {"mid": ("pre_feedforward_layernorm", "in")}  # fmt: skip
+_NEOX = _ends(ln1="input_layernorm", attn="attention", ln2="post_attention_layernorm", ffn="mlp")
+SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
+    "gpt2": _ends(ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp") | {"mid": ("ln_2", "in")},
+    "llama": _ends(ln1="input_layernorm", attn="self_attn", ln2="post_attention_layernorm", ffn="mlp")
+    | {"mid": ("post_attention_layernorm", "in")},
+    "neox": _NEOX,
+    "neox-sequential": _NEOX | {"mid": ("post_attention_layernorm", "in")},
+    "gptj": _ends(ln1="ln_1", attn="attn", ffn="mlp"),
+    "bert": _ends(ln1="attention.output.LayerNorm", ln2="output.LayerNorm")
+    | {
+        "attn_in": ("attention", "in"),
+        "attn_out": ("attention.output.dense", "out"),
+        "mid": ("attention.output.LayerNorm", "out"),
+        "ffn_in": ("intermediate", "in"),
+        "ffn_out": ("output.dense", "out"),
+    },
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread for small models: on a busy machine more take several times as long."""
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("real") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFast:
@@ -51,25 +111,21 @@ def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFas
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if bert:
         ends = [(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=ends
-        )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=N_CTX, **special
-    )
+        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=N_CTX, **special)
 
 
 def save_model(name: str, folder: Path) -> Path:
     """Write a small model with random weights and its tokenizer, as save_pretrained does."""
     torch.manual_seed(0)
-    auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
-    model = auto.from_config(CONFIGS[name]())
+    auto = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
+    model = auto.from_config((CONFIGS | OTHER_CONFIGS)[name]())
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases start as ones and zeros, where a forgotten one would not show.
             parameter.add_(0.02 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    make_tokenizer(bert=name == "bert").save_pretrained(folder)
+    make_tokenizer(bert=name in MASKED).save_pretrained(folder)
     return folder
 
 
@@ -98,6 +154,71 @@ def small_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
     return model
 
 
+def load_plain(name: str, folder: Path, **options: Any) -> Any:
+    """Load the folder's model with Hugging Face alone, which is what tests compare with."""
+    auto = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, **options).eval()
+
+
+@pytest.fixture(scope="session")
+def plain_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """The same small model without matlens, by the name of its architecture; shared, so leave it as it is."""
+    loaded: dict[str, Any] = {}
+
+    def model(name: str) -> Any:
+        if name not in loaded:
+            loaded[name] = load_plain(name, model_folder(name))
+        return loaded[name]
+
+    return model
+
+
+@torch.inference_mode()
+def plain_vectors(
+    name: str, model: Any, tokens: torch.Tensor, mask: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Vectors of every site, ``[batch, length, d]``, and ``"logits"``, by hooks on the plain modules.
+
+    ``tokens`` is one sentence or a batch; ``h.L`` is what the final norm is given.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    handles = []
+
+    def listen(site: str, module: Any, side: str) -> None:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[site] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            seen[site] = (output[0] if isinstance(output, tuple) else output).clone()
+
+        handles.append(
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            if side == "in"
+            else module.register_forward_hook(after)
+        )
+
+    layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
+    for i, layer in enumerate(layers):
+        listen(f"h.{i}", layer, "in")
+        for kind, (path, side) in SITE_MODULES.get(name, {}).items():
+            listen(f"{kind}.{i}", layer.get_submodule(path), side)
+    listen(f"h.{len(layers)}", final_norm, "in")
+    try:
+        seen["logits"] = model(torch.atleast_2d(tokens), attention_mask=mask).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Equal but for rounding: no coordinate is off by more than a small part of the largest."""
+    assert ours.shape == theirs.shape
+    scale = float(theirs.abs().max())
+    assert scale > 0
+    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * scale)
+
+
 @pytest.fixture
 def sentences() -> matlens.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
@@ -107,3 +228,9 @@ def sentences() -> matlens.Corpus:
         length = 5 + i % 16
         texts.append(" ".join(WORDS[int(w)] for w in torch.randint(50, (length,), generator=generator)))
     return matlens.Corpus("words", tuple(texts), 40, 0, 0, 0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Sizes of the comparison on the real model; `make verify` asks for the full one."""
+    parser.addoption("--real-train", type=int, default=400, help="train sentences of tests/test_real.py")
+    parser.addoption("--real-val", type=int, default=100, help="validation sentences of tests/test_real.py")

@@ -1,0 +1,64 @@
+"""How much longer collecting takes than the bare forward passes that it cannot do without.
+
+Both run over the same batches in one process, by turns: the plain transformers model with its default
+attention, without hooks and without the bridge, and ``matlens.collect`` of all ``h^l`` at one position a
+sentence. The aim is at most 1.15 times the bare passes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM
+
+import matlens
+from matlens.activations import default_batch_tokens
+from matlens.models import SMOLLM2, _smollm2
+
+
+def main(
+    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 400,
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+) -> None:
+    """Print the ratio of collecting to bare forward passes of SmolLM2."""
+    path = _smollm2()
+    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model = matlens.load(SMOLLM2, device="cpu")
+    corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
+    examples = matlens.make_examples(model, corpus)
+    batches = list(examples.batches(default_batch_tokens(model)))
+
+    @torch.inference_mode()
+    def bare() -> None:
+        for batch in batches:
+            plain(batch.tokens, attention_mask=batch.mask)
+
+    @torch.inference_mode()
+    def trunk() -> None:
+        for batch in batches:
+            plain.model(batch.tokens, attention_mask=batch.mask, use_cache=False)
+
+    def ours() -> None:
+        matlens.collect(model, examples, progress=False)
+
+    best = {work.__name__: float("inf") for work in (bare, trunk, ours)}
+    for _ in range(rounds):
+        for work in (bare, trunk, ours):
+            start = time.perf_counter()
+            work()
+            best[work.__name__] = min(best[work.__name__], time.perf_counter() - start)
+    n_tokens = len(examples.tokens)
+    print(
+        f"{sentences} sentences, {n_tokens} tokens, {len(batches)} batches, {torch.get_num_threads()} threads"
+    )
+    for name, seconds in best.items():
+        print(f"{name:6} {seconds:7.2f} s  {n_tokens / seconds:6.0f} tokens/s")
+    print(f"collecting / bare forward: {best['ours'] / best['bare']:.2f} (aim: at most 1.15)")
+    print(f"collecting / forward without the unembedding: {best['ours'] / best['trunk']:.2f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,66 @@
+"""How far fitting is from the matrix products that it cannot do without, and from scikit-learn.
+
+The floor is, for every pair, ``X^T Y`` over the samples and one ``d x d`` product that solves for the map,
+in float64 on samples that are in float64 already. The papers' code fits pair by pair with scikit-learn's
+``LinearRegression``; thirty pairs of it are timed and scaled. Aims: at most 1.5 times the floor, and at
+least 8 times faster than scikit-learn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Annotated
+
+import torch
+import typer
+from sklearn.linear_model import LinearRegression
+
+from matlens import fit_samples
+
+_TIMED = 30
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="L; there are L(L+1)/2 pairs.")] = 30,
+    width: Annotated[int, typer.Option(help="d_model.")] = 576,
+    samples: Annotated[int, typer.Option(help="Sentences.")] = 4000,
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+) -> None:
+    """Print the ratios for random samples of the shape of SmolLM2's."""
+    torch.manual_seed(0)
+    vectors = {f"h.{layer}": torch.randn(samples, width) for layer in range(layers + 1)}
+    pairs = list(itertools.combinations(vectors, 2))
+    double = {site: values.double() for site, values in vectors.items()}
+    inverse = torch.randn(width, width, dtype=torch.float64)
+
+    def floor() -> None:
+        for source, target in pairs:
+            inverse @ (double[source].T @ double[target])
+
+    def ours() -> None:
+        for _ in fit_samples(vectors, pairs):
+            pass
+
+    def scikit_learn() -> None:
+        step = max(len(pairs) // _TIMED, 1)
+        for source, target in pairs[::step][:_TIMED]:
+            LinearRegression(fit_intercept=False).fit(double[source].numpy(), double[target].numpy())
+
+    works = (floor, ours, scikit_learn)
+    best = {work.__name__: float("inf") for work in works}
+    for _ in range(rounds):
+        for work in works:
+            start = time.perf_counter()
+            work()
+            best[work.__name__] = min(best[work.__name__], time.perf_counter() - start)
+    best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
+    print(f"{len(pairs)} pairs of {samples} samples, d = {width}, {torch.get_num_threads()} threads")
+    for name, seconds in best.items():
+        print(f"{name:12} {seconds:7.2f} s")
+    print(f"fitting / floor: {best['ours'] / best['floor']:.2f} (aim: at most 1.5)")
+    print(f"scikit-learn / fitting: {best['scikit_learn'] / best['ours']:.1f} (aim: at least 8)")
+
+
+if __name__ == "__main__":
+    typer.run(main)
