@@ -4,7 +4,7 @@ from matlens.activations import Activations, collect, stream
 from matlens.corpora import Corpus, load_corpus
 from matlens.errors import InputError
 from matlens.evaluation import fit_quality, prediction_quality
-from matlens.examples import Examples, make_examples
+from matlens.examples import Examples, make_examples, make_prompts
 from matlens.fitting import Moments, fit_samples, fit_stream
 from matlens.maps import LinearMap, MapSet
 from matlens.models import load
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "load_corpus",
     "make_examples",
+    "make_prompts",
     "prediction_quality",
     "stream",
 ]

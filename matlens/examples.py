@@ -8,7 +8,7 @@ the order and the batches are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +166,31 @@ def make_examples(
     }
     offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids])])
     return Examples(np.concatenate(ids), offsets, positions, provenance)
+
+
+def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
+    """Tokenise prompts, each with the position whose prediction one wants to read.
+
+    In a decoder that is the last token; in a masked-LM model the one mask token in the prompt.
+
+    Raises
+    ------
+    InputError
+        A prompt is empty, or does not hold exactly one mask token where one is needed.
+    """
+    tokenizer = model.tokenizer
+    ids = [np.asarray(tokenizer(prompt)["input_ids"], dtype=np.int64) for prompt in prompts]
+    positions = []
+    for prompt, own in zip(prompts, ids, strict=True):
+        where = np.flatnonzero(own == tokenizer.mask_token_id) if is_masked(model) else [len(own) - 1]
+        if not len(own) or len(where) != 1:
+            wanted = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
+            raise InputError(f"The prompt {prompt!r} cannot be read out: expected {wanted} in it.")
+        positions.append(int(where[0]))
+    if not ids:
+        raise InputError("There are no prompts. Expected at least one.")
+    offsets = np.concatenate([[0], np.cumsum([len(own) for own in ids])])
+    return Examples(np.concatenate(ids), offsets, np.array(positions), {"corpus": "prompts", "n": len(ids)})
 
 
 def is_masked(model: TransformerBridge) -> bool:

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.maps import LinearMap
+from matlens.maps import LinearMap, site_name
 
-Pair = tuple[str, str]
+Pair = tuple[str | int, str | int]
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 _KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
@@ -121,8 +121,26 @@ def fit_samples(
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
     Yields the maps source by source, so that a caller who writes them away never holds them all.
+
+    Parameters
+    ----------
+    samples
+        Vectors by site, such as `Activations`; row ``s`` of every site belongs to the same token.
+    pairs
+        Sites by name, or by number for layers of the stream.
+    intercept, ridge
+        See `Moments.solve`.
+    provenance
+        Goes into the maps; by default what `Activations` say of themselves.
+
+    Raises
+    ------
+    InputError
+        A value is not finite; the message names the site.
     """
-    wanted = {site: samples[site] for pair in pairs for site in pair}
+    if provenance is None:
+        provenance = getattr(samples, "provenance", None)
+    wanted = {site: samples[site] for pair in pairs for site in map(site_name, pair)}
     if sum(vectors.numel() * 8 for vectors in wanted.values()) <= _KEPT:
         wanted = {site: vectors.double() for site, vectors in wanted.items()}
     for source, targets in by_source(pairs).items():
@@ -142,7 +160,11 @@ def fit_stream(
     ridge: float = 0.0,
     provenance: Mapping[str, Any] | None = None,
 ) -> Iterator[LinearMap]:
-    """Fit the same maps from samples that pass by once and are not kept."""
+    """Fit the same maps from samples that pass by once and are not kept.
+
+    ``batches`` are vectors by site, such as ``rows.vectors`` for the rows of `matlens.stream`; the other
+    parameters are those of `fit_samples`.
+    """
     grouped, moments, last = by_source(pairs), dict[str, Moments](), dict[str, Tensor]()
     for last in _gathered(batches):
         for source, targets in grouped.items():
@@ -158,7 +180,7 @@ def fit_stream(
 def by_source(pairs: Sequence[Pair]) -> dict[str, list[str]]:
     """Targets of each source, both in the order in which they first occur."""
     grouped: dict[str, list[str]] = {}
-    for source, target in dict.fromkeys(pairs):
+    for source, target in dict.fromkeys((site_name(a), site_name(b)) for a, b in pairs):
         grouped.setdefault(source, []).append(target)
     return grouped
 

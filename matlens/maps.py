@@ -84,7 +84,8 @@ class LinearMap:
         return LinearMap.of(weight, bias, self.source, following.target, self.provenance)
 
 
-def _name(site: object) -> str:
+def site_name(site: object) -> str:
+    """Name of a site; a bare number is a layer of the stream."""
     return f"h.{site}" if isinstance(site, int) else str(site)
 
 
@@ -92,17 +93,20 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 
     ``maps[3, 30]`` is the map between two layers of the stream; sites are named otherwise, as in
-    ``maps["ln1_out.3", "attn_out.3"]``.
+    ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map.
     """
 
     def __init__(
         self, maps: Iterable[LinearMap] = (), *, provenance: Mapping[str, Any] | None = None
     ) -> None:
-        self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in maps}
+        given = list(maps)
+        self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in given}
+        if provenance is None and given:
+            provenance = given[0].provenance
         self.provenance: dict[str, Any] = dict(provenance or {})
 
     def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
-        source, target = (_name(site) for site in pair)
+        source, target = (site_name(site) for site in pair)
         try:
             found = self._maps[source, target]
         except KeyError:

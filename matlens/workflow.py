@@ -108,17 +108,29 @@ def evaluate(model: TransformerBridge, folder: str | Path, *, progress: bool = T
         prediction_quality(readout, maps, validation, progress=progress),
     ]
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
+    write_results(folder, RESULTS, results, maps, validation, unembed_hash=readout.unembed_hash)
+    return results
+
+
+def write_results(
+    folder: str | Path,
+    name: str,
+    results: pd.DataFrame,
+    maps: MapSet,
+    validation: Activations,
+    **more: object,
+) -> None:
+    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what."""
     origin = {
         "maps": maps.provenance,
         "validation": validation.provenance["data"],
-        "unembed_hash": readout.unembed_hash,
+        **more,
         "software": provenance.of_software(),
         "command": provenance.of_command(),
     }
     with system_errors(folder):
-        write_text(folder / f"{RESULTS}.csv", results.to_csv(index=False))
-        write_json(folder / f"{RESULTS}.json", origin)
-    return results
+        write_text(Path(folder) / f"{name}.csv", results.to_csv(index=False))
+        write_json(Path(folder) / f"{name}.json", origin)
 
 
 def plot(folder: str | Path) -> list[Path]:

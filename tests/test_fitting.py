@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -415,7 +416,7 @@ def test_any_partition_in_any_order_and_grouping_gives_the_whole(
     # On a coarse grid, singular values are either rounding or far above it.
     x, y = (part.round() for part in problem)
     cuts = [min(cut, len(x)) for cut in np.cumsum([0, *sizes]).tolist()] + [len(x)]
-    pieces = [(x[a:b], y[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [(x[a:b], y[a:b]) for a, b in pairwise(cuts)]
     state = moments(x, y)
     for a, b in pieces:
         state.update(a, b)
@@ -557,6 +558,13 @@ def test_batch_and_stream_name_the_site_that_is_not_finite(bad: str) -> None:
     for fits in (fit_samples(samples, PAIRS), fit_stream(batches(samples, 7), PAIRS)):
         with pytest.raises(InputError, match=rf"samples of .*\b{bad}\b.* hold"):
             list(fits)
+
+
+@pytest.mark.parametrize("shape", [(N, D_OUT - 1), (N, D_OUT + 1), (N - 1, D_OUT), (N + 1, D_OUT)])
+def test_targets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    x = plain(N, 0)
+    with pytest.raises((ValueError, RuntimeError)):
+        Moments(D_IN, D_OUT).update(x, random(*shape))
 
 
 @pytest.mark.parametrize("names", [("h.0", "h.2"), ("h.1", "h.1"), ("h.2", "h.0")])

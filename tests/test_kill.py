@@ -6,7 +6,7 @@ script) imports once and forks a process for every command.
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import os
 import random
@@ -34,12 +34,9 @@ NOTED_EVERY = 3  # batches
 
 def _serve() -> None:
     """Fork a process for each request on stdin; say its id, then how it ended."""
-    from matlens import cli, workflow  # noqa: F401  what every child needs, imported once
-    from matlens.models import load  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import transformer_lens.model_bridge
-        import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+    # What every child needs.
+    for module in ("matlens.cli", "matlens.workflow", "transformer_lens.model_bridge", "transformers"):
+        importlib.import_module(module)
 
     for line in sys.stdin:
         request = json.loads(line)

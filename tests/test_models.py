@@ -131,11 +131,11 @@ def test_dtype_is_the_one_asked_for(dtype: torch.dtype, model_folder: Callable[[
 
 
 @pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf_file(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small Llama as a GGUF file in float32, with a byte-level tokenizer of a few words."""
-    folder = save_model("llama", tmp_path_factory.mktemp("gguf"))
+    folder = model_folder("llama")
     weights, config = load_file(folder / "model.safetensors"), load_plain("llama", folder).config
-    path = folder / "small.gguf"
+    path = tmp_path_factory.mktemp("alone") / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(config.hidden_size)
@@ -184,18 +184,30 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+GGUF_TOKENS = ["the", "Ġ", "in"]
+
+
 def test_a_gguf_file_gives_the_logits_of_the_weights_in_it_without_network(
-    gguf_file: Path, no_network: list[str]
+    gguf_file: Path, plain_model: Callable[[str], Any], no_network: list[str]
 ) -> None:
     model = matlens.load(str(gguf_file), device="cpu")
     tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
-        expected = load_plain("llama", gguf_file.parent)(tokens).logits
-        assert_near(model(tokens, return_type="logits"), expected)
+        assert_near(model(tokens, return_type="logits"), plain_model("llama")(tokens).logits)
     assert no_network == []
     assert not model.training
-    assert model.tokenizer.convert_ids_to_tokens(model.tokenizer("the in")["input_ids"]) == ["the", "Ġ", "in"]
+    assert model.tokenizer.convert_ids_to_tokens(model.tokenizer("the in")["input_ids"]) == GGUF_TOKENS
     matlens.Readout(model)
+
+
+@pytest.mark.xfail(strict=True, reason="transformers prefers tokenizer files that lie in the folder")
+def test_a_gguf_file_keeps_its_own_tokenizer_beside_another_models(
+    gguf_file: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    path = shutil.copy(gguf_file, tmp_path / "model" / "small.gguf")
+    tokenizer = matlens.load(str(path), device="cpu").tokenizer
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the in")["input_ids"]) == GGUF_TOKENS
 
 
 @pytest.mark.parametrize("kind", ["truncated", "garbage", "empty"])
