@@ -18,9 +18,19 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens import (
-    MapSet, Readout, collect, fit_quality, fit_samples, fit_stream, load, load_corpus, make_examples,
-    prediction_quality, stream, workflow,
-)  # fmt: skip
+    MapSet,
+    Readout,
+    collect,
+    fit_quality,
+    fit_samples,
+    fit_stream,
+    load,
+    load_corpus,
+    make_examples,
+    prediction_quality,
+    stream,
+    workflow,
+)
 
 NAME = "all_positions"
 
@@ -70,8 +80,8 @@ def show(table: pd.DataFrame) -> None:
     """Print r2 onto the last layer and Precision@1 of both fits side by side."""
     chosen = table[(table["metric"] == "r2") | (table["k"] == 1)]
     wide = chosen.pivot_table(index="layer", columns=["metric", "method"], values="value")
-    titles = [f"{'r2' if metric == 'r2' else 'P@1'} {method}" for metric, method in wide.columns]
-    printed = Table("layer", *titles)
+    wide.columns = [" ".join(column).replace("precision", "P@1") for column in wide.columns.to_list()]
+    printed = Table("layer", *wide.columns)
     for layer, row in wide.iterrows():
         printed.add_row(str(layer), *("" if pd.isna(value) else f"{value:.3f}" for value in row))
     Console().print(printed)

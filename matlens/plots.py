@@ -45,15 +45,15 @@ def prediction(results: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(9.4, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     styles = {1: "-", 5: "--", 10: ":"}
-    precision = results[results["metric"] == "precision"]
-    for (method, k), part in precision.groupby(["method", "k"], sort=False):
-        label = rf"$\mathtt{{{method}}}$, $k={k}$"
-        _line(left, part, str(method), label, styles[int(k)])
+    for method in _COLOURS:
+        own = results[results["method"] == method]
+        for k, style in styles.items():
+            part = own[(own["metric"] == "precision") & (own["k"] == k)]
+            _line(left, part, method, rf"$\mathtt{{{method}}}$, $k={k}$", style)
+        _line(right, own[own["metric"] == "surprisal"], method, rf"$\mathtt{{{method}}}$", "-")
     left.set_ylabel("Precision@$k$")
     left.set_ylim(0, 1.02)
     left.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for method, part in results[results["metric"] == "surprisal"].groupby("method", sort=False):
-        _line(right, part, str(method), rf"$\mathtt{{{method}}}$", "-")
     right.set_ylabel("Surprisal (nats)")
     right.set_ylim(bottom=0)
     for ax in (left, right):
@@ -87,7 +87,7 @@ def _line(ax: Axes, part: pd.DataFrame, method: str, label: str, style: str) -> 
         part["layer"], part["value"], style, color=colour, label=label, lw=1.4,
         marker=_MARKERS[method], ms=2.8,
     )  # fmt: skip
-    ax.fill_between(part["layer"], part["low"], part["high"], color=colour, alpha=0.15, lw=0)
+    ax.fill_between(part["layer"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
 
 
 def _layer_ticks(last: int) -> list[int]:

@@ -63,7 +63,7 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
     interrupted(tmp_path / "x")
     place = Workplace(tmp_path / "x", JOB)
     assert not place.finished
-    with pytest.raises(InputError, match="broken off.* the same command again"):
+    with pytest.raises(InputError, match=r"broken off.* the same command again"):
         read_config(tmp_path / "x", "things")
     with place.working():
         assert (tmp_path / "x" / "first").read_text() == "done"
