@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,11 @@ from typing import Any
 from matlens.errors import InputError
 
 _UNFINISHED = "unfinished.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (
+    errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
+    errno.ENOENT,
+)  # fmt: skip
 
 
 class Workplace:
@@ -27,7 +33,8 @@ class Workplace:
         self.folder = Path(folder)
         # What is compared is what JSON gives back.
         self.request: dict[str, Any] = json.loads(json.dumps(request))
-        self._own = not self.folder.exists()
+        self._begun = False  # whether this call has put the first file into it
+        self._made: list[Path] = []  # folders that it has made for that, the innermost first
 
     @property
     def finished(self) -> bool:
@@ -39,14 +46,18 @@ class Workplace:
         with system_errors(self.folder):
             marker = self.folder / ("config.json" if self.finished else _UNFINISHED)
             if marker.is_file():
-                self._require_same(json.loads(marker.read_text()).get("request", {}))
+                self._require_same(marker)
+                if self.finished:  # a kill may have left both
+                    (self.folder / _UNFINISHED).unlink(missing_ok=True)
                 return
             if self.folder.is_dir() and any(self.folder.iterdir()):
                 raise InputError(
                     f"The folder {self.folder} holds other files. Expected a new or empty folder, or "
                     "one that the same command has begun."
                 )
+            absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._begun, self._made = True, absent
             write_json(marker, {"request": self.request})
 
     def finish(self, **more: Any) -> None:
@@ -57,24 +68,58 @@ class Workplace:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Fill the folder; if that fails for good, remove what is there. A kill leaves it to go on with."""
+        """Fill the folder.
+
+        If that fails, what this call has begun is removed. A kill leaves it to go on with, and so does
+        the failure of a call that went on with what another had begun.
+        """
         try:
+            self.open()
             with system_errors(self.folder):
-                self.open()
                 yield
         except Exception:
-            if (self.folder / _UNFINISHED).is_file():
-                shutil.rmtree(self.folder) if self._own else _empty(self.folder)
+            if self._begun and not self.finished:
+                self._remove()
             raise
 
-    def _require_same(self, other: Mapping[str, Any]) -> None:
-        differing = [key for key in self.request if self.request[key] != other.get(key)]
-        if differing:
-            told = "; ".join(f"{key}: {other.get(key)} there, {self.request[key]} now" for key in differing)
+    def _remove(self) -> None:
+        for entry in self.folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for folder in self._made:
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _require_same(self, marker: Path) -> None:
+        try:
+            other = _flat(json.loads(marker.read_text())["request"])
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
-                f"The folder {self.folder} belongs to another job ({told}). Choose another folder, or "
-                "remove this one."
+                f"The folder {self.folder} holds a {marker.name} that matlens has not written. Choose "
+                "another folder."
+            ) from None
+        own = _flat(self.request)
+        differing = [key for key in {**own, **other} if own.get(key) != other.get(key)]
+        if differing:
+            told = "; ".join(
+                f"{key}: {_short(other.get(key))} there, {_short(own.get(key))} now" for key in differing[:4]
             )
+            more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
+            raise InputError(
+                f"The folder {self.folder} belongs to another job ({told}{more}). Choose another folder, "
+                "or remove this one."
+            )
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else reprlib.repr(value)
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 @contextmanager
@@ -83,11 +128,12 @@ def system_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error):
+        # numpy reports a short write without an error number.
+        if error.errno in _FULL or "requested and" in str(error):
             raise InputError(
                 f"There is no room on the disk of {path}. Free some, or write elsewhere."
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in _REFUSED:
             raise InputError(
                 f"{path} cannot be written: {error.strerror}. Expected a folder that you may write to."
             ) from error
@@ -126,19 +172,15 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
         There is no such folder, or its job is unfinished, or it is not what was ``expected``.
     """
     folder = Path(folder)
-    if (folder / _UNFINISHED).is_file():
+    if (folder / _UNFINISHED).is_file() and not (folder / "config.json").is_file():
         raise InputError(
             f"The job of {folder} was broken off. Run the same command again, and it goes on from there."
         )
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        holds = config["request"]["holds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder} holds no finished {expected}: {error}") from error
-    if config.get("request", {}).get("holds") != expected:
+    if holds != expected:
         raise InputError(f"{folder} does not hold {expected} of matlens.")
     return dict(config)
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -219,8 +219,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * scale)
 
 
-@pytest.fixture
-def sentences() -> matlens.Corpus:
+def make_sentences() -> matlens.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     generator = torch.Generator().manual_seed(0)
     texts = []
@@ -228,6 +227,12 @@ def sentences() -> matlens.Corpus:
         length = 5 + i % 16
         texts.append(" ".join(WORDS[int(w)] for w in torch.randint(50, (length,), generator=generator)))
     return matlens.Corpus("words", tuple(texts), 40, 0, 0, 0)
+
+
+@pytest.fixture
+def sentences() -> matlens.Corpus:
+    """Forty different sentences of 5 to 20 words that the small models know."""
+    return make_sentences()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

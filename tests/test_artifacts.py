@@ -162,6 +162,35 @@ def test_a_job_that_fails_leaves_nothing(there_before: bool, error: Exception, t
     assert not there_before or not any(folder.iterdir())
 
 
+def test_folders_made_for_a_job_that_fails_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+
+    def work(beside: Path | None) -> None:
+        with Workplace(tmp_path / "mine" / "a" / "b", JOB).working():
+            if beside is not None:
+                beside.write_text("someone else's")
+            raise InputError("bad")
+
+    for beside, left in ((None, ["mine"]), (tmp_path / "mine" / "a" / "c", ["mine", "mine/a", "mine/a/c"])):
+        with pytest.raises(InputError, match="bad"):
+            work(beside)
+        assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == left
+
+
+def test_what_an_earlier_call_has_done_outlives_the_failure_of_a_later_one(tmp_path: Path) -> None:
+    interrupted(tmp_path / "x")
+
+    def go_on() -> None:
+        with Workplace(tmp_path / "x", JOB).working():
+            raise InputError("bad")
+
+    with pytest.raises(InputError, match="bad"):
+        go_on()
+    assert tree(tmp_path / "x")["first"] == b"done"
+    complete(tmp_path / "x")
+    assert sorted(tree(tmp_path / "x")) == ["config.json", "first"]
+
+
 def test_a_finished_folder_survives_what_fails_in_it_later(tmp_path: Path) -> None:
     complete(tmp_path / "x")
     before = tree(tmp_path / "x")
@@ -224,7 +253,7 @@ def test_a_full_disk_is_the_users_error_and_leaves_nothing(
     with pytest.raises(InputError, match=re.escape(f"no room on the disk of {folder}")):
         work()
     assert tree(tmp_path) == {}
-    assert folder.exists() == there_before or at == "start"
+    assert folder.exists() == there_before
 
 
 # Single files

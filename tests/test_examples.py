@@ -87,8 +87,8 @@ def test_positions_are_uniform(
 def test_positions_of_different_lengths_spread_over_the_whole_sentence(
     small_model: Callable[[str], Any],
 ) -> None:
-    for length in (1, 2, 3, 17):
-        texts = many(40 if length == 1 else 600, length) if length > 1 else WORDS[:40]
+    for length in (1, 5, 17):
+        texts = many(500, length) if length > 1 else WORDS
         found = make_examples(small_model("llama"), corpus_of(texts)).positions
         assert set(found.tolist()) == set(range(length))
 

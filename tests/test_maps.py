@@ -119,6 +119,17 @@ def test_a_set_is_asked_by_layers_names_and_sites() -> None:
     assert maps.provenance == ORIGIN
 
 
+def test_a_set_comes_from_where_its_maps_come_from_unless_told_otherwise() -> None:
+    known = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
+    assert MapSet([known, linear("h.0", "h.2")]).provenance == ORIGIN
+    assert MapSet([known], provenance={"seed": 5}).provenance == {"seed": 5}
+    assert MapSet([known], provenance={}).provenance == {}
+    assert MapSet().provenance == {}
+    own = MapSet([known]).provenance
+    own["seed"] = 9
+    assert ORIGIN["seed"] == 3
+
+
 def test_a_map_that_is_missing_is_named_with_some_that_are_there() -> None:
     few = MapSet([linear(*pair) for pair in PAIRS])
     with pytest.raises(

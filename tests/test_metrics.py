@@ -1,0 +1,169 @@
+"""Numbers from tensors, against scikit-learn, scipy and the formulas written out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy import stats
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.metrics import mean, proportion, r2, rank, surprisal
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# r2
+
+
+@pytest.mark.parametrize("n", [2, 3, 50])
+@pytest.mark.parametrize("d", [1, 4])
+@pytest.mark.parametrize("error", [0.0, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_r2_is_sklearns(n: int, d: int, error: float, dtype: torch.dtype) -> None:
+    truth = (random(n, d) * torch.tensor([1.0, 1e-3, 1e3, 7.0])[:d] + 5).to(dtype)
+    prediction = truth + error * random(n, d, seed=1).to(dtype)
+    expected = r2_score(truth.double().numpy(), prediction.double().numpy())
+    assert r2(prediction, truth) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+NUMBERS = st.floats(-50, 50, width=32)
+
+
+@given(st.integers(2, 6).flatmap(lambda n: st.tuples(*[arrays(np.float32, (n, 3), elements=NUMBERS)] * 2)))
+def test_r2_is_sklearns_for_any_numbers(samples: tuple[np.ndarray, np.ndarray]) -> None:
+    # On a grid, so that a coordinate is constant or clearly not, in their arithmetic as in ours.
+    truth, prediction = (np.round(part * 8) / 8 for part in samples)
+    expected = r2_score(truth.astype(np.float64), prediction.astype(np.float64))
+    assert r2(torch.from_numpy(prediction), torch.from_numpy(truth)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3e4])
+@pytest.mark.parametrize("n", [2, 7, 3000])
+@pytest.mark.parametrize(("shift", "counts"), [(0.0, 1.0), (0.5, 0.0)])
+def test_a_constant_coordinate_counts_one_if_met_exactly_and_nothing_if_not(
+    value: float, n: int, shift: float, counts: float
+) -> None:
+    truth = torch.cat([torch.full((n, 1), value), random(n, 1)], 1)
+    prediction = truth + torch.tensor([shift, 0.0])
+    assert r2(prediction, truth) == (counts + 1) / 2
+    assert r2(prediction, truth) == r2_score(truth.double().numpy(), prediction.double().numpy())
+
+
+def test_r2_of_the_mean_is_zero_and_of_the_truth_one() -> None:
+    truth = random(40, 5)
+    assert r2(truth, truth) == 1
+    assert r2(truth.double().mean(0).expand(40, 5), truth) == pytest.approx(0, abs=1e-12)
+    assert r2(2 * truth.double().mean(0) - truth, truth) == pytest.approx(-3, abs=1e-9)
+
+
+def test_r2_is_reckoned_in_float64() -> None:
+    # In float32 neither the mean nor the deviations of these would have a digit left.
+    truth = random(500, 1).double() * 1e-3 + 4e3
+    prediction = truth + 5e-4 * random(500, 1, seed=1).double()
+    assert r2(prediction, truth) == pytest.approx(r2_score(truth.numpy(), prediction.numpy()), abs=1e-9)
+    half = random(3000, 2).half() + 100
+    assert r2(half + 0.5, half) == pytest.approx(r2_score(half.double(), half.double() + 0.5), abs=1e-9)
+
+
+def test_swapping_prediction_and_truth_is_not_the_same() -> None:
+    truth, prediction = random(20, 2), 3 * random(20, 2, seed=1)
+    assert r2(prediction, truth) < r2(truth, prediction)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_r2_of_fewer_than_two_examples_is_refused(n: int) -> None:
+    with pytest.raises(InputError, match=f"at least two examples, got {n}"):
+        r2(random(n, 3), random(n, 3))
+
+
+# Rank and surprisal
+
+
+@given(
+    arrays(np.float64, (4, 6), elements=st.integers(-3, 3)),
+    st.lists(st.integers(0, 5), min_size=4, max_size=4),
+)
+def test_rank_counts_the_more_probable_and_lets_ties_share(scores: np.ndarray, tokens: list[int]) -> None:
+    found = rank(torch.from_numpy(scores), torch.tensor(tokens))
+    expected = [
+        sum(other > row[token] for other in row) for row, token in zip(scores.tolist(), tokens, strict=True)
+    ]
+    assert found.tolist() == expected
+
+
+def test_rank_of_the_kth_most_probable_is_k_minus_one() -> None:
+    scores = torch.stack([random(50, seed=i) for i in range(5)])
+    order = scores.argsort(1, descending=True)
+    for k in range(50):
+        assert rank(scores, order[:, k]).tolist() == [k] * 5
+
+
+def test_ties_share_the_better_rank() -> None:
+    scores = torch.tensor([[2.0, 1.0, 2.0, 0.0, 1.0]]).log_softmax(1)
+    assert [int(rank(scores, torch.tensor([token]))) for token in range(5)] == [0, 2, 0, 4, 2]
+
+
+def test_surprisal_is_minus_the_logarithm_of_the_probability() -> None:
+    logits, tokens = random(6, 9).double(), torch.tensor([0, 8, 3, 3, 5, 1])
+    found = surprisal(logits.log_softmax(1), tokens)
+    for row, token, value in zip(logits.tolist(), tokens.tolist(), found.tolist(), strict=True):
+        p = math.exp(row[token]) / sum(math.exp(score) for score in row)
+        assert value == pytest.approx(-math.log(p), rel=1e-12)
+    assert surprisal(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([1])).item() == pytest.approx(math.log(2))
+
+
+# How sure we are
+
+
+@pytest.mark.parametrize(
+    ("count", "n"), [(0, 1), (1, 1), (0, 40), (40, 40), (7, 40), (2999, 3000), (1, 3000)]
+)
+def test_proportion_has_wilsons_interval(count: int, n: int) -> None:
+    hits = torch.arange(n) < count
+    found = proportion(hits)
+    p, z = count / n, 1.959963984540054
+    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    assert found.value == p
+    assert found.n == n
+    assert found.low == pytest.approx(centre - half, abs=1e-12)
+    assert found.high == pytest.approx(centre + half, abs=1e-12)
+    assert 0 <= found.low <= p <= found.high <= 1
+    assert proportion(hits.flip(0)) == found
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=30))
+def test_mean_has_students_interval(values: list[float]) -> None:
+    found = mean(torch.tensor(values))
+    sample = np.asarray(values, dtype=np.float64)
+    n, centre, spread = len(sample), sample.mean(), sample.std(ddof=1)
+    size = np.abs(sample).max() + 1e-30
+    assert found.value == pytest.approx(centre, rel=1e-12, abs=1e-12 * size)
+    assert found.n == n
+    if spread < 1e-9 * size:
+        assert found.high - found.low <= 1e-7 * size
+        return
+    low, high = stats.t.interval(0.95, n - 1, loc=centre, scale=spread / math.sqrt(n))
+    assert found.low == pytest.approx(low, rel=1e-9, abs=1e-9 * size)
+    assert found.high == pytest.approx(high, rel=1e-9, abs=1e-9 * size)
+
+
+def test_the_mean_of_many_in_half_precision_is_reckoned_in_float64() -> None:
+    values = torch.full((4096,), 2.5, dtype=torch.float16)
+    assert mean(values) == (2.5, 2.5, 2.5, 4096)
+    assert mean(torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32)).value == pytest.approx(1 / 3)
+
+
+def test_one_example_has_a_mean_and_no_interval() -> None:
+    found = mean(torch.tensor([3.5]))
+    assert (found.value, found.n) == (3.5, 1)
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
