@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from matlens.artifacts import Workplace
 from matlens.errors import InputError
 from matlens.examples import Batch, Examples
 from matlens.models import require_raw
-from matlens.sites import Site, anatomy
+from matlens.sites import Site, anatomy, require_finite
 from matlens.storage import RowFiles, read_rows
 
 if TYPE_CHECKING:
@@ -192,7 +192,11 @@ def stream(
     The model runs no further than the last wanted site. ``skip`` leaves out the first batches.
     """
     require_raw(model)
+    if positions not in get_args(Positions):
+        raise InputError(f"positions={positions!r}: expected one of {', '.join(get_args(Positions))}.")
     hooks = {str(anatomy(model).resolve(site)): anatomy(model).hook(site) for site in sites}
+    if not hooks:
+        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
     batches = examples.batches(batch_tokens or default_batch_tokens(model))
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
     bar = tqdm(
@@ -202,7 +206,8 @@ def stream(
         for batch in batches:
             at, index = _places(examples, batch, positions)
             vectors = _run(model, batch, hooks, at)
-            _require_finite(vectors)
+            for name, values in vectors.items():
+                require_finite(values, name)
             yield Rows(index, vectors)
             bar.update(len(batch.index))
 
@@ -254,12 +259,3 @@ def _places(
         return places, batch.index
     row, column = batch.mask.nonzero(as_tuple=True)
     return (row, column), examples.offsets[batch.index][row.numpy()] + column.numpy()
-
-
-def _require_finite(vectors: Mapping[str, Tensor]) -> None:
-    for name, values in vectors.items():
-        if not bool(values.isfinite().all()):
-            raise InputError(
-                f"The model's vectors at {name} are not finite. In float16 activations overflow past "
-                "65504: run the model in bfloat16 or float32."
-            )

@@ -224,9 +224,10 @@ def main() -> None:
     except InputError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
         sys.exit(_BAD_INPUT)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
-        sys.exit(_INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:  # what typer makes of Ctrl-C
+            Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
+        raise
 
 
 def _pairs(text: str) -> Any:

@@ -100,7 +100,9 @@ class Moments:
         skip = 1 if intercept else 0
         r, z = self._r[skip:, 1:], self._z[skip:]
         u, s, vh = torch.linalg.svd(r, full_matrices=False)
-        present = s > torch.finfo(s.dtype).eps * max(self.n, r.shape[1]) * s[:1]
+        # What is left of a constant column after centring is rounding of the column itself.
+        largest = torch.maximum(s[0], self._r[:, 1:].norm(dim=0).max()) if intercept else s[0]
+        present = s > torch.finfo(s.dtype).eps * max(self.n, r.shape[1]) * largest
         u, s, vh = u[:, present], s[present], vh[present]
         inverse = vh.T @ ((s / (s.square() + ridge))[:, None] * u.T)
         weight = (inverse @ z).T

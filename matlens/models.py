@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib.util
 import logging
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,25 +64,20 @@ def load(
     # The imports take seconds, and a wrong name should not wait for them.
     folder, gguf, commit = _locate(name, revision)
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    source: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if gguf:
-        source["gguf_file"] = gguf
-    elif commit:
-        source["revision"] = commit
+    boot: dict[str, Any] = {"device": _device(device), "dtype": dtype}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
-        boot: dict[str, Any] = {"tokenizer": _keeping_itself(tokenizer), "dtype": dtype}
-        boot["device"] = _device(device)
         if gguf:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about quantized weights, which are no longer so
-                hf_model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=dtype)
+            tokenizer, hf_model = _read_gguf(Path(folder, gguf), dtype)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
         else:
-            boot |= {"trust_remote_code": trust_remote_code, "revision": commit}
-        model = TransformerBridge.boot_transformers(folder, **boot)
+            own = {"trust_remote_code": trust_remote_code, "revision": commit}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **own)
+            boot |= {**own, "model_class": _Complete}
+        model = TransformerBridge.boot_transformers(folder, tokenizer=_keeping_itself(tokenizer), **boot)
+    except InputError:
+        raise
     except Exception as error:
         # Readers of configurations, weights and tokenizers fail in too many ways to list;
         # whatever they say of the files is about what the user named.
@@ -94,6 +90,50 @@ def load(
     model.cfg.model_name = name
     model.matlens_revision = commit
     return model.eval()
+
+
+class _Complete:
+    """Stands for the class that the bridge would load by, and refuses weights that lack a tensor.
+
+    transformers draws what a checkpoint lacks at random and only warns.
+    """
+
+    @staticmethod
+    def from_pretrained(name: str, *, config: Any, **options: Any) -> Any:
+        from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
+        from transformer_lens.model_bridge.sources.transformers.helpers import (
+            get_hf_model_class_for_architecture,
+        )
+
+        model_class = get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
+        model, report = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
+        _require_complete(name, report)
+        return model
+
+
+def _require_complete(name: str, report: dict[str, Any]) -> None:
+    lacking = sorted(report["missing_keys"]) + sorted(map(str, report.get("mismatched_keys", ())))
+    if lacking:
+        raise InputError(
+            f"The model '{name}' could not be loaded: its weights lack {len(lacking)} tensors, {lacking[0]} "
+            "among them. Expected a complete checkpoint with its language-model head."
+        )
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # In a folder of its own, where no other model's configuration or tokenizer comes before the file's.
+    with tempfile.TemporaryDirectory() as alone, warnings.catch_warnings():
+        Path(alone, path.name).symlink_to(path.resolve())
+        warnings.simplefilter("ignore")  # about quantized weights, which are no longer so
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
+        )
+    model, report = loaded
+    _require_complete(str(path), report)
+    return tokenizer, model
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -76,7 +76,7 @@ class Readout:
             truth = model(tokens, return_type="logits").float()
         ours = self.logits(seen[0])
         # The model may compute in half precision what is done in float32 here.
-        slack = 64 * torch.finfo(seen[0].dtype).eps * truth.abs().max()
+        slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
         if ours.shape != truth.shape or (ours - truth).abs().max() > slack:
             raise InputError(
                 f"The read-out of {model.cfg.architecture} is not known: final norm and unembedding do "
@@ -86,7 +86,12 @@ class Readout:
 
 def _head_modules(model: TransformerBridge) -> list[nn.Module]:
     if hasattr(model, "mlm_head"):
-        transform = model.original_model.cls.predictions.transform
+        try:
+            transform = model.original_model.cls.predictions.transform
+        except AttributeError:
+            raise InputError(
+                f"The masked-LM head of {model.cfg.architecture} is not known; BERT's is."
+            ) from None
         return [
             model.mlm_head.original_component,
             _Activation(transform.transform_act_fn),

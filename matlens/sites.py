@@ -248,6 +248,15 @@ def _examine(model: TransformerBridge) -> Anatomy:
     return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, ())
 
 
+def require_finite(vectors: Tensor, place: str) -> None:
+    """Refuse vectors that a model has overflowed to."""
+    if not bool(vectors.isfinite().all()):
+        raise InputError(
+            f"The model's vectors at {place} are not finite. In float16 activations overflow past 65504: "
+            "run the model in bfloat16 or float32."
+        )
+
+
 def _sums_hold(family: Family, seen: Mapping[str, Tensor], layer: int) -> bool:
     names = {**family.hooks, **_STREAM_HOOKS}
     block = {kind: seen.get(f"blocks.{layer}.{name}") for kind, name in names.items()}
@@ -270,4 +279,5 @@ def _adds_up(whole: Tensor, addends: list[Tensor]) -> bool:
     terms = torch.stack([whole, *addends]).double()
     error = (terms[0] - terms[1:].sum(0)).abs()
     slack = 8 * torch.finfo(whole.dtype).eps * terms.abs().sum(0)
-    return bool((error <= slack).all())
+    overflown = ~terms.isfinite().all(0)  # tells nothing of the wiring, and is refused where it is read
+    return bool(((error <= slack) | overflown).all())

@@ -47,9 +47,15 @@ class RowFiles:
         self._written, self._noted_at = self.batches_done, time.monotonic()
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", array)
-        self._files: dict[str, tuple[int, int]] = {}
-        for name in names:
-            self._files[name] = _allocate(folder / f"{name}.npy", n_rows, width)
+        self._files: dict[str, tuple[int, int]] = {}  # descriptor, and where rows start
+        try:
+            for name in names:
+                descriptor = os.open(folder / f"{name}.npy", os.O_RDWR | os.O_CREAT, 0o644)
+                self._files[name] = descriptor, 0
+                self._files[name] = descriptor, _allocate(descriptor, n_rows, width)
+        except OSError:
+            self._close()
+            raise
 
     def write(self, index: np.ndarray, vectors: Mapping[str, Tensor]) -> None:
         """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the site's file."""
@@ -79,10 +85,13 @@ class RowFiles:
     ) -> None:
         if kind is None or not issubclass(kind, Exception):
             self._remember()
-        for descriptor, _ in self._files.values():
-            os.close(descriptor)
+        self._close()
         if kind is None:
             self._note.unlink()
+
+    def _close(self) -> None:
+        for descriptor, _ in self._files.values():
+            os.close(descriptor)
 
 
 def read_rows(
@@ -104,14 +113,13 @@ def read_rows(
             name: torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c"))
             for name in config["request"]["sites"]
         }
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise InputError(f"The collection in {folder} is damaged: {error}. Collect it again.") from error
     return config, arrays, rows
 
 
-def _allocate(path: Path, n_rows: int, width: int) -> tuple[int, int]:
-    """Open a file for rows, with room for all of them; returns its descriptor and where rows start."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _allocate(descriptor: int, n_rows: int, width: int) -> int:
+    """Write a file's header and take room for all rows; returns where they start."""
     with os.fdopen(os.dup(descriptor), "r+b") as file:
         header = {
             "descr": npy.dtype_to_descr(np.dtype("<f4")),
@@ -120,9 +128,12 @@ def _allocate(path: Path, n_rows: int, width: int) -> tuple[int, int]:
         }
         npy.write_array_header_1_0(file, header)
         first = file.tell()
-    # A disk that is too small says so now, not after hours.
-    os.posix_fallocate(descriptor, 0, first + n_rows * width * 4)
-    return descriptor, first
+    size = first + n_rows * width * 4
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)  # a disk that is too small says so now, not after hours
+    else:
+        os.truncate(descriptor, size)
+    return first
 
 
 def _runs(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

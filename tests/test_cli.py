@@ -323,6 +323,19 @@ def test_intercept_and_ridge(run_matlens: Matlens, finished: Path) -> None:
     assert json.loads((finished / "results.json").read_text())["maps"]["intercept"] is True
 
 
+def test_run_hands_the_penalty_and_the_intercept_on(
+    run_matlens: Matlens, inputs: list[str], finished: Path
+) -> None:
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("run", *inputs, "--out", finished, "--intercept", "--ridge", 0.5).code == 0
+    together = files(finished / "maps")
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("fit", finished, "--intercept", "--ridge", 0.5).code == 0
+    assert files(finished / "maps") == together
+    origin = json.loads((finished / "results.json").read_text())["maps"]
+    assert (origin["intercept"], origin["ridge"]) == (True, 0.5)
+
+
 def test_the_seed_decides(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("again", 1)):
         assert run_matlens("run", *inputs, "--out", tmp_path / name, "--seed", seed).code == 0
@@ -727,7 +740,9 @@ def test_maps_that_are_damaged(
     arguments = [*inputs, "--out", finished] if command == "run" else [finished]
     outcome = run_matlens(command, *arguments)
     # Fitting alone does not mend it: a finished folder is left as it is.
-    assert_refused(outcome, str(path), "cannot be read as safetensors", "Remove", str(finished / "maps"))
+    assert_refused(
+        outcome, str(path), "cannot be read as safetensors", f"removing the folder {finished / 'maps'}"
+    )
     assert state(finished) == before
 
     shutil.rmtree(finished / "maps")
@@ -743,7 +758,7 @@ def test_collection_that_is_damaged(run_matlens: Matlens, finished: Path, name: 
     path.write_bytes(path.read_bytes()[:kept])
     before = state(finished)
     outcome = run_matlens("fit", finished)
-    assert_refused(outcome, str(finished / "train"), "is damaged", "Remove", "collect")
+    assert_refused(outcome, str(finished / "train"), "is damaged", "Remove that folder")
     assert state(finished) == before
 
 
