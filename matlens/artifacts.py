@@ -50,7 +50,8 @@ class Workplace:
                 if self.finished:  # a kill may have left both
                     (self.folder / _UNFINISHED).unlink(missing_ok=True)
                 return
-            if self.folder.is_dir() and any(self.folder.iterdir()):
+            begun = _partial(marker)  # all that a kill at the very start leaves
+            if self.folder.is_dir() and any(entry != begun for entry in self.folder.iterdir()):
                 raise InputError(
                     f"The folder {self.folder} holds other files. Expected a new or empty folder, or "
                     "one that the same command has begun."
@@ -142,7 +143,12 @@ def system_errors(path: str | Path) -> Iterator[None]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, to_json(content))
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    """Spell out JSON as it is written everywhere."""
+    return json.dumps(content, indent=1) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -152,15 +158,26 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write several files whole or none of them."""
     try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        for path, content in contents.items():
+            with _partial(path).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in contents:
+            _partial(path).replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        for path in contents:
+            _partial(path).unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
 
 
 def read_config(folder: str | Path, expected: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from matlens.artifacts import system_errors
 from matlens.errors import InputError
+from matlens.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,9 +57,9 @@ Field = Annotated[str, typer.Option(help="Where the text is in JSON lines and da
 Split = Annotated[str, typer.Option(help="Which split of a dataset to read.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Read no more sentences of the corpus than this.")]
 Train = Annotated[int, typer.Option("--train", min=1, help="Sentences that maps are fitted on.")]
-Val = Annotated[int, typer.Option("--val", min=2, help="Sentences that they are evaluated on.")]
+Val = Annotated[int, typer.Option("--val", min=2, help="Other sentences that the maps are evaluated on.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
-Seed = Annotated[int, typer.Option(help="Of the split and of the positions.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed of the split and of the positions.")]
 Special = Annotated[
     bool, typer.Option("--draw-special/--skip-special", help="May the position fall on [CLS] and the like?")
 ]
@@ -78,7 +79,24 @@ PairsOption = Annotated[
 ]
 Intercept = Annotated[bool, typer.Option("--intercept", help="Fit a bias too. The paper does not.")]
 Ridge = Annotated[float, typer.Option(min=0, help="Penalty on the maps. The paper has none.")]
-Folder = Annotated[Path, typer.Argument(help="Folder of an earlier command.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -106,11 +124,12 @@ def run(
     """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
     from matlens import workflow
 
-    loaded = collect(
+    wanted = _pairs(pairs)
+    loaded = _collect(
         model, corpus, out, train, val, seed, positions, draw_special, field, split, limit, batch_tokens,
-        device, dtype, revision, trust_remote_code,
+        device, dtype, revision, trust_remote_code, wanted,
     )  # fmt: skip
-    workflow.fit_maps(out, pairs=_pairs(pairs), intercept=intercept, ridge=ridge)
+    workflow.fit_maps(out, pairs=wanted, intercept=intercept, ridge=ridge)
     _show(workflow.evaluate(loaded, out))
     _say_paths(workflow.plot(out))
 
@@ -133,11 +152,37 @@ def collect(
     dtype: Dtype = DtypeChoice.float32,
     revision: Revision = None,
     trust_remote_code: Trust = False,
-) -> Any:
+) -> None:
     """Run sentences through a model once and keep the stream of every layer.
 
     It is written to OUT/train and OUT/validation.
     """
+    _collect(
+        model, corpus, out, train, val, seed, positions, draw_special, field, split, limit, batch_tokens,
+        device, dtype, revision, trust_remote_code,
+    )  # fmt: skip
+    print(f"Activations in {out}. Next: matlens fit {out}")
+
+
+def _collect(
+    model: str,
+    corpus: str,
+    out: Path,
+    train: int,
+    val: int,
+    seed: int,
+    positions: PositionChoice,
+    draw_special: bool,
+    field: str,
+    split: str,
+    limit: int | None,
+    batch_tokens: int | None,
+    device: str | None,
+    dtype: DtypeChoice,
+    revision: str | None,
+    trust_remote_code: bool,
+    pairs: Any = "all",
+) -> Any:
     from matlens.corpora import load_corpus
 
     # The corpus first: it is read in seconds, and a model in minutes.
@@ -157,6 +202,7 @@ def collect(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    workflow.number_pairs(pairs, loaded.cfg.n_layers)  # before the work, not after it
     workflow.collect_parts(
         loaded,
         sentences,
@@ -177,7 +223,7 @@ def fit(folder: Folder, pairs: PairsOption = "all", intercept: Intercept = False
     from matlens import workflow
 
     maps = workflow.fit_maps(folder, pairs=_pairs(pairs), intercept=intercept, ridge=ridge)
-    print(f"{len(maps)} maps in {folder / workflow.MAPS}")
+    print(f"{len(maps)} maps in {folder / workflow.MAPS}. Next: matlens evaluate {folder}")
 
 
 @app.command()
@@ -206,6 +252,7 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     _show(workflow.evaluate(loaded, folder))
+    print(f"Table in {folder / workflow.RESULTS}.csv. Next: matlens plot {folder}")
 
 
 @app.command()
@@ -245,7 +292,7 @@ def _show(results: pd.DataFrame) -> None:
     wide = layer_table(results)
     table = Table("layer", *wide.columns, title="Onto the last layer, on the validation sentences")
     for layer, row in wide.iterrows():
-        table.add_row(str(layer), *("" if value != value else f"{value:.3f}" for value in row))
+        table.add_row(str(layer), *("–" if value != value else f"{value:.3f}" for value in row))
     Console().print(table)
 
 

@@ -49,11 +49,18 @@ class Moments:
         Raises
         ------
         InputError
-            A value is not finite; the message names the site. Nothing is added then.
+            Shapes do not fit, or a value is not finite; the message names the site. Nothing is added
+            then.
         """
+        blocks = [y] if isinstance(y, Tensor) else list(y)
+        shape = sum(block.shape[1] for block in blocks), {len(block) for block in blocks}
+        if x.shape[1] + 1 != self._r.shape[1] or shape != (self._z.shape[1], {len(x)}):
+            raise InputError(
+                f"Samples x {list(x.shape)} and y {[list(block.shape) for block in blocks]} do not fit: "
+                f"expected as many rows in each, and widths {self._r.shape[1] - 1} and {self._z.shape[1]}."
+            )
         if len(x):
             ones = x.new_ones(len(x), 1, dtype=torch.float64)
-            blocks = [y] if isinstance(y, Tensor) else list(y)
             self._add(len(x), torch.cat([ones, x.double()], 1), blocks)
         return self
 
@@ -101,7 +108,8 @@ class Moments:
         r, z = self._r[skip:, 1:], self._z[skip:]
         u, s, vh = torch.linalg.svd(r, full_matrices=False)
         # What is left of a constant column after centring is rounding of the column itself.
-        largest = torch.maximum(s[0], self._r[:, 1:].norm(dim=0).max()) if intercept else s[0]
+        sizes = [s[:1], self._r[:, 1:].norm(dim=0)] if intercept else [s[:1]]
+        largest = torch.cat(sizes).max()
         present = s > torch.finfo(s.dtype).eps * max(self.n, r.shape[1]) * largest
         u, s, vh = u[:, present], s[present], vh[present]
         inverse = vh.T @ ((s / (s.square() + ridge))[:, None] * u.T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,15 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     def save(self, folder: str | Path) -> None:
         """Write one safetensors file for each source, and ``config.json`` when all are there."""
-        write_maps(folder, list(self), lambda pairs: (self[pair] for pair in pairs), self.provenance)
+        digest = hashlib.sha256()
+        for linear in self.values():
+            digest.update(linear.weight.cpu().numpy().tobytes())
+            digest.update(b"" if linear.bias is None else linear.bias.cpu().numpy().tobytes())
+
+        def given(pairs: list[tuple[str, str]]) -> Iterator[LinearMap]:
+            return (self[pair] for pair in pairs)
+
+        write_maps(folder, list(self), given, self.provenance, content=digest.hexdigest()[:16])
 
     @classmethod
     def load(cls, folder: str | Path) -> MapSet:
@@ -146,8 +155,15 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         """
         folder = Path(folder)
         request = read_config(folder, _HOLDS)["request"]
-        maps = cls(provenance=request["provenance"])
-        for source, target in request["pairs"]:
+        try:
+            pairs, provenance = request["pairs"], request["provenance"]
+        except KeyError as error:
+            raise InputError(
+                f"{folder / 'config.json'} is damaged: it lacks {error}. Remove {folder} and fit "
+                "the maps again."
+            ) from error
+        maps = cls(provenance=provenance)
+        for source, target in pairs:
             maps._maps[source, target] = _file(folder, source)
         for source in dict.fromkeys(source for source, _ in maps):
             with _open(_file(folder, source)):
@@ -160,19 +176,27 @@ def write_maps(
     pairs: Sequence[tuple[str, str]],
     fit: Callable[[list[tuple[str, str]]], Iterable[LinearMap]],
     provenance: Mapping[str, Any],
+    *,
+    content: str | None = None,
+    **more: Any,
 ) -> MapSet:
     """Fit maps into a folder, source by source; what a killed run has written is not fitted again.
 
-    ``fit`` gives the maps of the pairs that it is asked for, in their order.
+    ``fit`` gives the maps of the pairs that it is asked for, in their order. ``content`` tells maps apart
+    that are given and not fitted; ``more`` goes into ``config.json``.
     """
-    place = Workplace(folder, {"holds": _HOLDS, "pairs": pairs, "provenance": provenance})
+    request = {"holds": _HOLDS, "pairs": pairs, "provenance": provenance, "content": content}
+    place = Workplace(folder, request)
     with place.working():
         if not place.finished:
             there = {source for source, _ in pairs if _file(place.folder, source).is_file()}
-            missing = [pair for pair in pairs if pair[0] not in there]
+            sources = list(dict.fromkeys(source for source, _ in pairs))
+            missing = sorted(
+                (pair for pair in pairs if pair[0] not in there), key=lambda pair: sources.index(pair[0])
+            )
             for source, maps in itertools.groupby(fit(missing), key=lambda linear: linear.source):
                 _write_source(_file(place.folder, source), maps)
-            place.finish(layers=CONVENTION, dtype="float32")
+            place.finish(layers=CONVENTION, dtype="float32", **more)
     return MapSet.load(folder)
 
 
@@ -181,8 +205,8 @@ def _write_source(path: Path, maps: Iterable[LinearMap]) -> None:
     for linear in maps:
         tensors[linear.target] = linear.weight.cpu().contiguous()
         if linear.bias is not None:
-            tensors[f"{linear.target}/bias"] = linear.bias.cpu()
-    write_bytes(path, save(tensors))
+            tensors[f"{linear.target}/bias"] = linear.bias.cpu().contiguous()
+    write_bytes(path, save(tensors, metadata={"source": path.stem}))
 
 
 def _file(folder: Path, source: str) -> Path:
@@ -191,10 +215,14 @@ def _file(folder: Path, source: str) -> Path:
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        file = safe_open(path, framework="pt")
+        if (source := (file.metadata() or {}).get("source")) != path.stem:
+            raise SafetensorError(f"it holds the maps of {source}")
+        return file
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"The file {path} cannot be read as safetensors: {error}. Fit the maps again."
+            f"The file {path} cannot be read as safetensors: {error}. Fit the maps again, after "
+            f"removing the folder {path.parent}."
         ) from error
 
 

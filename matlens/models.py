@@ -83,11 +83,11 @@ def load(
         # whatever they say of the files is about what the user named.
         raise InputError(
             f"The model {name!r} could not be loaded from {folder}: {type(error).__name__}: {error}\n"
-            "Expected a complete model that TransformerLens 4 supports. Is the file whole, and does "
-            "it need trust_remote_code?"
+            "Expected a complete model that TransformerLens 4 supports. Is the file whole? Code that a "
+            "model brings is run only with --trust-remote-code (trust_remote_code=True in Python)."
         ) from error
     model.tokenizer.init_kwargs = tokenizer.init_kwargs
-    model.cfg.model_name = name
+    model.cfg.model_name = str(Path(name).expanduser().resolve()) if Path(name).exists() else name
     model.matlens_revision = commit
     return model.eval()
 

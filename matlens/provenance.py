@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matlens.models import fingerprint
@@ -38,4 +39,4 @@ def of_software() -> dict[str, str]:
 
 def of_command() -> str:
     """The command line, as it could be typed again."""
-    return shlex.join(sys.argv)
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

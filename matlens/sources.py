@@ -65,8 +65,11 @@ def _file_sentences(path: Path, field: str) -> Iterator[str]:
 
 
 def _looks_like_leipzig(path: Path) -> bool:
-    with path.open("rb") as stream:
-        head = [line for line in islice(stream, _SNIFFED_LINES) if line.strip()]
+    try:
+        with path.open("rb") as stream:
+            head = [line for line in islice(stream, _SNIFFED_LINES) if line.strip()]
+    except OSError:
+        return False  # reading it says why
     return bool(head) and all(map(_LEIPZIG_LINE.match, head))
 
 
@@ -97,7 +100,10 @@ def _json_sentences(path: Path, field: str) -> Iterator[str]:
 
 def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
     if field not in row:
-        raise InputError(f"{where} has no field {field!r}, it has {', '.join(row)}: say which with field=.")
+        raise InputError(
+            f"{where} has no field {field!r}, it has {', '.join(row)}. Say which with --field "
+            "(field= in Python)."
+        )
     if not isinstance(row[field], str | None):
         raise InputError(f"{where} has {type(row[field]).__name__} in {field!r}: expected text.")
     return row[field] or ""
@@ -159,7 +165,8 @@ def _dataset_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, 
             parts = datasets.load_from_disk(str(path))
             if split not in parts:
                 raise InputError(
-                    f"{source!r} has no split {split!r}, it has {', '.join(parts)}: say which with split=."
+                    f"{source!r} has no split {split!r}, it has {', '.join(parts)}. Say which with --split "
+                    "(split= in Python)."
                 )
             return parts[split]
         if (path / "state.json").is_file():

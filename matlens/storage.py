@@ -6,6 +6,7 @@ memory. What has been written is noted every few seconds, so that a killed run c
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from matlens.artifacts import read_config, write_text
+from matlens.artifacts import read_config, write_bytes, write_text
 from matlens.errors import InputError
 
 _NOTED_EVERY = 2.0  # seconds
@@ -46,7 +47,7 @@ class RowFiles:
         self.batches_done = int(self._note.read_text()) if self._note.is_file() else 0
         self._written, self._noted_at = self.batches_done, time.monotonic()
         for name, array in arrays.items():
-            np.save(folder / f"{name}.npy", array)
+            _save(folder / f"{name}.npy", array)
         self._files: dict[str, tuple[int, int]] = {}  # descriptor, and where rows start
         try:
             for name in names:
@@ -114,8 +115,17 @@ def read_rows(
             for name in config["request"]["sites"]
         }
     except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"The collection in {folder} is damaged: {error}. Collect it again.") from error
+        raise InputError(
+            f"The collection in {folder} is damaged: {error}. Remove that folder and collect again."
+        ) from error
     return config, arrays, rows
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    # Not np.save to the path: when the disk is full, its error does not say so.
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    write_bytes(path, buffer.getvalue())
 
 
 def _allocate(descriptor: int, n_rows: int, width: int) -> int:

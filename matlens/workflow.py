@@ -16,15 +16,15 @@ from tqdm.auto import tqdm
 
 from matlens import plots, provenance
 from matlens.activations import Activations, Positions, collect
-from matlens.artifacts import system_errors, write_json, write_text
+from matlens.artifacts import system_errors, to_json, write_together
 from matlens.corpora import Corpus
 from matlens.errors import InputError
-from matlens.evaluation import COLUMNS, fit_quality, prediction_quality
+from matlens.evaluation import COLUMNS, FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.examples import make_examples
 from matlens.fitting import fit_samples
 from matlens.maps import LinearMap, MapSet, write_maps
 from matlens.readout import Readout
-from matlens.sites import STREAM, Site
+from matlens.sites import STREAM, Site, anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -84,7 +84,7 @@ def fit_maps(
         Off by default, as in the paper.
     """
     train = Activations.load(Path(folder) / TRAIN)
-    if ridge < 0:
+    if not 0 <= ridge < float("inf"):
         raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
     wanted = resolve_pairs(pairs, train)
     source = {key: train.provenance[key] for key in ("model", "data", "positions")}
@@ -94,19 +94,22 @@ def fit_maps(
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return tqdm(maps, total=len(missing), desc="fitting", unit="map", disable=not progress, delay=1)
 
-    return write_maps(Path(folder) / MAPS, wanted, fit, source)
+    software, command = provenance.of_software(), provenance.of_command()
+    return write_maps(Path(folder) / MAPS, wanted, fit, source, software=software, command=command)
 
 
 def evaluate(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:
-    """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``."""
+    """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
+
+    Predictions are read from maps onto the last layer; where there are none, only r2 is evaluated.
+    """
     folder = Path(folder)
     maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
     maps.require_model(provenance.fingerprint(model))
     readout = Readout(model)
-    parts = [
-        fit_quality(maps, validation, progress=progress),
-        prediction_quality(readout, maps, validation, progress=progress),
-    ]
+    parts = [fit_quality(maps, validation, progress=progress)]
+    if any(target == str(anatomy(model).stream[-1]) for _, target in maps):
+        parts.append(prediction_quality(readout, maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
     write_results(folder, RESULTS, results, maps, validation, unembed_hash=readout.unembed_hash)
     return results
@@ -129,17 +132,24 @@ def write_results(
         "command": provenance.of_command(),
     }
     with system_errors(folder):
-        write_text(Path(folder) / f"{name}.csv", results.to_csv(index=False))
-        write_json(Path(folder) / f"{name}.json", origin)
+        write_together(
+            {
+                Path(folder) / f"{name}.csv": results.to_csv(index=False).encode(),
+                Path(folder) / f"{name}.json": to_json(origin).encode(),
+            }
+        )
 
 
 def plot(folder: str | Path) -> list[Path]:
     """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written."""
     results = read_results(folder)
-    fit = results[results["metric"] == "r2"]
-    rest = results[results["metric"] != "r2"]
-    figures = (("r2", plots.r2_heatmaps, fit), ("prediction", plots.prediction, rest))
-    return [path for name, draw, part in figures for path in plots.save(draw(part), folder, name)]
+    figures = (("r2", plots.r2_heatmaps, FIT), ("prediction", plots.prediction, PREDICTION))
+    written = []
+    for name, draw, experiment in figures:
+        part = results[results["experiment"] == experiment]
+        if not part.empty:
+            written += plots.save(draw(part), folder, name)
+    return written
 
 
 def read_results(folder: str | Path) -> pd.DataFrame:
@@ -151,15 +161,26 @@ def read_results(folder: str | Path) -> pd.DataFrame:
         There is none, or its columns are others.
     """
     path = Path(folder) / f"{RESULTS}.csv"
+    numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
+        ("value", "low", "high"), "float64"
+    )
     try:
-        results = pd.read_csv(path, dtype={"k": "Int64"})
+        results = pd.read_csv(path, dtype={"k": "Int64", **numbers})
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path} is not a table of results: {error}. 'matlens evaluate' writes it."
         ) from error
     missing = [column for column in COLUMNS if column not in results]
-    if missing or results.empty:
-        raise InputError(f"{path} lacks rows or the columns {missing}. 'matlens evaluate' writes it.")
+    if missing:
+        raise InputError(
+            f"{path} is not a table of results: it lacks the columns {', '.join(missing)}. "
+            "'matlens evaluate' writes it."
+        )
+    if FIT not in set(results["experiment"]) or not set(results["method"]) <= {"mat", "id"}:
+        raise InputError(
+            f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "
+            "mat and id. 'matlens evaluate' writes it."
+        )
     return results
 
 
@@ -171,7 +192,26 @@ def resolve_pairs(pairs: Pairs, collected: Activations) -> list[tuple[str, str]]
     InputError
         A layer is out of range or was not collected, or a source does not lie before its target.
     """
-    n_layers = collected.provenance["model"]["n_layers"]
+    named = [
+        (f"{STREAM}.{a}", f"{STREAM}.{b}")
+        for a, b in number_pairs(pairs, collected.provenance["model"]["n_layers"])
+    ]
+    absent = sorted({site for pair in named for site in pair} - set(collected))
+    if absent:
+        raise InputError(
+            f"There are no vectors of {', '.join(absent)}; collected were {', '.join(collected)}."
+        )
+    return named
+
+
+def number_pairs(pairs: Pairs, n_layers: int) -> list[tuple[int, int]]:
+    """Spell out which layers are meant in a model that has so many.
+
+    Raises
+    ------
+    InputError
+        A layer is out of range, or a source does not lie before its target.
+    """
     if pairs == "all":
         numbers = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
     elif pairs == "last":
@@ -183,13 +223,7 @@ def resolve_pairs(pairs: Pairs, collected: Activations) -> list[tuple[str, str]]
             raise InputError(
                 f"A map from layer {source} to layer {target}: the source must lie before the target."
             )
-    named = [(f"{STREAM}.{a}", f"{STREAM}.{b}") for a, b in numbers]
-    absent = sorted({site for pair in named for site in pair} - set(collected))
-    if absent:
-        raise InputError(
-            f"There are no vectors of {', '.join(absent)}; collected were {', '.join(collected)}."
-        )
-    return named
+    return numbers
 
 
 def _layer(site: int | str, n_layers: int) -> int:

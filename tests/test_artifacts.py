@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from matlens.artifacts import Workplace, read_config, system_errors, write_bytes, write_json, write_text
+from matlens.artifacts import (
+    Workplace,
+    read_config,
+    system_errors,
+    write_bytes,
+    write_json,
+    write_text,
+    write_together,
+)
 from matlens.errors import InputError
 
 JOB = {"holds": "things", "pairs": [("a", "b")], "seed": 0}
@@ -122,6 +130,12 @@ def test_a_folder_with_a_config_of_something_else_is_refused_and_not_touched(
 
 
 def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    complete(tmp_path)
+    assert sorted(tree(tmp_path)) == ["config.json", "first"]
+
+
+def test_a_job_killed_before_its_first_file_was_whole_can_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "unfinished.json.partial").write_text('{"requ')
     complete(tmp_path)
     assert sorted(tree(tmp_path)) == ["config.json", "first"]
 
@@ -291,6 +305,26 @@ def test_a_file_is_there_whole_or_not_at_all(
     write(path, content)
     assert synced == [expected]
     assert tree(tmp_path) == {"file": expected}
+
+
+def test_files_that_belong_together_are_all_written_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table").write_bytes(b"old")
+    new = {tmp_path / "table": b"new", tmp_path / "origin": b"where it is from"}
+    calls: list[int] = []
+
+    def full_at_the_second(_: int) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            full_disk()
+
+    monkeypatch.setattr(os, "fsync", full_at_the_second)
+    with pytest.raises(OSError, match="No space"):
+        write_together(new)
+    assert tree(tmp_path) == {"table": b"old"}
+    write_together(new)
+    assert tree(tmp_path) == {"table": b"new", "origin": b"where it is from"}
 
 
 # What a folder says of itself

@@ -1,6 +1,7 @@
 """Modules depend on each other one way only, and what has one home stays there."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -120,13 +121,15 @@ def test_mathematics_needs_no_language_model(module: str) -> None:
         assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors"}, name
 
 
-def test_importing_the_mathematics_loads_no_transformer_lens() -> None:
-    code = (
-        "import sys, matlens.fitting, matlens.maps, matlens.metrics\n"
-        "print([name for name in ('torch', 'transformer_lens', 'transformers') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [("matlens", []), ("matlens.fitting, matlens.maps, matlens.metrics", ["torch"])],
+)
+def test_importing_loads_no_more_than_is_needed(modules: str, expected: list[str]) -> None:
+    heavy = ("torch", "transformer_lens", "transformers")
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['torch']"
+    assert done.stdout.strip() == str(expected)
 
 
 def strings(tree: ast.Module) -> Iterator[str]:
@@ -150,10 +153,18 @@ def test_names_of_hooks_are_written_in_sites_alone() -> None:
     assert homes == {"sites"}
 
 
-def test_what_is_public_is_there_and_what_is_there_is_public() -> None:
+def test_what_is_public_is_what_type_checkers_see_and_comes_from_there() -> None:
     assert matlens.__all__ == sorted(matlens.__all__)
+    assert sorted(dir(matlens)) == matlens.__all__
     tree = ast.parse(FILES["__init__"].read_text())
-    brought = {name.rpartition(".")[2] for name in imported(tree)}
-    assert brought == set(matlens.__all__)
-    for name in matlens.__all__:
-        assert getattr(matlens, name) is not None
+    homes = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("matlens.")
+        for alias in node.names
+    }
+    assert sorted(homes) == matlens.__all__
+    for name, home in homes.items():
+        assert getattr(matlens, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        matlens.nothing  # noqa: B018
