@@ -20,7 +20,7 @@ from matlens.artifacts import Workplace
 from matlens.errors import InputError
 from matlens.examples import Batch, Examples
 from matlens.models import require_raw
-from matlens.sites import Site, anatomy, require_finite
+from matlens.sites import STREAM, Site, anatomy, require_finite
 from matlens.storage import RowFiles, read_rows
 
 if TYPE_CHECKING:
@@ -56,7 +56,11 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         self.examples, self.positions, self.provenance = examples, positions, dict(provenance)
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
-        name = str(Site.parse(site))
+        site = Site.parse(site)
+        if site.layer < 0:
+            n_layers = self.provenance["model"]["n_layers"]
+            site = Site(site.kind, site.layer + n_layers + (site.kind == STREAM))
+        name = str(site)
         try:
             return self._vectors[name]
         except KeyError:

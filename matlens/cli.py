@@ -281,9 +281,12 @@ def _pairs(text: str) -> Any:
     if text in ("all", "last"):
         return text
     try:
-        return [tuple(int(layer) for layer in pair.split(":", 1)) for pair in text.split(",")]
+        numbers = [[int(layer) for layer in pair.split(":")] for pair in text.split(",")]
+        return [(source, target) for source, target in numbers]
     except ValueError:
-        raise InputError(f"--pairs {text}: expected all, last, or a list such as 0:12,6:12.") from None
+        raise InputError(
+            f"--pairs {text or repr(text)}: expected all, last, or a list such as 0:12,6:12."
+        ) from None
 
 
 def _show(results: pd.DataFrame) -> None:

@@ -23,8 +23,6 @@ from matlens.errors import InputError
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_SPREAD = 2.0**64
-
 
 @dataclass(frozen=True)
 class Examples:
@@ -203,4 +201,4 @@ def _draw(text: str, special: list[int], seed: int, draw_special: bool) -> int:
     if not len(allowed):
         raise InputError(f"The sentence {text!r} has no token whose position could be drawn.")
     digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()
-    return int(allowed[int(int.from_bytes(digest, "big") / _SPREAD * len(allowed))])
+    return int(allowed[int.from_bytes(digest, "big") * len(allowed) >> 64])

@@ -26,7 +26,7 @@ class Moments:
     """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
 
     Kept is not the matrix of second moments but its triangular square root: the factor ``R`` of
-    ``[1 x] = QR``, and ``Q^T y``. Squaring would lose every direction of the stream that is a millionth
+    ``[x 1] = QR``, and ``Q^T y``. Squaring would lose every direction of the stream that is a millionth
     as strong as the strongest, and streams have coordinates a thousand times larger than the rest.
     Parts merge into the whole by factorising their factors once more.
 
@@ -61,7 +61,7 @@ class Moments:
             )
         if len(x):
             ones = x.new_ones(len(x), 1, dtype=torch.float64)
-            self._add(len(x), torch.cat([ones, x.double()], 1), blocks)
+            self._add(len(x), torch.cat([x.double(), ones], 1), blocks)
         return self
 
     def merge(self, other: Moments) -> Self:
@@ -103,21 +103,31 @@ class Moments:
         """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
         if self.n == 0:
             raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
-        # The first row of R belongs to the constant: without it the rest is centred.
-        skip = 1 if intercept else 0
-        r, z = self._r[skip:, 1:], self._z[skip:]
-        u, s, vh = torch.linalg.svd(r, full_matrices=False)
-        # What is left of a constant column after centring is rounding of the column itself.
-        sizes = [s[:1], self._r[:, 1:].norm(dim=0)] if intercept else [s[:1]]
-        largest = torch.cat(sizes).max()
-        present = s > torch.finfo(s.dtype).eps * max(self.n, r.shape[1]) * largest
-        u, s, vh = u[:, present], s[present], vh[present]
-        inverse = vh.T @ ((s / (s.square() + ridge))[:, None] * u.T)
-        weight = (inverse @ z).T
+        width = self._r.shape[1] - 1
         if not intercept:
-            return weight, None
-        constant, means = self._r[0, 0], self._r[0, 1:]
-        return weight, (self._z[0] - weight @ means) / constant
+            return _least_norm(self._r[:width, :width], self._z[:width], self.n, ridge).T, None
+        # With the constant in front, the rows below its own are the factor of the centred samples.
+        q, r = torch.linalg.qr(self._r.roll(1, 1))
+        z = q.T @ self._z
+        # What centring leaves of a constant column is rounding of the column itself.
+        floor = r[:, 1:].norm(dim=0).max()
+        weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=floor).T
+        return weight, (z[0] - weight @ r[0, 1:]) / r[0, 0]
+
+
+def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | None = None) -> Tensor:
+    """Solve ``min ||r a - z||^2 + ridge ||a||^2`` for the smallest ``a``.
+
+    Singular values below ``eps * max(n, d)`` of the largest, or of ``floor``, count as zero.
+    """
+    sizes = torch.linalg.svdvals(r)
+    largest = sizes.new_zeros(1) if floor is None else floor[None]
+    least = torch.finfo(r.dtype).eps * max(n, r.shape[1]) * torch.cat([sizes, largest]).max()
+    if ridge == 0 and len(r) == r.shape[1] and bool((sizes > least).all()):
+        return torch.linalg.solve_triangular(r, z, upper=True)
+    u, s, vh = torch.linalg.svd(r, full_matrices=False)
+    u, s, vh = u[:, s > least], s[s > least], vh[s > least]
+    return vh.T @ ((1 / (s + ridge / s))[:, None] * (u.T @ z))
 
 
 def fit_samples(
@@ -151,6 +161,8 @@ def fit_samples(
     if provenance is None:
         provenance = getattr(samples, "provenance", None)
     wanted = {site: samples[site] for pair in pairs for site in map(site_name, pair)}
+    for site, vectors in wanted.items():
+        _require_finite(vectors, site)
     if sum(vectors.numel() * 8 for vectors in wanted.values()) <= _KEPT:
         wanted = {site: vectors.double() for site, vectors in wanted.items()}
     for source, targets in by_source(pairs).items():
@@ -225,6 +237,9 @@ def _gathered(batches: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Ten
     waiting: list[Mapping[str, Tensor]] = []
 
     def joined() -> dict[str, Tensor]:
+        for site in waiting[0]:
+            for part in waiting:
+                _require_finite(part[site], site)
         return {site: torch.cat([part[site] for part in waiting]) for site in waiting[0]}
 
     for batch in batches:
@@ -237,8 +252,9 @@ def _gathered(batches: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Ten
         yield joined()
 
 
-def _require_finite(factor: Tensor, name: str) -> None:
-    if not bool(factor.isfinite().all()):
+def _require_finite(values: Tensor, name: str) -> None:
+    # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
+    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
         raise InputError(
             f"The samples of {name} hold values that are not finite. A float16 model has probably "
             "overflowed: run it in bfloat16 or float32."

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final nor
 _HOLDS = "maps"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearMap:
     """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.
 
@@ -76,18 +77,17 @@ class LinearMap:
                 f"A map onto {self.target} cannot be followed by one from {following.source}: "
                 "the first must end where the second starts."
             )
-        bias = None if self.bias is None and following.bias is None else torch.zeros(len(following.weight))
-        if bias is not None and self.bias is not None:
-            bias = following.weight @ self.bias
-        if bias is not None and following.bias is not None:
-            bias = bias + following.bias
-        weight = following.weight.double() @ self.weight.double()
+        outer = following.weight.double()
+        bias = None if self.bias is None else outer @ self.bias.double()
+        if following.bias is not None:
+            bias = following.bias.double() if bias is None else bias + following.bias.double()
+        weight = outer @ self.weight.double()
         return LinearMap.of(weight, bias, self.source, following.target, self.provenance)
 
 
 def site_name(site: object) -> str:
     """Name of a site; a bare number is a layer of the stream."""
-    return f"h.{site}" if isinstance(site, int) else str(site)
+    return f"h.{int(site)}" if isinstance(site, Integral) else str(site)
 
 
 class MapSet(Mapping[tuple[str, str], LinearMap]):
@@ -116,6 +116,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             ) from None
         return _read(found, source, target, self.provenance) if isinstance(found, Path) else found
 
+    def __contains__(self, pair: object) -> bool:
+        """Whether there is a map, without reading it."""
+        return isinstance(pair, tuple) and tuple(site_name(site) for site in pair) in self._maps
+
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._maps)
 
@@ -136,8 +140,8 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         """Write one safetensors file for each source, and ``config.json`` when all are there."""
         digest = hashlib.sha256()
         for linear in self.values():
-            digest.update(linear.weight.cpu().numpy().tobytes())
-            digest.update(b"" if linear.bias is None else linear.bias.cpu().numpy().tobytes())
+            for part in (linear.weight, linear.bias):
+                digest.update(b"" if part is None else _float32(part).numpy().tobytes())
 
         def given(pairs: list[tuple[str, str]]) -> Iterator[LinearMap]:
             return (self[pair] for pair in pairs)
@@ -194,8 +198,10 @@ def write_maps(
             missing = sorted(
                 (pair for pair in pairs if pair[0] not in there), key=lambda pair: sources.index(pair[0])
             )
-            for source, maps in itertools.groupby(fit(missing), key=lambda linear: linear.source):
-                _write_source(_file(place.folder, source), maps)
+            maps = iter(fit(missing))
+            for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
+                # No more than this source's maps are asked for before they are written.
+                _write_source(_file(place.folder, source), itertools.islice(maps, len(list(group))))
             place.finish(layers=CONVENTION, dtype="float32", **more)
     return MapSet.load(folder)
 
@@ -203,10 +209,14 @@ def write_maps(
 def _write_source(path: Path, maps: Iterable[LinearMap]) -> None:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        tensors[linear.target] = linear.weight.cpu().contiguous()
+        tensors[linear.target] = _float32(linear.weight)
         if linear.bias is not None:
-            tensors[f"{linear.target}/bias"] = linear.bias.cpu().contiguous()
+            tensors[f"{linear.target}/bias"] = _float32(linear.bias)
     write_bytes(path, save(tensors, metadata={"source": path.stem}))
+
+
+def _float32(values: Tensor) -> Tensor:
+    return values.detach().cpu().to(torch.float32, copy=True).contiguous()
 
 
 def _file(folder: Path, source: str) -> Path:

@@ -244,7 +244,8 @@ def require_raw(model: TransformerBridge) -> None:
 def fingerprint(model: TransformerBridge) -> str:
     """Sixteen hex digits that change with the weights, their precision and their names.
 
-    Values are sampled evenly from every parameter, so that it takes a moment for large models too.
+    Values are sampled evenly from every parameter, so that it takes a moment for large models too; an
+    edit of a few numbers in a large matrix can go unseen.
     """
     digest = hashlib.sha256()
     for name, parameter in model.original_model.named_parameters():

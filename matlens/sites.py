@@ -12,9 +12,11 @@ the one family whose sums hold in every block. All hook names of the project are
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -53,16 +55,15 @@ class Site:
         """Read ``"attn_out.3"``; a bare number is a layer of the stream."""
         if isinstance(text, Site):
             return text
-        if isinstance(text, int):
-            return cls(STREAM, text)
-        kind, _, layer = text.rpartition(".")
-        try:
-            return cls(kind or STREAM, int(layer))
-        except ValueError:
+        if isinstance(text, Integral) and not isinstance(text, bool):
+            return cls(STREAM, int(text))
+        parts = re.fullmatch(r"(?:(\w+)\.)?(-?[0-9]+)", text) if isinstance(text, str) else None
+        if parts is None:
             raise InputError(
                 f"{text!r} is not a site. Expected kind.layer, such as 'h.12' or 'attn_out.3', "
                 "or the bare number of a stream layer."
-            ) from None
+            )
+        return cls(parts[1] or STREAM, int(parts[2]))
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,6 @@ PARALLEL = Family(
         ("next", ("h", "attn_out", "ffn_out")),
     ),
 )
-# The parallel sum holds in pre-norm blocks too, so it is asked last.
 FAMILIES = (PRE_NORM, EXTRA_NORM, POST_NORM, PARALLEL)
 STREAM_ONLY = Family("stream-only", {}, ())
 

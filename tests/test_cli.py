@@ -186,7 +186,7 @@ def test_run_does_everything(run_matlens: Matlens, inputs: list[str], tmp_path: 
 
     for layer in range(N_LAYERS + 1):
         (line,) = [line for line in outcome.out.splitlines() if line.startswith(f"│ {layer} ")]
-        shown = [float(cell) for cell in line.split("│")[2:-1] if cell.strip()]
+        shown = [float(cell) for cell in line.split("│")[2:-1] if cell.strip() not in ("", "–")]
         wanted = printed(table, layer)
         assert shown == pytest.approx(wanted, abs=0.00051)
     for figure in FIGURES:
@@ -331,7 +331,7 @@ def test_run_hands_the_penalty_and_the_intercept_on(
     together = files(finished / "maps")
     shutil.rmtree(finished / "maps")
     assert run_matlens("fit", finished, "--intercept", "--ridge", 0.5).code == 0
-    assert files(finished / "maps") == together
+    assert without_command(files(finished / "maps")) == without_command(together)
     origin = json.loads((finished / "results.json").read_text())["maps"]
     assert (origin["intercept"], origin["ridge"]) == (True, 0.5)
 
@@ -403,7 +403,8 @@ def test_collect_goes_on_between_the_parts(
 def test_fit_tells_what_it_has_written(run_matlens: Matlens, finished: Path) -> None:
     shutil.rmtree(finished / "maps")
     outcome = run_matlens("fit", finished, "--pairs", "last")
-    assert (outcome.code, outcome.out) == (0, f"{N_LAYERS} maps in {finished / 'maps'}\n")
+    assert outcome.code == 0
+    assert f"{N_LAYERS} maps in {finished / 'maps'}" in outcome.out
 
 
 def test_plot_draws_from_the_table_alone(run_matlens: Matlens, finished: Path, tmp_path: Path) -> None:
@@ -877,7 +878,7 @@ def test_no_room_while_a_collection_goes_on(
 
 
 def test_no_room_for_maps(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
-    whole = {name: data for name, data in files(finished).items() if name.startswith("maps/")}
+    whole = without_command(files(finished / "maps"))
     shutil.rmtree(finished / "maps")
     before = state(finished)
     with largest_file(10_000):  # the first source, with three maps, is too large; the others are not
@@ -887,7 +888,7 @@ def test_no_room_for_maps(run_matlens: Matlens, inputs: list[str], finished: Pat
         assert_refused(run_matlens("run", *inputs, "--out", finished, *pairs), *NO_ROOM)
         assert state(finished) == before
     assert run_matlens("fit", finished).code == 0
-    assert {name: data for name, data in files(finished).items() if name.startswith("maps/")} == whole
+    assert without_command(files(finished / "maps")) == whole
 
 
 @pytest.mark.parametrize("first_time", [True, False])

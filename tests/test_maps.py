@@ -191,6 +191,8 @@ def test_maps_that_share_memory_are_saved_like_others(tmp_path: Path) -> None:
         LinearMap(whole[:4, :4], whole[:4, 4], "h.0", "h.1"),
         LinearMap(whole[4:, :4], whole[4:, 4], "h.0", "h.2"),
         LinearMap(whole[:4, :4], None, "h.0", "h.3"),
+        LinearMap(same_for_both := torch.eye(4), None, "h.1", "h.2"),
+        LinearMap(same_for_both, None, "h.1", "h.3"),
     ]
     MapSet(kept).save(tmp_path / "maps")
     loaded = MapSet.load(tmp_path / "maps")
@@ -247,6 +249,15 @@ def test_a_damaged_file_is_named_when_the_folder_is_opened_and_when_a_map_is_rea
     with pytest.raises(InputError, match=r"h\.1\.safetensors cannot be read"):
         opened_before[1, 3]
     assert same(opened_before[0, 3], linear("h.0", "h.3"))
+
+
+def test_a_file_of_another_source_is_refused(tmp_path: Path) -> None:
+    MapSet([linear(*pair) for pair in PAIRS]).save(tmp_path / "maps")
+    (tmp_path / "maps" / "h.1.safetensors").replace(tmp_path / "maps" / "h.0.safetensors")
+    MapSet([linear("h.1", "h.3")]).save(tmp_path / "other")
+    (tmp_path / "other" / "h.1.safetensors").replace(tmp_path / "maps" / "h.1.safetensors")
+    with pytest.raises(InputError, match=r"h\.0\.safetensors cannot be read"):
+        MapSet.load(tmp_path / "maps")
 
 
 def test_folders_without_finished_maps_are_refused(tmp_path: Path) -> None:
