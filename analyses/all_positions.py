@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -27,22 +25,24 @@ from matlens import (
     load,
     load_corpus,
     make_examples,
+    options,
     prediction_quality,
     stream,
     workflow,
 )
+from matlens.cli import run_script
 
 NAME = "all_positions"
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As in 'matlens run'.")] = "smollm2-135m",
-    corpus: Annotated[str, typer.Option(help="As in 'matlens run'.")] = "wikipedia-sample",
-    train: Annotated[int, typer.Option(min=1, help="Sentences to fit on.")] = 4000,
-    val: Annotated[int, typer.Option(min=2, help="Sentences to evaluate on.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of split and positions.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("out"),
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    train: options.Train = 4000,
+    val: options.Val = 1000,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
 ) -> None:
     """Fit the maps to the last layer both ways from one pass, and print both in one table."""
     loaded = load(model, device=device)
@@ -88,4 +88,4 @@ def show(table: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -9,23 +9,21 @@ be worse than the mean. Figure 2 is ``--model gpt2-xl``, Figure 3 ``--model bert
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from matlens import fit_quality, load, load_corpus, plots, workflow
+from matlens import fit_quality, load, load_corpus, options, plots, workflow
+from matlens.cli import run_script
 
 NAME = "paper_a_fig2_r2"
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As in 'matlens run'.")] = "smollm2-135m",
-    corpus: Annotated[str, typer.Option(help="As in 'matlens run'.")] = "wikipedia-sample",
-    train: Annotated[int, typer.Option(min=1, help="Sentences to fit on.")] = 9000,
-    val: Annotated[int, typer.Option(min=2, help="Sentences to evaluate on.")] = 3000,
-    seed: Annotated[int, typer.Option(help="Of split and positions.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; shared with the other analyses.")] = Path("out"),
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    train: options.Train = 9000,
+    val: options.Val = 3000,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
 ) -> None:
     """Fit all maps between layers, write their r2 as a table and draw both heatmaps."""
     loaded = load(model, device=device)
@@ -40,4 +38,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -7,23 +7,21 @@ the two meet. The paper's figure is ``--model gpt2-xl`` with 9,000 and 3,000 sen
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from matlens import Readout, load, load_corpus, plots, prediction_quality, workflow
+from matlens import Readout, load, load_corpus, options, plots, prediction_quality, workflow
+from matlens.cli import run_script
 
 NAME = "paper_a_fig4_next_token"
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As in 'matlens run'.")] = "smollm2-135m",
-    corpus: Annotated[str, typer.Option(help="As in 'matlens run'.")] = "wikipedia-sample",
-    train: Annotated[int, typer.Option(min=1, help="Sentences to fit on.")] = 9000,
-    val: Annotated[int, typer.Option(min=2, help="Sentences to evaluate on.")] = 3000,
-    seed: Annotated[int, typer.Option(help="Of split and positions.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; shared with the other analyses.")] = Path("out"),
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    train: options.Train = 9000,
+    val: options.Val = 3000,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
 ) -> None:
     """Fit the maps, write prediction quality as a table and draw it over the layers."""
     loaded = load(model, device=device)
@@ -38,4 +36,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

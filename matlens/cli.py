@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,30 @@ from rich.table import Table
 
 from matlens.artifacts import system_errors
 from matlens.errors import InputError
+from matlens.options import (
+    BatchTokens,
+    CorpusName,
+    Device,
+    Dtype,
+    DtypeChoice,
+    Field,
+    Folder,
+    Intercept,
+    Limit,
+    Model,
+    Out,
+    PairsOption,
+    PositionChoice,
+    PositionsOption,
+    Revision,
+    Ridge,
+    Seed,
+    Special,
+    Split,
+    Train,
+    Trust,
+    Val,
+)
 from matlens.version import __version__
 
 if TYPE_CHECKING:
@@ -25,63 +49,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _BAD_INPUT, _INTERRUPTED = 2, 130
-
-
-class PositionChoice(StrEnum):
-    """Which tokens of a training sentence give samples."""
-
-    drawn = "drawn"
-    all = "all"
-
-
-class DtypeChoice(StrEnum):
-    """Precision that the model runs in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-Model = Annotated[
-    str, typer.Option("--model", help="Hub name, Hugging Face folder, .gguf file, or smollm2-135m.")
-]
-CorpusName = Annotated[
-    str,
-    typer.Option(
-        "--corpus",
-        help="wikipedia-sample, news-sample, a text file with one sentence a line, a .jsonl file, a Leipzig "
-        "corpus, or a dataset id (name or name:config).",
-    ),
-]
-Field = Annotated[str, typer.Option(help="Where the text is in JSON lines and datasets.")]
-Split = Annotated[str, typer.Option(help="Which split of a dataset to read.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Read no more sentences of the corpus than this.")]
-Train = Annotated[int, typer.Option("--train", min=1, help="Sentences that maps are fitted on.")]
-Val = Annotated[int, typer.Option("--val", min=2, help="Other sentences that the maps are evaluated on.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
-Seed = Annotated[int, typer.Option(min=0, help="Random seed of the split and of the positions.")]
-Special = Annotated[
-    bool, typer.Option("--draw-special/--skip-special", help="May the position fall on [CLS] and the like?")
-]
-BatchTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens in a batch; by default what suits the device.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; by default the best there is.")]
-Dtype = Annotated[DtypeChoice, typer.Option(help="Precision of the model; fits are in float64 anyway.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
-PositionsOption = Annotated[
-    PositionChoice,
-    typer.Option("--positions", help="One drawn token of each training sentence, or all of them."),
-]
-PairsOption = Annotated[
-    str, typer.Option("--pairs", help="all, last, or a list such as 0:12,6:12 (negative: from the end).")
-]
-Intercept = Annotated[bool, typer.Option("--intercept", help="Fit a bias too. The paper does not.")]
-Ridge = Annotated[float, typer.Option(min=0, help="Penalty on the maps. The paper has none.")]
-Folder = Annotated[
-    Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
-]
 
 
 def _version(asked: bool) -> None:
@@ -264,10 +231,20 @@ def plot(folder: Folder) -> None:
 
 
 def main() -> None:
-    """Run the command line; what the user can mend is said in a line, with exit code 2."""
+    """Run the command line."""
+    _speaking(app)
+
+
+def run_script(function: Callable[..., None]) -> None:
+    """Run a function as a script of its own, with its options and the errors of the command line."""
+    _speaking(lambda: typer.run(function))
+
+
+def _speaking(work: Callable[[], Any]) -> None:
+    """Say in a line what the user can mend, and exit with code 2."""
     try:
         with system_errors("the output folder"):
-            app()
+            work()
     except InputError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
         sys.exit(_BAD_INPUT)

@@ -26,7 +26,7 @@ MODEL = (FIRST, ("sites",), ("models",))
 TEXT = (FIRST, ("samples",), ("sources",), ("corpora",))
 TOGETHER = (
     ("readout", "examples", "provenance"), ("activations",), ("evaluation",), ("plots",), ("workflow",),
-    ("cli",),
+    ("options",), ("cli",),
 )  # fmt: skip
 
 
