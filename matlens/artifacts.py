@@ -10,9 +10,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _UNFINISHED = "unfinished.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -156,12 +159,12 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: Buffer) -> None:
     """Write a file whole or not at all."""
     write_together({path: content})
 
 
-def write_together(contents: Mapping[Path, bytes]) -> None:
+def write_together(contents: Mapping[Path, Buffer]) -> None:
     """Write several files whole or none of them."""
     try:
         for path, content in contents.items():

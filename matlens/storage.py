@@ -125,7 +125,7 @@ def _save(path: Path, array: np.ndarray) -> None:
     # Not np.save to the path: when the disk is full, its error does not say so.
     buffer = io.BytesIO()
     np.save(buffer, array)
-    write_bytes(path, buffer.getvalue())
+    write_bytes(path, buffer.getbuffer())
 
 
 def _allocate(descriptor: int, n_rows: int, width: int) -> int:
