@@ -163,15 +163,49 @@ def fit_samples(
     wanted = {site: samples[site] for pair in pairs for site in map(site_name, pair)}
     for site, vectors in wanted.items():
         _require_finite(vectors, site)
-    if sum(vectors.numel() * 8 for vectors in wanted.values()) <= _KEPT:
-        wanted = {site: vectors.double() for site, vectors in wanted.items()}
+    kept = _SideBySide(wanted)
     for source, targets in by_source(pairs).items():
         moments = _moments(wanted, source, targets)
         n, size = len(wanted[source]), _chunk_size(wanted[source])
         for start in range(0, n, size):
-            chunk = {site: wanted[site][start : start + size] for site in (source, *targets)}
-            moments.update(chunk[source], [chunk[target] for target in targets])
+            rows = slice(start, start + size)
+            moments.update(wanted[source][rows], kept.blocks(targets, rows))
         yield from _maps(moments, wanted, source, targets, intercept, ridge, provenance)
+
+
+class _SideBySide:
+    """Float64 copies of all samples in one matrix, where they are not too many to be copied.
+
+    Targets that are neighbours in it are one product with a source's factor, a quarter quicker than one
+    product for each.
+    """
+
+    def __init__(self, samples: Mapping[str, Tensor]) -> None:
+        self._samples = samples
+        self._columns: dict[str, tuple[int, int]] = {}
+        alike = len({(len(vectors), vectors.device) for vectors in samples.values()}) == 1
+        if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= _KEPT:
+            first = next(iter(samples.values()))
+            width = sum(vectors.shape[1] for vectors in samples.values())
+            self._wide = torch.empty(len(first), width, dtype=torch.float64, device=first.device)
+            start = 0
+            for site, vectors in samples.items():
+                end = start + vectors.shape[1]
+                self._wide[:, start:end] = vectors
+                self._columns[site] = start, end
+                start = end
+
+    def blocks(self, sites: Sequence[str], rows: slice) -> list[Tensor]:
+        """Samples of the sites, in their order, in as few blocks as possible."""
+        if not self._columns:
+            return [self._samples[site][rows] for site in sites]
+        runs: list[tuple[int, int]] = []
+        for start, end in (self._columns[site] for site in sites):
+            if runs and runs[-1][1] == start:
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((start, end))
+        return [self._wide[rows, start:end] for start, end in runs]
 
 
 def fit_stream(

@@ -224,3 +224,14 @@ def test_maps_are_saved_whatever_their_order(tmp_path: Path) -> None:
     assert list(loaded) == pairs
     for n, pair in enumerate(pairs):
         assert torch.equal(loaded[pair].weight, torch.eye(2) * n)
+
+
+def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
+    small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    workflow.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
+    workflow.fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
+    results = workflow.evaluate(model, tmp_path, progress=False)
+    assert set(results["metric"]) == {"r2"}
+    assert sorted(path.name for path in workflow.plot(tmp_path)) == ["r2.pdf", "r2.png"]
