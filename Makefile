@@ -10,7 +10,9 @@ TRAIN ?= 3000
 VAL ?= 750
 OUT ?= out/demo
 
-.PHONY: demo test check verify bench install clean
+MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py))))
+
+.PHONY: demo test check verify bench docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -32,6 +34,9 @@ bench: install
 	$(BIN)/python benchmarks/collecting.py
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/memory.py
+
+docs: install
+	$(BIN)/pdoc --docformat numpy --math --output-directory site $(MODULES)
 
 install: $(VENV)/installed
 

@@ -10,12 +10,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matlens.errors import InputError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
 
 _UNFINISHED = "unfinished.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -159,12 +156,12 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, content: Buffer) -> None:
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
     """Write a file whole or not at all."""
     write_together({path: content})
 
 
-def write_together(contents: Mapping[Path, Buffer]) -> None:
+def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
     """Write several files whole or none of them."""
     try:
         for path, content in contents.items():
