@@ -30,7 +30,7 @@ def main(
     )
     maps, readout = workflow.fit_maps(out), Readout(loaded)
     table = prediction_quality(readout, maps, validation)
-    workflow.write_results(out, NAME, table, maps, validation, unembed_hash=readout.unembed_hash)
+    workflow.write_results(out, NAME, table, maps, validation)
     for path in plots.save(plots.prediction(table), out, NAME):
         print(path)
 

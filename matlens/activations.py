@@ -151,11 +151,16 @@ def collect(
     more = {"software": provenance.of_software(), "command": provenance.of_command()}
     n_rows = len(examples) if positions == "drawn" else len(examples.tokens)
     d_model = model.cfg.d_model
+
+    def run(skip: int = 0) -> Iterator[Rows]:
+        return stream(
+            model, examples, names,
+            positions=positions, batch_tokens=batch_tokens, progress=progress, skip=skip,
+        )  # fmt: skip
+
     if folder is None:
         kept = {name: torch.empty(n_rows, d_model) for name in names}
-        for rows in stream(
-            model, examples, names, positions=positions, batch_tokens=batch_tokens, progress=progress
-        ):
+        for rows in run():
             for name, vectors in rows.vectors.items():
                 kept[name][torch.from_numpy(rows.index)] = vectors
         return Activations(kept, examples, positions, {**request, **more})
@@ -165,16 +170,7 @@ def collect(
         if not place.finished:
             arrays = {"tokens": examples.tokens, "offsets": examples.offsets, "positions": examples.positions}
             with RowFiles(place.folder, names, n_rows, d_model, arrays) as files:
-                done = files.batches_done
-                for rows in stream(
-                    model,
-                    examples,
-                    names,
-                    positions=positions,
-                    batch_tokens=batch_tokens,
-                    progress=progress,
-                    skip=done,
-                ):
+                for rows in run(skip=files.batches_done):
                     files.write(rows.index, rows.vectors)
             place.finish(more=more)
     return Activations.load(folder)

@@ -255,3 +255,14 @@ def fingerprint(model: TransformerBridge) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()[:16]
+
+
+def unembed_hash(model: TransformerBridge) -> str | None:
+    """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
+
+    Models that share it, with their final norm, can share a read-out.
+    """
+    if not hasattr(model, "unembed"):
+        return None
+    weight = model.unembed.original_component.weight.detach().cpu().contiguous()
+    return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matlens.models import fingerprint
+from matlens.models import fingerprint, unembed_hash
 from matlens.version import __version__
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def of_model(model: TransformerBridge) -> dict[str, Any]:
         "base_model_revision": getattr(model, "matlens_revision", None),
         "architecture": model.cfg.architecture,
         "fingerprint": fingerprint(model),
+        "unembed_hash": unembed_hash(model),
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "n_layers": model.cfg.n_layers,
         "d_model": model.cfg.d_model,

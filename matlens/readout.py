@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,12 +60,6 @@ class Readout:
         return [
             (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)
         ]
-
-    @property
-    def unembed_hash(self) -> str:
-        """Sixteen hex digits of the unembedding matrix: two models that share it can share a read-out."""
-        weight = self._head[-1].get_parameter("weight").detach().cpu().contiguous()
-        return hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
 
     def _agrees_with(self, model: TransformerBridge) -> None:
         tokens = torch.arange(1, 9, device=self.device)[None] % model.cfg.d_vocab

@@ -111,7 +111,7 @@ def evaluate(model: TransformerBridge, folder: str | Path, *, progress: bool = T
     if any(target == str(anatomy(model).stream[-1]) for _, target in maps):
         parts.append(prediction_quality(readout, maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
-    write_results(folder, RESULTS, results, maps, validation, unembed_hash=readout.unembed_hash)
+    write_results(folder, RESULTS, results, maps, validation)
     return results
 
 
@@ -121,13 +121,11 @@ def write_results(
     results: pd.DataFrame,
     maps: MapSet,
     validation: Activations,
-    **more: object,
 ) -> None:
     """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what."""
     origin = {
         "maps": maps.provenance,
         "validation": validation.provenance["data"],
-        **more,
         "software": provenance.of_software(),
         "command": provenance.of_command(),
     }

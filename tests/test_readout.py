@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import matlens
 from matlens import Corpus, InputError, Readout, collect, make_examples, readout, stream
+from matlens.models import unembed_hash
 
 DECODERS = tuple(name for name in ARCHITECTURES if name not in MASKED)
 SCALED = ("gemma2", "granite", "cohere")
@@ -204,7 +205,7 @@ def test_unembed_hash_is_of_the_unembedding_alone(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "a")
     plain = load_plain("llama", folder)
     weight = plain.lm_head.weight.detach()
-    first = Readout(matlens.load(str(folder), device="cpu")).unembed_hash
+    first = unembed_hash(matlens.load(str(folder), device="cpu"))
     assert first == hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
 
     def hash_after(change: Callable[[Any], None], where: str) -> str:
@@ -213,7 +214,7 @@ def test_unembed_hash_is_of_the_unembedding_alone(tmp_path: Path) -> None:
             change(model)
         model.save_pretrained(tmp_path / where)
         make_tokenizer().save_pretrained(tmp_path / where)
-        return Readout(matlens.load(str(tmp_path / where), device="cpu")).unembed_hash
+        return unembed_hash(matlens.load(str(tmp_path / where), device="cpu"))
 
     assert hash_after(lambda model: None, "same") == first
     assert hash_after(lambda model: model.model.norm.weight.add_(1), "norm") == first

@@ -16,6 +16,7 @@ from conftest import N_LAYERS
 import matlens
 from matlens import workflow
 from matlens.maps import LinearMap, MapSet
+from matlens.models import unembed_hash
 
 N_TRAIN, N_VALIDATION = 25, 15
 
@@ -194,7 +195,7 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     assert again.to_csv(index=False) == results.to_csv(index=False)
     origin = json.loads((collected / "results.json").read_text())
     assert origin["maps"]["model"]["fingerprint"] == matlens.models.fingerprint(small_model("gpt2"))
-    assert origin["unembed_hash"] == matlens.Readout(small_model("gpt2")).unembed_hash
+    assert origin["maps"]["model"]["unembed_hash"] == unembed_hash(small_model("gpt2"))
 
 
 def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], collected: Path) -> None:
