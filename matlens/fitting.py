@@ -120,12 +120,16 @@ def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | N
 
     Singular values below ``eps * max(n, d)`` of the largest, or of ``floor``, count as zero.
     """
-    sizes = torch.linalg.svdvals(r)
-    largest = sizes.new_zeros(1) if floor is None else floor[None]
-    least = torch.finfo(r.dtype).eps * max(n, r.shape[1]) * torch.cat([sizes, largest]).max()
-    if ridge == 0 and len(r) == r.shape[1] and bool((sizes > least).all()):
-        return torch.linalg.solve_triangular(r, z, upper=True)
+    level = torch.finfo(r.dtype).eps * max(n, r.shape[1])
+    bounds = [r.norm()] if floor is None else [r.norm(), floor]
+    if ridge == 0 and len(r) == r.shape[1]:
+        # The least singular value is no less than this, the largest no more than the norm: where that
+        # settles that none counts as zero, the triangle is solved as it is.
+        least = 1 / torch.linalg.solve_triangular(r, torch.eye(len(r)).to(r), upper=True).norm()
+        if bool(least > level * torch.stack(bounds).max()):
+            return torch.linalg.solve_triangular(r, z, upper=True)
     u, s, vh = torch.linalg.svd(r, full_matrices=False)
+    least = level * torch.stack([s.max() if len(s) else r.norm(), *bounds[1:]]).max()
     u, s, vh = u[:, s > least], s[s > least], vh[s > least]
     return vh.T @ ((1 / (s + ridge / s))[:, None] * (u.T @ z))
 

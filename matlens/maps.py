@@ -55,7 +55,7 @@ class LinearMap:
         provenance: Mapping[str, Any] | None = None,
     ) -> LinearMap:
         """Keep a solution that was found in float64, in float32."""
-        kept = weight.to(torch.float32).contiguous()
+        kept = weight.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
         return cls(kept, None if bias is None else bias.to(torch.float32), source, target, provenance or {})
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
