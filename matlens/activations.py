@@ -56,11 +56,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         self.examples, self.positions, self.provenance = examples, positions, dict(provenance)
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
-        site = Site.parse(site)
-        if site.layer < 0:
-            n_layers = self.provenance["model"]["n_layers"]
-            site = Site(site.kind, site.layer + n_layers + (site.kind == STREAM))
-        name = str(site)
+        name = self.resolve(site)
         try:
             return self._vectors[name]
         except KeyError:
@@ -71,6 +67,14 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
 
     def __len__(self) -> int:
         return len(self._vectors)
+
+    def resolve(self, site: str | int | Site) -> str:
+        """Name of a site; a negative layer counts from the end."""
+        site = Site.parse(site)
+        if site.layer < 0:
+            n_layers = self.provenance["model"]["n_layers"]
+            site = Site(site.kind, site.layer + n_layers + (site.kind == STREAM))
+        return str(site)
 
     @property
     def n_rows(self) -> int:
@@ -165,7 +169,7 @@ def collect(
                 kept[name][torch.from_numpy(rows.index)] = vectors
         return Activations(kept, examples, positions, {**request, **more})
 
-    place = Workplace(folder, request)
+    place = Workplace(folder, request, only_unfinished=("batch_tokens",))
     with place.working():
         if not place.finished:
             arrays = {"tokens": examples.tokens, "offsets": examples.offsets, "positions": examples.positions}

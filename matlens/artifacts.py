@@ -26,10 +26,14 @@ class Workplace:
     """A folder that one job fills, from the first file to ``config.json``.
 
     ``request`` says what the job is. A folder whose job is the same is gone on with or, if it is
-    finished, left as it is; one of another job is refused.
+    finished, left as it is; one of another job is refused. Parts of the request that are
+    ``only_unfinished`` matter for going on, and no more once the job is done.
     """
 
-    def __init__(self, folder: str | Path, request: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str | Path, request: Mapping[str, Any], *, only_unfinished: tuple[str, ...] = ()
+    ) -> None:
+        self._only_unfinished = only_unfinished
         self.folder = Path(folder)
         # What is compared is what JSON gives back.
         self.request: dict[str, Any] = json.loads(json.dumps(request))
@@ -99,7 +103,8 @@ class Workplace:
                 "another folder."
             ) from None
         own = _flat(self.request)
-        differing = [key for key in {**own, **other} if own.get(key) != other.get(key)]
+        passed = self._only_unfinished if self.finished else ()
+        differing = [key for key in {**own, **other} if own.get(key) != other.get(key) and key not in passed]
         if differing:
             told = "; ".join(
                 f"{key}: {_short(other.get(key))} there, {_short(own.get(key))} now" for key in differing[:4]

@@ -148,7 +148,7 @@ def _collect(
     dtype: DtypeChoice,
     revision: str | None,
     trust_remote_code: bool,
-    pairs: Any = "all",
+    pairs: Any = None,
 ) -> Any:
     from matlens.corpora import load_corpus
 
@@ -161,6 +161,7 @@ def _collect(
 
     from matlens import workflow
     from matlens.models import load
+    from matlens.readout import Readout
 
     loaded = load(
         model,
@@ -169,7 +170,9 @@ def _collect(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    workflow.number_pairs(pairs, loaded.cfg.n_layers)  # before the work, not after it
+    if pairs is not None:  # before the work, not after it
+        workflow.number_pairs(pairs, loaded.cfg.n_layers)
+        Readout(loaded)
     workflow.collect_parts(
         loaded,
         sentences,
@@ -270,7 +273,9 @@ def _show(results: pd.DataFrame) -> None:
     from matlens.evaluation import layer_table
 
     wide = layer_table(results)
-    table = Table("layer", *wide.columns, title="Onto the last layer, on the validation sentences")
+    table = Table(
+        "layer", *wide.columns, title=f"Onto layer {results['target'].max()}, on the validation sentences"
+    )
     for layer, row in wide.iterrows():
         table.add_row(str(layer), *("–" if value != value else f"{value:.3f}" for value in row))
     Console().print(table)

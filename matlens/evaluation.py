@@ -19,7 +19,7 @@ from matlens.activations import Activations
 from matlens.errors import InputError
 from matlens.maps import MapSet
 from matlens.readout import Readout
-from matlens.sites import STREAM, Site
+from matlens.sites import STREAM, Site, require_finite
 
 COLUMNS = (
     "experiment", "model", "corpus", "method", "layer", "target", "metric", "k", "value", "low", "high", "n",
@@ -71,6 +71,7 @@ def prediction_quality(
     to_last = {layer: maps[layer, n_layers] for layer in layers}
     for rows in tqdm(list(_chunks(n)), desc="predictions", disable=not progress, delay=1):
         truth = readout.log_probs(validation[n_layers][rows])
+        require_finite(truth, "the read-out")
         for layer, method in methods:
             h = validation[layer][rows].to(readout.device)
             substitute = to_last[layer](h) if method == "mat" and layer < n_layers else h
@@ -126,7 +127,7 @@ def _chunks(n: int) -> Iterator[slice]:
 
 
 def layer_table(results: pd.DataFrame) -> pd.DataFrame:
-    """One row a layer, for people: r2 onto the last layer, Precision@1 and surprisal of both methods."""
+    """One row a layer, for people: r2 onto the last target, Precision@1 and surprisal of both methods."""
     last = results["target"].max()
     names: Mapping[tuple[str, str], str] = {
         ("r2", "mat"): "r2 mat", ("r2", "id"): "r2 id",
@@ -134,7 +135,7 @@ def layer_table(results: pd.DataFrame) -> pd.DataFrame:
         ("surprisal", "mat"): "surprisal mat", ("surprisal", "id"): "surprisal id",
     }  # fmt: skip
     shown = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
-    wide = shown.pivot_table(index="layer", columns=["metric", "method"], values="value")
+    wide = shown.pivot(index="layer", columns=["metric", "method"], values="value")
     return pd.DataFrame({name: wide[key] for key, name in names.items() if key in wide})
 
 

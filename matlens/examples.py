@@ -130,13 +130,14 @@ def make_examples(
         There are no sentences, a sentence has no token to draw, or the model is a masked-LM without
         a mask token.
     """
+    _require_one_kind(model)
     tokenizer = model.tokenizer
     if not len(corpus):
         raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
     mask_token = tokenizer.mask_token_id if is_masked(model) else None
     if is_masked(model) and mask_token is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
-    n_ctx = min(model.cfg.n_ctx, tokenizer.model_max_length)
+    n_ctx = _context(model)
     encoded = [tokenizer(text, return_special_tokens_mask=True) for text in corpus.sentences]
     too_long = [s for s, one in enumerate(encoded) if len(one["input_ids"]) > n_ctx]
     for s in too_long:
@@ -177,11 +178,20 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
         A prompt is empty, or does not hold exactly one mask token where one is needed.
     """
     tokenizer = model.tokenizer
-    ids = [np.asarray(tokenizer(prompt)["input_ids"], dtype=np.int64) for prompt in prompts]
-    positions = []
-    for prompt, own in zip(prompts, ids, strict=True):
-        where = np.flatnonzero(own == tokenizer.mask_token_id) if is_masked(model) else [len(own) - 1]
-        if not len(own) or len(where) != 1:
+    _require_one_kind(model)
+    ids, positions = [], []
+    for prompt in prompts:
+        encoded = tokenizer(prompt, return_special_tokens_mask=True)
+        own = np.asarray(encoded["input_ids"], dtype=np.int64)
+        ids.append(own)
+        if len(own) > _context(model):
+            raise InputError(
+                f"The prompt of {len(own)} tokens is longer than the model's context of {_context(model)}."
+            )
+        where = np.flatnonzero(own == tokenizer.mask_token_id)
+        if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
+            where = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)[-1:]
+        if len(where) != 1:
             wanted = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
             raise InputError(f"The prompt {prompt!r} cannot be read out: expected {wanted} in it.")
         positions.append(int(where[0]))
@@ -194,6 +204,18 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"
+
+
+def _context(model: TransformerBridge) -> int:
+    return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
+
+
+def _require_one_kind(model: TransformerBridge) -> None:
+    if not is_masked(model) and not model.adapter.supports_causal_loss:
+        raise InputError(
+            f"{model.cfg.architecture} predicts neither the next token nor a single masked one, so what its "
+            "layers predict cannot be read at a position."
+        )
 
 
 def _draw(text: str, special: list[int], seed: int, draw_special: bool) -> int:

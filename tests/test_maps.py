@@ -374,3 +374,19 @@ def test_the_tensors_of_a_source_lie_in_one_file(tmp_path: Path) -> None:
     fitted(tmp_path / "maps", Fit())
     held: dict[str, Tensor] = load_file(tmp_path / "maps" / "h.0.safetensors")
     assert sorted(held) == ["h.1", "h.1/bias", "h.3", "h.3/bias"]
+
+
+def test_a_set_holds_maps_of_one_model_and_one_for_each_pair() -> None:
+    other = {"model": {"fingerprint": "beef"}}
+    one, two = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN), linear("h.0", "h.1")
+    with pytest.raises(InputError, match="maps of one model"):
+        MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", other)])
+    with pytest.raises(InputError, match="2 maps for 1 pairs"):
+        MapSet([one, two])
+
+
+def test_a_layer_that_counts_from_an_unknown_end_is_refused() -> None:
+    maps = MapSet([linear("h.0", "h.1")])
+    for layer in (-1, "h.-1"):
+        with pytest.raises(InputError, match="counts from the end"):
+            maps[0, layer]

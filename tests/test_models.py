@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -427,6 +428,7 @@ def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any])
         def __init__(self, dtype: torch.dtype) -> None:
             self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
             torch.nn.init.ones_(self.original_model.weight)
+            self.original_model.config = transformers.PretrainedConfig()
 
     wide, narrow = Bridge(torch.float32), Bridge(torch.float16)
     assert fingerprint(wide) != fingerprint(narrow)  # type: ignore[arg-type]
@@ -440,6 +442,7 @@ def test_fingerprint_changes_with_names_and_shapes() -> None:
             self.original_model = torch.nn.ParameterDict(
                 {name: torch.ones(shape) for name, shape in shapes.items()}
             )
+            self.original_model.config = transformers.PretrainedConfig()
 
     kinds = (Bridge(a=(2, 6)), Bridge(b=(2, 6)), Bridge(a=(6, 2)))
     assert len({fingerprint(kind) for kind in kinds}) == 3  # type: ignore[arg-type]
@@ -448,6 +451,7 @@ def test_fingerprint_changes_with_names_and_shapes() -> None:
 def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
     class Bridge:
         original_model = torch.nn.Linear(3000, 700, bias=False)
+        original_model.config = transformers.PretrainedConfig()
 
     weight = Bridge.original_model.weight
     first = fingerprint(Bridge())  # type: ignore[arg-type]
@@ -457,6 +461,34 @@ def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
         second = fingerprint(Bridge())  # type: ignore[arg-type]
         assert second != first
         first = second
+
+
+def test_fingerprint_changes_with_the_configuration(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The same weights compute something else with another epsilon."""
+    shutil.copytree(model_folder("llama"), tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    folders = (model_folder("llama"), tmp_path / "other")
+    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
+    assert first != second
+
+
+@pytest.mark.parametrize("bos", [None, "w50"])
+def test_the_bridge_reads_text_as_the_tokenizer_does(
+    bos: str | None, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A tokenizer may have a BOS that it does not put in front, as GPT-2's."""
+    shutil.copytree(model_folder("gpt2"), tmp_path / "model")
+    tokenizer = make_tokenizer()
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": "w0"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = matlens.load(str(tmp_path / "model"), device="cpu")
+    text = "w1 w2 w3 w4"
+    assert model.to_tokens(text).tolist() == [model.tokenizer(text)["input_ids"]]
+    assert model.to_tokens(text).shape == (1, 4)
 
 
 def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], Any]) -> None:

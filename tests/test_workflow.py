@@ -236,3 +236,53 @@ def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
     results = workflow.evaluate(model, tmp_path, progress=False)
     assert set(results["metric"]) == {"r2"}
     assert sorted(path.name for path in workflow.plot(tmp_path)) == ["r2.pdf", "r2.png"]
+
+
+def test_maps_of_other_samples_are_not_evaluated(
+    small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+) -> None:
+    """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
+    model = small_model("llama")
+    parts = {"n_train": 30, "n_validation": 10, "progress": False}
+    workflow.collect_parts(model, sentences, tmp_path, **parts)
+    workflow.fit_maps(tmp_path, progress=False)
+    for part in ("train", "validation"):
+        shutil.rmtree(tmp_path / part)
+    workflow.collect_parts(model, sentences, tmp_path, **parts, seed=1)
+    with pytest.raises(matlens.InputError, match="fitted on other samples"):
+        workflow.evaluate(model, tmp_path, progress=False)
+
+
+def test_a_figure_of_an_earlier_table_does_not_stay(
+    small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    workflow.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
+    for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):
+        shutil.rmtree(tmp_path / "maps", ignore_errors=True)
+        workflow.fit_maps(tmp_path, pairs=pairs, progress=False)
+        workflow.evaluate(model, tmp_path, progress=False)
+        workflow.plot(tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == figures
+
+
+@pytest.mark.parametrize("options", [{}, {"draw_special": False}])
+def test_all_positions_of_a_masked_model_are_no_predictions(
+    options: dict[str, Any], small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+) -> None:
+    name = "llama" if options else "bert"
+    with pytest.raises(matlens.InputError, match=r"masked|special tokens"):
+        workflow.collect_parts(
+            small_model(name), sentences, tmp_path, n_train=30, n_validation=10, positions="all", **options
+        )
+    assert not any(tmp_path.iterdir())
+
+
+def test_negative_layers_are_those_of_the_model(
+    small_model: Callable[[str], Any], sentences: matlens.Corpus
+) -> None:
+    model = small_model("llama")
+    vectors = matlens.collect(model, matlens.make_examples(model, sentences), progress=False)
+    (found,) = matlens.fit_samples(vectors, [(0, -1)])
+    assert (found.source, found.target) == ("h.0", f"h.{N_LAYERS}")
+    assert torch.equal(vectors[-1], vectors[N_LAYERS])
