@@ -163,8 +163,7 @@ def make_examples(
         "n": len(ids),
         "n_truncated": len(too_long),
     }
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids])])
-    return Examples(np.concatenate(ids), offsets, positions, provenance)
+    return _end_to_end(ids, positions, provenance)
 
 
 def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
@@ -197,13 +196,17 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
         positions.append(int(where[0]))
     if not ids:
         raise InputError("There are no prompts. Expected at least one.")
-    offsets = np.concatenate([[0], np.cumsum([len(own) for own in ids])])
-    return Examples(np.concatenate(ids), offsets, np.array(positions), {"corpus": "prompts", "n": len(ids)})
+    return _end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
 
 
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"
+
+
+def _end_to_end(ids: list[np.ndarray], positions: np.ndarray, provenance: dict[str, Any]) -> Examples:
+    offsets = np.concatenate([[0], np.cumsum([len(own) for own in ids])])
+    return Examples(np.concatenate(ids), offsets, positions, provenance)
 
 
 def _context(model: TransformerBridge) -> int:
