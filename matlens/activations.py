@@ -16,9 +16,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import provenance
-from matlens.artifacts import Workplace
+from matlens.artifacts import Workplace, read_config
 from matlens.errors import InputError
-from matlens.examples import Batch, Examples
+from matlens.examples import Batch, Examples, is_masked
 from matlens.models import require_raw
 from matlens.sites import STREAM, Site, anatomy, require_finite
 from matlens.storage import RowFiles, read_rows
@@ -126,7 +126,8 @@ def collect(
         ``"drawn"``: only at the position of each sentence. ``"all"``: at every token.
     folder
         Write there instead of keeping rows in memory. A killed run goes on where it was when it is
-        called again, and gives the same bytes; a finished folder is opened without running anything.
+        called again, and gives the same bytes; a finished folder is opened without running anything,
+        also if it holds more sites than are asked for.
     batch_tokens
         Most tokens in a batch, padding counted; by default what suits the device.
     progress
@@ -149,8 +150,9 @@ def collect(
         "data": examples.provenance,
         "examples": examples.fingerprint,
         "positions": positions,
-        "sites": names,
+        "sites": _finished_with(folder, names) or names,
         "batch_tokens": batch_tokens,
+        "read": "sentence" if positions == "all" or is_masked(model) else "sentence up to its position",
     }
     more = {"software": provenance.of_software(), "command": provenance.of_command()}
     n_rows = len(examples) if positions == "drawn" else len(examples.tokens)
@@ -169,7 +171,7 @@ def collect(
                 kept[name][torch.from_numpy(rows.index)] = vectors
         return Activations(kept, examples, positions, {**request, **more})
 
-    place = Workplace(folder, request, only_unfinished=("batch_tokens",))
+    place = Workplace(folder, request, only_unfinished=("batch_tokens", "read"))
     with place.working():
         if not place.finished:
             arrays = {"tokens": examples.tokens, "offsets": examples.offsets, "positions": examples.positions}
@@ -178,6 +180,14 @@ def collect(
                     files.write(rows.index, rows.vectors)
             place.finish(more=more)
     return Activations.load(folder)
+
+
+def _finished_with(folder: str | Path | None, names: Sequence[str]) -> list[str] | None:
+    """Sites of a finished folder that holds these and more."""
+    with contextlib.suppress(InputError):
+        there = read_config(folder, _HOLDS)["request"]["sites"] if folder else []
+        return there if set(names) <= set(there) else None
+    return None
 
 
 @torch.inference_mode()
@@ -193,7 +203,8 @@ def stream(
 ) -> Iterator[Rows]:
     """Yield the vectors of the chosen sites batch by batch, keeping none.
 
-    The model runs no further than the last wanted site. ``skip`` leaves out the first batches.
+    The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
+    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
     """
     require_raw(model)
     if positions not in get_args(Positions):
@@ -201,7 +212,8 @@ def stream(
     hooks = {str(anatomy(model).resolve(site)): anatomy(model).hook(site) for site in sites}
     if not hooks:
         raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
-    batches = examples.batches(batch_tokens or default_batch_tokens(model))
+    read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
+    batches = read.batches(batch_tokens or default_batch_tokens(model))
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
     bar = tqdm(
         total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress, delay=1

@@ -67,6 +67,16 @@ class Examples:
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         return digest.hexdigest()[:16]
 
+    def up_to_positions(self) -> Examples:
+        """Every sentence cut after its drawn position: all that a decoder reads there.
+
+        A decoder's vectors at the position are the same, and half of the tokens need not be run.
+        """
+        places = np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+        kept = places <= np.repeat(self.positions, self.lengths)
+        offsets = np.concatenate([[0], np.cumsum(self.positions + 1)])
+        return Examples(self.tokens[kept], offsets, self.positions, self.provenance)
+
     def batches(self, max_tokens: int) -> Iterator[Batch]:
         """Batches of sentences of like length, the longest first, so that a lack of memory shows at once.
 

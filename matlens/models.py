@@ -9,6 +9,7 @@ import json
 import logging
 import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,11 +257,16 @@ def fingerprint(model: TransformerBridge) -> str:
     digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
     for name, parameter in model.original_model.named_parameters():
         flat = parameter.detach().reshape(-1)
-        take = np.unique(np.linspace(0, flat.numel() - 1, min(_SAMPLED, flat.numel()), dtype=np.int64))
-        values = flat[torch.from_numpy(take).to(flat.device)].float().cpu().numpy()
+        values = flat[_taken(flat.numel()).to(flat.device)].float().cpu().numpy()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _taken(size: int) -> torch.Tensor:
+    """Which values of a parameter of this size are looked at."""
+    return torch.from_numpy(np.unique(np.linspace(0, size - 1, min(_SAMPLED, size), dtype=np.int64)))
 
 
 def unembed_hash(model: TransformerBridge) -> str | None:

@@ -157,12 +157,15 @@ class Anatomy:
         ``stream-only`` where no known sum holds and only ``h`` can be trusted.
     kinds
         The kinds of sites inside a block that this model has.
+    blocks_return_tuples
+        Whether a block's module returns its vectors as the first of several values.
     """
 
     family: Family
     n_layers: int
     d_model: int
     kinds: tuple[str, ...]
+    blocks_return_tuples: bool = False
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -234,8 +237,14 @@ def _examine(model: TransformerBridge) -> Anatomy:
     wanted = [f"blocks.{layer}.{name}" for layer in range(n_layers) for name in sorted(candidates)]
     hooks = [(name, keep) for name in wanted if name in available]
     tokens = torch.arange(1, 9, device=model.cfg.device)[None] % model.cfg.d_vocab
-    with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
-        model(tokens, return_type=None)
+    returned: list[type] = []
+    listening = model.blocks[0].register_forward_hook(lambda *call: returned.append(type(call[2])))
+    try:
+        with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
+            model(tokens, return_type=None)
+    finally:
+        listening.remove()
+    as_tuples = issubclass(returned[0], tuple)
 
     for family in FAMILIES:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
@@ -244,8 +253,8 @@ def _examine(model: TransformerBridge) -> Anatomy:
                 for kind, name in family.hooks.items()
                 if all(f"blocks.{layer}.{name}" in seen for layer in range(n_layers))
             )
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds)
-    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, ())
+            return Anatomy(family, n_layers, model.cfg.d_model, kinds, as_tuples)
+    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), as_tuples)
 
 
 def require_finite(vectors: Tensor, place: str) -> None:
