@@ -71,8 +71,7 @@ def main(
         table = pd.concat([fit_quality(maps, validation), prediction_quality(readout, maps, validation)])
         tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
     table = pd.concat(tables, ignore_index=True)
-    out.mkdir(parents=True, exist_ok=True)
-    workflow.write_results(out, NAME, table, every, validation)
+    workflow.write_results(out, NAME, table, workflow.origin_of(every, validation))
     show(table)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import fit_quality, load, load_corpus, options, plots, workflow
+from matlens import fit_quality, options, plots, workflow
 from matlens.cli import run_script
+from matlens.study import Study
 
 NAME = "paper_a_fig2_r2"
 
@@ -26,13 +27,9 @@ def main(
     out: options.Out = Path("out"),
 ) -> None:
     """Fit all maps between layers, write their r2 as a table and draw both heatmaps."""
-    loaded = load(model, device=device)
-    _, validation = workflow.collect_parts(
-        loaded, load_corpus(corpus), out, n_train=train, n_validation=val, seed=seed
-    )
-    maps = workflow.fit_maps(out)
-    table = fit_quality(maps, validation)
-    workflow.write_results(out, NAME, table, maps, validation)
+    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    table = fit_quality(study.maps, study.validation)
+    workflow.write_results(out, NAME, table, study.origin)
     for path in plots.save(plots.r2_heatmaps(table), out, NAME):
         print(path)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import Readout, load, load_corpus, options, plots, prediction_quality, workflow
+from matlens import InputError, options, plots, prediction_quality, workflow
 from matlens.cli import run_script
+from matlens.examples import is_masked
+from matlens.study import Study
 
 NAME = "paper_a_fig4_next_token"
 
@@ -24,13 +26,11 @@ def main(
     out: options.Out = Path("out"),
 ) -> None:
     """Fit the maps, write prediction quality as a table and draw it over the layers."""
-    loaded = load(model, device=device)
-    _, validation = workflow.collect_parts(
-        loaded, load_corpus(corpus), out, n_train=train, n_validation=val, seed=seed
-    )
-    maps, readout = workflow.fit_maps(out), Readout(loaded)
-    table = prediction_quality(readout, maps, validation)
-    workflow.write_results(out, NAME, table, maps, validation)
+    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    if is_masked(study.model):
+        raise InputError(f"{model} predicts masked tokens, not the next one: see paper_a_fig5_masked.py.")
+    table = prediction_quality(study.readout, study.maps, study.validation)
+    workflow.write_results(out, NAME, table, study.origin)
     for path in plots.save(plots.prediction(table), out, NAME):
         print(path)
 

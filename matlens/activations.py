@@ -81,6 +81,19 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         """Number of vectors of each site."""
         return len(next(iter(self._vectors.values())))
 
+    @property
+    def places(self) -> Int[np.ndarray, " n"]:
+        """Which token of its sentence each row is, from 0."""
+        return self.examples.positions if self.positions == "drawn" else self.examples.places
+
+    def head(self, n: int) -> Activations:
+        """The rows of the first ``n`` sentences."""
+        examples = self.examples.head(n)
+        rows = len(examples) if self.positions == "drawn" else len(examples.tokens)
+        vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
+        own = {"data": examples.provenance, "examples": examples.fingerprint}
+        return Activations(vectors, examples, self.positions, {**self.provenance, **own})
+
     @classmethod
     def load(cls, folder: str | Path) -> Activations:
         """Open a finished folder of `collect`; rows are read from the disk when they are used.
@@ -98,9 +111,20 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
 
 @dataclass(frozen=True)
 class Rows:
-    """Vectors of one batch: row ``i`` of every site belongs to row ``index[i]`` of the collection."""
+    """Vectors of one batch.
+
+    Attributes
+    ----------
+    index
+        Row ``i`` of every site belongs to row ``index[i]`` of the collection.
+    places
+        Which token of its sentence each row is, from 0.
+    vectors
+        By site, in float32.
+    """
 
     index: Int[np.ndarray, " n"]
+    places: Int[np.ndarray, " n"]
     vectors: dict[str, Float[Tensor, "n d"]]
 
 
@@ -224,7 +248,7 @@ def stream(
             vectors = _run(model, batch, hooks, at)
             for name, values in vectors.items():
                 require_finite(values, name)
-            yield Rows(index, vectors)
+            yield Rows(index, at[1].numpy(), vectors)
             bar.update(len(batch.index))
 
 

@@ -6,11 +6,12 @@ high, n``. Methods are ``mat`` and ``id``; ``low`` and ``high`` bound the 95% in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -27,6 +28,8 @@ COLUMNS = (
 FIT, PREDICTION = "fit_quality", "prediction_quality"
 _KS = (1, 5, 10)
 _ROWS = 256  # examples whose distributions are held at once
+Key = TypeVar("Key", bound=Hashable)
+Substitute = Callable[[slice], Float[Tensor, "rows d_model"]]
 
 
 def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True) -> pd.DataFrame:
@@ -46,7 +49,8 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
         h, truth = validation[source], validation[target]
         for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
-            rows.append(_row(FIT, validation, method, source, target, "r2", None, score))
+            layers = Site.parse(source).layer, Site.parse(target).layer
+            rows.append(row(FIT, validation, method, *layers, "r2", None, score))
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -59,55 +63,98 @@ def prediction_quality(
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
     _require_same_model(maps, validation)
-    n_layers = validation.provenance["model"]["n_layers"]
-    last = str(Site(STREAM, n_layers))
-    layers = [layer for layer in range(n_layers) if (f"{STREAM}.{layer}", last) in maps]
+    last = validation.provenance["model"]["n_layers"]
+    layers = [layer for layer in range(last) if (layer, last) in maps]
     if not layers:
-        raise InputError(f"There is no map to the last layer {last}, which predictions are read from.")
-    methods = [(layer, method) for layer in [*layers, n_layers] for method in ("mat", "id")]
-    n = validation.n_rows
-    ranks = {key: torch.empty(n, dtype=torch.long) for key in methods}
-    surprisals = {key: torch.empty(n) for key in methods}
-    to_last = {layer: maps[layer, n_layers] for layer in layers}
-    for rows in tqdm(list(_chunks(n)), desc="predictions", disable=not progress, delay=1):
-        truth = readout.log_probs(validation[n_layers][rows])
-        require_finite(truth, "the read-out")
-        for layer, method in methods:
-            h = validation[layer][rows].to(readout.device)
-            substitute = to_last[layer](h) if method == "mat" and layer < n_layers else h
-            token = readout.logits(substitute).argmax(-1)
-            ranks[layer, method][rows] = metrics.rank(truth, token).cpu()
-            surprisals[layer, method][rows] = metrics.surprisal(truth, token).cpu()
+        raise InputError(
+            f"There is no map to the last layer {Site(STREAM, last)}, which predictions are read from."
+        )
+    to_last = {layer: maps[layer, last] for layer in layers}
 
-    table = []
-    for layer, method in methods:
-        for k in _KS:
-            hits = metrics.proportion(ranks[layer, method] < k)
-            table.append(
-                _row(PREDICTION, validation, method, f"{STREAM}.{layer}", last, "precision", k, hits)
-            )
-        mean = metrics.mean(surprisals[layer, method])
-        table.append(_row(PREDICTION, validation, method, f"{STREAM}.{layer}", last, "surprisal", None, mean))
+    def substitute(layer: int, method: str) -> Substitute:
+        mapped = to_last.get(layer) if method == "mat" else None
+        return lambda part: (mapped or _as_it_is)(validation[layer][part].to(readout.device))
+
+    methods = [(layer, method) for layer in [*layers, last] for method in ("mat", "id")]
+    judged = judge(readout, validation[last], {key: substitute(*key) for key in methods}, progress=progress)
+    table = [
+        line
+        for layer, method in methods
+        for line in prediction_rows(PREDICTION, validation, method, layer, judged[layer, method])
+    ]
     return pd.DataFrame(table, columns=list(COLUMNS))
 
 
-def _row(
+def _as_it_is(h: Tensor) -> Tensor:
+    return h
+
+
+class Judged(NamedTuple):
+    """What substitutes predict: the token's rank in the true distribution, and its surprisal there."""
+
+    rank: Int[Tensor, " n"]
+    surprisal: Float[Tensor, " n"]
+
+
+def judge(
+    readout: Readout,
+    truth: Float[Tensor, "n d_model"],
+    substitutes: Mapping[Key, Substitute],
+    *,
+    progress: bool = True,
+) -> dict[Key, Judged]:
+    """Compare what substitutes for ``h^L`` predict with what ``h^L`` itself does.
+
+    Parameters
+    ----------
+    readout
+        Of the model.
+    truth
+        ``h^L``.
+    substitutes
+        By any name: what gives the substitute's rows of a slice.
+    """
+    n = len(truth)
+    judged = {key: Judged(torch.empty(n, dtype=torch.long), torch.empty(n)) for key in substitutes}
+    for part in tqdm(list(chunks(n)), desc="predictions", disable=not progress, delay=1):
+        true = readout.log_probs(truth[part])
+        require_finite(true, "the read-out")
+        for key, substitute in substitutes.items():
+            token = readout.logits(substitute(part)).argmax(-1)
+            judged[key].rank[part] = metrics.rank(true, token).cpu()
+            judged[key].surprisal[part] = metrics.surprisal(true, token).cpu()
+    return judged
+
+
+def prediction_rows(
+    experiment: str, data: Activations, method: str, layer: float, judged: Judged
+) -> list[dict[str, Any]]:
+    """Rows of a table for one method at one layer: Precision@1, 5, 10 and surprisal."""
+    last = data.provenance["model"]["n_layers"]
+    hits = [(k, metrics.proportion(judged.rank < k)) for k in _KS]
+    rows = [row(experiment, data, method, layer, last, "precision", k, share) for k, share in hits]
+    mean = metrics.mean(judged.surprisal)
+    return [*rows, row(experiment, data, method, layer, last, "surprisal", None, mean)]
+
+
+def row(
     experiment: str,
     data: Activations,
     method: str,
-    source: str,
-    target: str,
+    layer: float,
+    target: int,
     metric: str,
     k: int | None,
     estimate: metrics.Estimate,
 ) -> dict[str, Any]:
+    """One row of a table, about the examples and the model of ``data``."""
     return {
         "experiment": experiment,
         "model": data.provenance["model"]["base_model_name_or_path"],
         "corpus": data.provenance["data"].get("corpus", "unnamed"),
         "method": method,
-        "layer": Site.parse(source).layer,
-        "target": Site.parse(target).layer,
+        "layer": layer,
+        "target": target,
         "metric": metric,
         "k": pd.NA if k is None else k,
         **estimate._asdict(),
@@ -122,7 +169,8 @@ def _is_stream(site: str) -> bool:
     return Site.parse(site).kind == STREAM
 
 
-def _chunks(n: int) -> Iterator[slice]:
+def chunks(n: int) -> Iterator[slice]:
+    """Slices of so many examples as have their distributions held at once."""
     return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
 
 
@@ -148,3 +196,8 @@ def to_tensor(results: pd.DataFrame, method: str) -> Tensor:
         part["value"].to_numpy(), dtype=torch.float32
     )
     return grid
+
+
+def taking(vectors: Float[Tensor, "n d_model"]) -> Substitute:
+    """Substitutes that are there already."""
+    return lambda part: vectors[part]

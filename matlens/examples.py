@@ -55,6 +55,11 @@ class Examples:
         return np.diff(self.offsets)
 
     @property
+    def places(self) -> Int[np.ndarray, " n_tokens"]:
+        """Which token of its sentence each token is, from 0."""
+        return np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+
+    @property
     def n_truncated(self) -> int:
         """How many sentences were longer than the model's context and were cut."""
         return int(self.provenance.get("n_truncated", 0))
@@ -67,13 +72,18 @@ class Examples:
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         return digest.hexdigest()[:16]
 
+    def head(self, n: int) -> Examples:
+        """The first ``n`` sentences."""
+        provenance = {**self.provenance, "n": min(n, len(self))}
+        end = self.offsets[: n + 1][-1]
+        return Examples(self.tokens[:end], self.offsets[: n + 1], self.positions[:n], provenance)
+
     def up_to_positions(self) -> Examples:
         """Every sentence cut after its drawn position: all that a decoder reads there.
 
         A decoder's vectors at the position are the same, and half of the tokens need not be run.
         """
-        places = np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
-        kept = places <= np.repeat(self.positions, self.lengths)
+        kept = self.places <= np.repeat(self.positions, self.lengths)
         offsets = np.concatenate([[0], np.cumsum(self.positions + 1)])
         return Examples(self.tokens[kept], offsets, self.positions, self.provenance)
 

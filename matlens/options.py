@@ -35,11 +35,19 @@ CorpusName = Annotated[
         "corpus, or a dataset id (name or name:config).",
     ),
 ]
+Models = Annotated[list[str], typer.Option("--model", help="Like --model elsewhere; give it once for each.")]
+Corpora = Annotated[
+    list[str], typer.Option("--corpus", help="Like --corpus elsewhere; give it once for each.")
+]
 Field = Annotated[str, typer.Option(help="Where the text is in JSON lines and datasets.")]
 Split = Annotated[str, typer.Option(help="Which split of a dataset to read.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Read no more sentences of the corpus than this.")]
 Train = Annotated[int, typer.Option("--train", min=1, help="Sentences that maps are fitted on.")]
 Val = Annotated[int, typer.Option("--val", min=2, help="Other sentences that the maps are evaluated on.")]
+Patched = Annotated[
+    int,
+    typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on."),
+]
 Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of the split and of the positions.")]
 Special = Annotated[

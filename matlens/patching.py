@@ -107,8 +107,7 @@ def patched(
     ...     model.generate("The capital of France is")
     """
     given = [one if isinstance(one, Replacement) else Replacement.by(one) for one in replacements]
-    checked = _checked(model, given)
-    with applied(model, checked):
+    with applied(model, checked(model, given)):
         yield model
 
 
@@ -167,12 +166,13 @@ def _from(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement
     return Replacement.by(maps[str(source), str(target)], where=where)
 
 
-def _checked(model: TransformerBridge, replacements: Sequence[Replacement]) -> list[Replacement]:
+def checked(model: TransformerBridge, replacements: Sequence[Replacement]) -> list[Replacement]:
+    """Replacements with their sites resolved; refuses what `patched` refuses."""
     require_raw(model)
     found = anatomy(model)
     _require_fitted_on(model, replacements)
     taken = [part for active in _ACTIVE.get(model, []) for part in _parts(active)]
-    checked = []
+    sound = []
     for one in replacements:
         source, target = found.resolve(one.source), found.resolve(one.target)
         one = Replacement(one.function, source, target, one.where)
@@ -196,8 +196,8 @@ def _checked(model: TransformerBridge, replacements: Sequence[Replacement]) -> l
                 f"The replacement {one} overlaps another: {_named(clashing[0])} is replaced already."
             )
         taken += _parts(one)
-        checked.append(one)
-    return checked
+        sound.append(one)
+    return sound
 
 
 def _is_submodule(source: Site, target: Site) -> bool:

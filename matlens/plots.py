@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from matlens.artifacts import system_errors
 from matlens.evaluation import to_tensor
 
 _COLOURS = {"mat": "#1f5fa8", "id": "#c8553d"}
-_MARKERS = {"mat": "o", "id": "s"}
+_CYCLE = ("#1f5fa8", "#c8553d", "#3f8f5f", "#8a5fb0", "#c79a2a", "#4aa3b5", "#7a7a7a")
 
 
 def r2_heatmaps(results: pd.DataFrame) -> Figure:
@@ -42,27 +43,150 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
 
 def prediction(results: pd.DataFrame) -> Figure:
     """Precision@k and surprisal of every layer for ``mat`` and ``id`` (paper A, Figure 4), with intervals."""
-    figure = Figure(figsize=(9.4, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = _axes(2)
     styles = {1: "-", 5: "--", 10: ":"}
-    for method in _COLOURS:
+    for method, colour in _COLOURS.items():
         own = results[results["method"] == method]
         for k, style in styles.items():
             part = own[(own["metric"] == "precision") & (own["k"] == k)]
-            _line(left, part, method, rf"$\mathtt{{{method}}}$, $k={k}$", style)
-        _line(right, own[own["metric"] == "surprisal"], method, rf"$\mathtt{{{method}}}$", "-")
-    left.set_ylabel("Precision@$k$")
-    left.set_ylim(0, 1.02)
-    left.yaxis.set_major_formatter(PercentFormatter(1.0))
-    right.set_ylabel("Surprisal (nats)")
-    right.set_ylim(bottom=0)
+            _line(left, part, colour, rf"$\mathtt{{{method}}}$, $k={k}$", style)
+        _line(right, own[own["metric"] == "surprisal"], colour, rf"$\mathtt{{{method}}}$")
+    _precision_axis(left, "Precision@$k$")
+    _surprisal_axis(right)
     for ax in (left, right):
         ax.set_xlabel(r"layer $\ell$")
         ax.set_xticks(_layer_ticks(int(results["target"].max())))
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, fontsize=8)
     return _titled(figure, results)
+
+
+def alternation(results: pd.DataFrame) -> Figure:
+    """Precision@1 of every scheme against the number of blocks that it runs (paper A, Figure 6)."""
+    figure, (ax,) = _axes(1, width=6.2, height=4.2)
+    for method, colour, marker in (("WRR, blocks first", "#8fb7a3", "o"), ("WRR, mat first", "#c9b458", "D")):
+        part = results[results["method"] == method]
+        ax.plot(part["layer"], part["value"], marker, color=colour, ms=3.5, alpha=0.8, label=method)
+    for method, colour in (("R2", "#5b3a8c"), ("mat", _COLOURS["mat"]), ("id", _COLOURS["id"])):
+        label = method if method == "R2" else rf"$\mathtt{{{method}}}$, fixed exit"
+        _line(ax, results[results["method"] == method], colour, label)
+    ax.set_xlabel("blocks run")
+    _precision_axis(ax)
+    ax.legend(frameon=False, fontsize=8)
+    return _titled(figure, results)
+
+
+def relative_depth(results: pd.DataFrame) -> Figure:
+    """Precision@1 and surprisal of several models on one axis of relative depth (paper A, Figures 7, 8)."""
+    figure, axes = _axes(2)
+    shades = dict(zip(results["model"].unique(), ("-", "--", ":", "-."), strict=False))
+    for (model, method), own in results.groupby(["model", "method"], sort=False):
+        own = own.assign(layer=own["layer"] / own["target"])
+        label, style = rf"$\mathtt{{{method}}}$, {Path(str(model)).name}", shades.get(str(model), "-")
+        _both(axes, own, _COLOURS[str(method)], label, style)
+    for ax in axes:
+        ax.set_xlabel(r"relative depth $\ell / L$")
+    corpora = ", ".join(results["corpus"].unique())
+    figure.suptitle(f"{corpora}, n = {results['n'].min():,}", fontsize=10)
+    return figure
+
+
+def across_corpora(results: pd.DataFrame) -> Figure:
+    """Precision@1 of maps fitted on each corpus and tested on each (paper A, section 5.2)."""
+    tested = list(results["corpus"].unique())
+    figure, axes = _axes(len(tested), width=4.7 * len(tested))
+    for ax, corpus in zip(axes, tested, strict=True):
+        own = results[(results["corpus"] == corpus) & (results["k"] == 1)]
+        for (method, part), colour in zip(own.groupby("method", sort=False), _CYCLE, strict=False):
+            _line(ax, part, colour, str(method), "-" if corpus in str(method) else "--")
+        ax.set_title(f"tested on {corpus}", fontsize=9)
+        ax.set_xlabel(r"layer $\ell$")
+        _precision_axis(ax)
+        ax.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{Path(results.iloc[0]['model']).name}, n = {results['n'].min():,}", fontsize=10)
+    return figure
+
+
+def early_exit(results: pd.DataFrame) -> Figure:
+    """Precision@1 against the mean number of layers run, by early and by fixed exit (paper A, Figure 9)."""
+    figure, (ax,) = _axes(1, width=5.6, height=4)
+    for method, colour in _COLOURS.items():
+        own = results[results["method"] == method]
+        name = rf"$\mathtt{{{method}}}$"
+        _line(ax, own[own["lam"].notna()], colour, f"{name}, early exit")
+        _line(ax, own[own["lam"].isna()], colour, f"{name}, fixed exit", ":")
+    ax.axhline(0.95, color="0.6", lw=0.8, zorder=0)
+    ax.set_xlabel("mean number of layers run")
+    _precision_axis(ax)
+    ax.legend(frameon=False, fontsize=8)
+    return _titled(figure, results)
+
+
+def by_method(results: pd.DataFrame) -> Figure:
+    """Precision@1 and surprisal over layers, a line for each method (paper A, Figure 10)."""
+    figure, axes = _axes(2, width=10)
+    methods = results["method"].unique()
+    for method, colour in zip(methods, _CYCLE * (1 + len(methods) // len(_CYCLE)), strict=False):
+        own = results[results["method"] == method]
+        _both(axes, own, colour, str(method))
+    for ax in axes:
+        ax.set_xlabel(r"layer $\ell$")
+    return _titled(figure, results)
+
+
+def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Top tokens of each prompt, a column for each method and layer (paper A, Table 1)."""
+    columns = max(len(table.columns) for table in tables.values())
+    rows = sum(len(table) + 3 for table in tables.values())
+    figure = Figure(figsize=(1.25 * columns + 0.4, 0.24 * rows), layout="constrained")
+    axes = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
+    for ax, (prompt, table) in zip(axes, tables.items(), strict=True):
+        ax.set_axis_off()
+        ax.set_title(f"Input: {_literal(prompt)}", fontsize=8, loc="left", style="italic", wrap=True)
+        cells = [[_literal(str(token)) for token in line] for line in table.to_numpy()]
+        drawn = ax.table(
+            cells, colLabels=list(table.columns), loc="center", cellLoc="left", edges="horizontal"
+        )
+        drawn.auto_set_font_size(False)
+        drawn.set_fontsize(7.5)
+        for (line, _), cell in drawn.get_celld().items():
+            cell.set_linewidth(0.4 if line == 0 else 0)
+            if line == 0:
+                cell.set_text_props(weight="bold")
+    return figure
+
+
+def _literal(text: str) -> str:
+    return text.replace("$", r"\$")
+
+
+def _axes(count: int, *, width: float = 9.4, height: float = 3.6) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    for ax in axes:
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _both(axes: Sequence[Axes], own: pd.DataFrame, colour: str, label: str, style: str = "-") -> None:
+    """Precision@1 on the left and surprisal on the right."""
+    left, right = axes
+    _line(left, own[(own["metric"] == "precision") & (own["k"] == 1)], colour, label, style)
+    _line(right, own[own["metric"] == "surprisal"], colour, label, style)
+    _precision_axis(left)
+    _surprisal_axis(right)
+    left.legend(frameon=False, fontsize=8)
+
+
+def _precision_axis(ax: Axes, label: str = "Precision@1") -> None:
+    ax.set_ylabel(label)
+    ax.set_ylim(0, 1.02)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _surprisal_axis(ax: Axes) -> None:
+    ax.set_ylabel("Surprisal (nats)")
+    ax.set_ylim(bottom=0)
 
 
 def save(figure: Figure, folder: str | Path, name: str) -> list[Path]:
@@ -80,13 +204,9 @@ def save(figure: Figure, folder: str | Path, name: str) -> list[Path]:
     return paths
 
 
-def _line(ax: Axes, part: pd.DataFrame, method: str, label: str, style: str) -> None:
+def _line(ax: Axes, part: pd.DataFrame, colour: str, label: str, style: str = "-") -> None:
     part = part.sort_values("layer")
-    colour = _COLOURS[method]
-    ax.plot(
-        part["layer"], part["value"], style, color=colour, label=label, lw=1.4,
-        marker=_MARKERS[method], ms=2.8,
-    )  # fmt: skip
+    ax.plot(part["layer"], part["value"], style, color=colour, label=label, lw=1.4, marker="o", ms=2.6)
     ax.fill_between(part["layer"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
 
 

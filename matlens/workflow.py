@@ -8,9 +8,9 @@ not done twice, and what was broken off goes on. The folder holds ``train/`` and
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 from tqdm.auto import tqdm
@@ -136,31 +136,26 @@ def evaluate(model: TransformerBridge, folder: str | Path, *, progress: bool = T
     if any(target == str(anatomy(model).stream[-1]) for _, target in maps):
         parts.append(prediction_quality(readout, maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
-    write_results(folder, RESULTS, results, maps, validation)
+    write_results(folder, RESULTS, results, origin_of(maps, validation))
     return results
 
 
-def write_results(
-    folder: str | Path,
-    name: str,
-    results: pd.DataFrame,
-    maps: MapSet,
-    validation: Activations,
-) -> None:
+def write_results(folder: str | Path, name: str, results: pd.DataFrame, origin: Mapping[str, Any]) -> None:
     """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what."""
-    origin = {
-        "maps": maps.provenance,
-        "validation": validation.provenance["data"],
-        "software": provenance.of_software(),
-        "command": provenance.of_command(),
-    }
+    told = {**origin, "software": provenance.of_software(), "command": provenance.of_command()}
     with system_errors(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
         write_together(
             {
                 Path(folder) / f"{name}.csv": results.to_csv(index=False).encode(),
-                Path(folder) / f"{name}.json": to_json(origin).encode(),
+                Path(folder) / f"{name}.json": to_json(told).encode(),
             }
         )
+
+
+def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
+    """What maps were fitted on, and what they were tested on."""
+    return {"maps": maps.provenance, "validation": validation.provenance["data"]}
 
 
 def plot(folder: str | Path) -> list[Path]:

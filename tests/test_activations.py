@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -39,6 +40,7 @@ from matlens import (
     make_examples,
     stream,
 )
+from matlens.examples import Batch
 from matlens.sites import require_finite
 from matlens.storage import RowFiles
 
@@ -84,8 +86,9 @@ def llama(small_model: Callable[[str], Any], sentences: Corpus) -> tuple[Any, Ex
     return model, make_examples(model, sentences)
 
 
-def n_batches(examples: Examples, budget: int) -> int:
-    return len(list(examples.batches(budget)))
+def batches(examples: Examples, budget: int, positions: str = "drawn") -> list[Batch]:
+    """Batches that a decoder is run on: for drawn positions it reads no sentence further than its own."""
+    return list((examples if positions == "all" else examples.up_to_positions()).batches(budget))
 
 
 # The same vectors, however they are collected
@@ -235,10 +238,13 @@ def test_stream_yields_every_row_once_and_the_same_as_collect(
     positions: Any, llama: tuple[Any, Examples]
 ) -> None:
     model, examples = llama
-    options: dict[str, Any] = {"positions": positions, "batch_tokens": 120, "progress": False}
+    options: dict[str, Any] = {"positions": positions, "batch_tokens": 80, "progress": False}
     whole = collect(model, examples, **options)
     rows = list(stream(model, examples, STREAM, **options))
-    assert len(rows) == n_batches(examples, 120) > 3
+    expected = batches(examples, 80, positions)
+    assert len(rows) == len(expected) > 4
+    if positions == "drawn":
+        assert [one.index.tolist() for one in rows] == [batch.index.tolist() for batch in expected]
     index = np.concatenate([one.index for one in rows])
     assert sorted(index.tolist()) == list(range(whole.n_rows))
     for one in rows:
@@ -305,7 +311,7 @@ def test_nothing_runs_past_the_last_wanted_site(
     examples = make_examples(model, sentences)
     matlens.anatomy(model)  # looks once at the whole model
     called = calls(name)
-    n = n_batches(examples, 200)
+    n = len(list(examples.batches(80)) if name == "bert" else batches(examples, 80))
     for sites, blocks in (
         (["h.0"], 1),
         (["h.1", "h.0"], 1),
@@ -314,7 +320,7 @@ def test_nothing_runs_past_the_last_wanted_site(
         (["h.3"], 3),
     ):
         called.clear()
-        collect(model, examples, sites, batch_tokens=200, progress=False)
+        collect(model, examples, sites, batch_tokens=80, progress=False)
         for block in range(N_LAYERS):
             assert called.count(f"block {block}") == (n if block < blocks else 0)
         assert called.count("unembed") == called.count("ln_final") == 0
@@ -326,6 +332,28 @@ def test_nothing_runs_past_the_last_wanted_site(
     # The watch sees what there is to see.
     model(torch.arange(5, 9)[None], return_type=None)
     assert called.count("unembed") == called.count("ln_final") == 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(name)
+    examples = make_examples(model, sentences)
+    read = np.zeros(len(examples), dtype=int)
+    run = activations._run
+
+    def counted(model: Any, batch: Batch, hooks: Any, at: Any) -> Any:
+        read[batch.index] += batch.mask.sum(1).numpy()
+        return run(model, batch, hooks, at)
+
+    monkeypatch.setattr(activations, "_run", counted)
+    collect(model, examples, [0], progress=False)
+    expected = examples.lengths if name == "bert" else examples.positions + 1
+    assert read.tolist() == expected.tolist()
+    read[:] = 0
+    collect(model, examples, [0], positions="all", progress=False)
+    assert read.tolist() == examples.lengths.tolist()
 
 
 # On disk
@@ -377,6 +405,53 @@ def test_a_finished_folder_is_opened_without_running_the_model(
     assert all(torch.equal(again[site], first[site]) for site in STREAM)
 
 
+@pytest.mark.parametrize("asked", [[2], [-1, "attn_out.1"], ["h.3", "h.0"]], ids=str)
+def test_a_finished_folder_with_more_sites_is_opened_without_running_the_model(
+    asked: list[Any], llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, examples = llama
+    there = [*STREAM, "attn_out.1", "mid.0"]
+    first = collect(model, examples, there, folder=tmp_path / "out", progress=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(activations, "_run", lambda *args: pytest.fail("the model was run"))
+    again = collect(model, examples, asked, folder=tmp_path / "out", progress=False)
+    for site in asked:
+        assert torch.equal(again[site], first[site])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("finished", "asked", "positions", "seed"),
+    [
+        (False, [0], "drawn", 0),  # more sites than are asked for, but not yet all rows of them
+        (True, [0, 2], "drawn", 0),
+        (True, ["h.0", "attn_out.0"], "drawn", 0),
+        (True, [0], "all", 0),
+        (True, [0], "drawn", 1),
+    ],
+)
+def test_a_folder_that_is_unfinished_or_lacks_something_asked_is_refused(
+    finished: bool,
+    asked: list[Any],
+    positions: Any,
+    seed: int,
+    llama: tuple[Any, Examples],
+    sentences: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples = llama
+    options: dict[str, Any] = {"folder": tmp_path / "out", "batch_tokens": 55, "progress": False}
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        break_off_at(patch, 99 if finished else 2, KeyboardInterrupt, after=True)
+        collect(model, examples, [0, 1], **options)
+    assert (tmp_path / "out" / "config.json").is_file() == finished
+    before = contents(tmp_path / "out")
+    with pytest.raises(InputError, match=r"belongs to another job.*Choose another folder"):
+        collect(model, make_examples(model, sentences, seed=seed), asked, positions=positions, **options)
+    assert contents(tmp_path / "out") == before
+
+
 # Broken off
 
 
@@ -385,7 +460,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
 
 
-BUDGET = 100  # tokens, which makes six batches
+BUDGET = {"drawn": 55, "all": 100}  # tokens, which makes six batches
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +474,7 @@ def whole(
         if not (root / positions).is_dir():
             model = small_model("llama")
             examples = make_examples(model, make_sentences())
-            options: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
+            options: dict[str, Any] = {"batch_tokens": BUDGET[positions], "progress": False}
             collect(model, examples, positions=positions, folder=root / positions, **options)
         return root / positions
 
@@ -437,9 +512,9 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, examples = llama
-    total = n_batches(examples, BUDGET)
+    total = len(batches(examples, BUDGET[positions], positions))
     assert total == 6
-    options: dict[str, Any] = {"positions": positions, "batch_tokens": BUDGET, "progress": False}
+    options: dict[str, Any] = {"positions": positions, "batch_tokens": BUDGET[positions], "progress": False}
     with monkeypatch.context() as patch:
         break_off_at(patch, batch, error, after=after)
         with pytest.raises(error):
@@ -462,7 +537,8 @@ def test_a_run_that_was_broken_off_twice_makes_no_batch_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options: dict[str, Any] = {"batch_tokens": BUDGET, "folder": tmp_path / "broken", "progress": False}
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
+    options["folder"] = tmp_path / "broken"
     for batch in (2, 1):  # the third of six, then the second of the three that are left
         with monkeypatch.context() as patch:
             break_off_at(patch, batch, KeyboardInterrupt, after=True)
@@ -485,7 +561,7 @@ def test_a_killed_run_goes_on_from_what_it_had_noted(
 ) -> None:
     """After a kill the note is old, and rows written since may be there or torn: they are made again."""
     model, examples = llama
-    options: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
     with monkeypatch.context() as patch:
         break_off_at(patch, 4, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
@@ -493,7 +569,7 @@ def test_a_killed_run_goes_on_from_what_it_had_noted(
     note = tmp_path / "killed" / "batches_done"
     note.unlink() if noted is None else note.write_text(str(noted))
     rows = np.load(tmp_path / "killed" / "h.1.npy", mmap_mode="r+")
-    for batch in list(examples.batches(BUDGET))[noted or 0 :]:
+    for batch in batches(examples, BUDGET["drawn"])[noted or 0 :]:
         rows[batch.index] = -1.0
     rows.flush()
     runs.clear()
@@ -507,15 +583,15 @@ def test_the_note_never_promises_what_is_not_there(
 ) -> None:
     """Whenever the note is written, every row of the batches that it counts is in the files."""
     model, examples = llama
-    whole = collect(model, examples, batch_tokens=BUDGET, progress=False)
-    batches = list(examples.batches(BUDGET))
+    whole = collect(model, examples, batch_tokens=BUDGET["drawn"], progress=False)
+    expected = batches(examples, BUDGET["drawn"])
     noted: list[int] = []
     remember = RowFiles._remember
 
     def checked(self: RowFiles) -> None:
         remember(self)
         done = int((tmp_path / "out" / "batches_done").read_text())
-        for batch in batches[:done]:
+        for batch in expected[:done]:
             for site in STREAM:
                 there = np.load(tmp_path / "out" / f"{site}.npy", mmap_mode="r")
                 assert np.array_equal(there[batch.index], whole[site].numpy()[batch.index])
@@ -523,7 +599,7 @@ def test_the_note_never_promises_what_is_not_there(
 
     monkeypatch.setattr(RowFiles, "_remember", checked)
     monkeypatch.setattr("matlens.storage._NOTED_EVERY", -1.0)
-    collect(model, examples, folder=tmp_path / "out", batch_tokens=BUDGET, progress=False)
+    collect(model, examples, folder=tmp_path / "out", batch_tokens=BUDGET["drawn"], progress=False)
     assert noted == [1, 2, 3, 4, 5, 6, 6]
 
 
@@ -532,7 +608,7 @@ def test_a_kill_in_the_middle_of_a_batch(
 ) -> None:
     """Some sites have the batch's rows and some have not: the batch does not count."""
     model, examples = llama
-    options: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
     pwrite, written = os.pwrite, [0]
 
     def breaking(*args: Any) -> int:
@@ -565,7 +641,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, examples = llama
-    options: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False, "folder": tmp_path / "out"}
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False, "folder": tmp_path / "out"}
     with monkeypatch.context() as patch:
         if finished:
             collect(model, examples, [0], **options)
@@ -576,7 +652,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     before = contents(tmp_path / "out")
     sites: list[Any] = [0]
     if finished and other == "batch_tokens":  # what is finished does not depend on it
-        collect(model, examples, [0], **{**options, "batch_tokens": BUDGET + 1})
+        collect(model, examples, [0], **{**options, "batch_tokens": BUDGET["drawn"] + 1})
         assert contents(tmp_path / "out") == before
         return
     if other == "sites":
@@ -653,7 +729,7 @@ def test_hooks_are_gone_after_an_exception_in_the_middle(
     for folder in (None, tmp_path / "out"):
         checked.clear()
         with pytest.raises(RuntimeError, match="in the middle"):
-            collect(model, examples, batch_tokens=BUDGET, folder=folder, progress=False)
+            collect(model, examples, batch_tokens=BUDGET["drawn"], folder=folder, progress=False)
         assert hook_counts(model) == before
     monkeypatch.undo()
     # An error inside the model itself, and a stream that is not read to its end.
@@ -662,7 +738,7 @@ def test_hooks_are_gone_after_an_exception_in_the_middle(
         collect(model, examples, progress=False)
     handle.remove()
     assert hook_counts(model) == before
-    rows = stream(model, examples, [0], batch_tokens=BUDGET, progress=False)
+    rows = stream(model, examples, [0], batch_tokens=BUDGET["drawn"], progress=False)
     next(rows)
     assert hook_counts(model) == before
     rows.close()  # type: ignore[attr-defined]

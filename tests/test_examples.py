@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import N_CTX, WORDS, make_tokenizer
+from conftest import ARCHITECTURES, N_CTX, WORDS, assert_near, make_tokenizer, plain_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -166,6 +166,49 @@ def test_the_shorter_of_the_models_and_the_tokenizers_context_counts(
     assert set(make_examples(model, corpus).lengths.tolist()) == {N_CTX}
     model.tokenizer.model_max_length = 12
     assert set(make_examples(model, corpus).lengths.tolist()) == {12}
+
+
+# Up to the drawn position
+
+
+@settings(deadline=None, derandomize=True)
+@given(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20))
+def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: list[int]) -> None:
+    drawn = np.array([data.draw(st.integers(0, length - 1)) for length in lengths])
+    examples = replace(examples_of(lengths), positions=drawn, provenance={"seed": 4})
+    cut = examples.up_to_positions()
+    whole = np.split(examples.tokens, examples.offsets[1:-1])
+    expected = [own[: position + 1].tolist() for own, position in zip(whole, drawn, strict=True)]
+    assert [own.tolist() for own in np.split(cut.tokens, cut.offsets[1:-1])] == expected
+    assert cut.offsets.tolist() == [0, *np.cumsum([len(own) for own in expected])]
+    assert cut.lengths.tolist() == [len(own) for own in expected]
+    assert cut.positions.tolist() == drawn.tolist()
+    drawn_tokens = [own[position] for own, position in zip(whole, drawn, strict=True)]
+    assert cut.tokens[cut.offsets[1:] - 1].tolist() == drawn_tokens
+    assert cut.provenance == {"seed": 4}
+    assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_cutting_changes_nothing_that_a_decoder_reads_and_would_change_bert(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    """Against the plain model over whole sentences; a masked model reads both sides of the position."""
+    model, examples = small_model(name), make_examples(small_model(name), sentences, seed=1)
+    whole = np.split(examples.tokens, examples.offsets[1:-1])
+    alone = [plain_vectors(name, plain_model(name), torch.from_numpy(own)) for own in whole]
+    found = matlens.collect(model, examples, progress=False)
+    cut = examples.up_to_positions()
+    over_cut = matlens.collect(model, cut, positions="all", progress=False)
+    for site in found:
+        at = zip(alone, examples.positions, strict=True)
+        expected = torch.stack([one[site][0, position] for one, position in at])
+        assert_near(found[site], expected)
+        from_cut = over_cut[site][torch.from_numpy(cut.offsets[1:] - 1)]
+        if name != "bert":
+            assert_near(from_cut, expected)
+        elif site != "h.0":
+            assert (from_cut - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 # What is refused

@@ -25,8 +25,9 @@ MATHEMATICS = (FIRST, ("metrics", "artifacts"), ("maps", "storage"), ("fitting",
 MODEL = (FIRST, ("sites",), ("models",))
 TEXT = (FIRST, ("samples",), ("sources",), ("corpora",))
 TOGETHER = (
-    ("readout", "examples", "provenance"), ("activations",), ("evaluation",), ("plots",), ("workflow",),
-    ("options",), ("cli",),
+    ("readout", "examples", "provenance", "patching"), ("activations", "schemes"),
+    ("submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
+    ("workflow",), ("study",), ("options",), ("cli",),
 )  # fmt: skip
 
 

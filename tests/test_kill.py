@@ -24,7 +24,7 @@ import pytest
 import matlens
 
 WORDS = [f"w{i}" for i in range(50)]
-N_TRAIN, N_VALIDATION, BATCH_TOKENS = 65, 65, 20
+N_TRAIN, N_VALIDATION, BATCH_TOKENS = 65, 65, 6
 N_KILLS = 10
 FOREVER = 600.0
 NOTED_EVERY = 3  # batches
@@ -232,10 +232,8 @@ def unbroken(server: Server, collect: list[str], tmp_path_factory: pytest.TempPa
     cwd = tmp_path_factory.mktemp("unbroken")
     n_batches = server.run(cwd, collect).n_batches
     server.run(cwd, ["fit", "out"])
-    n_train, n_validation = (
-        len(list(matlens.Activations.load(cwd / "out" / part).examples.batches(BATCH_TOKENS)))
-        for part in ("train", "validation")
-    )
+    parts = (matlens.Activations.load(cwd / "out" / part).examples for part in ("train", "validation"))
+    n_train, n_validation = (len(list(part.up_to_positions().batches(BATCH_TOKENS))) for part in parts)
     assert n_train + n_validation == n_batches
     return Unbroken(cwd / "out", _files(cwd / "out"), n_train, n_batches)
 

@@ -1,0 +1,75 @@
+"""Paper A, Figure 6: running some blocks and jumping over the others.
+
+All weighted round-robin schemes (WRR) and, for each number of blocks, the one whose jumps have the greatest
+product of r2 (R2), beside the fixed exits of ``mat`` and ``id``. Expect some schemes above ``mat`` with the
+same number of blocks, and R2 good in the first half. The paper's figure is ``--model gpt2-medium``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from matlens import fit_quality, options, plots, prediction_quality, workflow
+from matlens.cli import run_script
+from matlens.evaluation import judge, prediction_rows, taking, to_tensor
+from matlens.schemes import Scheme, r2_schemes, wrr
+from matlens.study import Study
+from matlens.substitutes import Variant, substitutes
+
+NAME = "paper_a_fig6_alternation"
+
+
+def main(
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    train: options.Train = 9000,
+    val: options.Val = 3000,
+    patched: options.Patched = 3000,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
+) -> None:
+    """Run every scheme over the validation sentences and draw Precision@1 against the blocks run."""
+    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    validation = study.validation.head(patched)
+    best = r2_schemes(to_tensor(fit_quality(study.maps, study.validation), "mat"))
+    named = [("R2", scheme) for scheme, _ in best.values()]
+    named += [(f"WRR, {one.starts_with} first", one) for _, _, one in wrr(study.n_layers)]
+    variants = {file_name(scheme): variant(study, scheme) for _, scheme in named if scheme.jumps}
+    folder = study.folder / f"{NAME}-{validation.n_rows}"
+    found = substitutes(
+        study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance
+    )
+    truth = validation[study.n_layers]
+    vectors = {name: found[name] for name in variants} | {"whole": truth}
+    judged = judge(study.readout, truth, {name: taking(h) for name, h in vectors.items()})
+    rows = [
+        line | {"scheme": str(scheme)}
+        for method, scheme in named
+        for line in prediction_rows(
+            NAME, validation, method, scheme.n_blocks,
+            judged[file_name(scheme) if scheme.jumps else "whole"],
+        )
+    ]  # fmt: skip
+    fixed = prediction_quality(study.readout, study.maps, validation).assign(experiment=NAME)
+    table = pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
+    workflow.write_results(out, NAME, table, study.origin)
+    for path in plots.save(plots.alternation(table[table["k"] == 1]), out, NAME):
+        print(path)
+
+
+def variant(study: Study, scheme: Scheme) -> Variant:
+    """Blocks that a scheme starts with are those of the model itself, and are run once for all."""
+    first = scheme.boundaries[1] if scheme.starts_with == "blocks" else 0
+    return Variant(first, scheme.replacements(study.model, study.maps))
+
+
+def file_name(scheme: Scheme) -> str:
+    """``blocks-0-3-10``, the boundaries with what they start with."""
+    return "-".join([scheme.starts_with, *map(str, scheme.boundaries)])
+
+
+if __name__ == "__main__":
+    run_script(main)

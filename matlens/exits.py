@@ -1,0 +1,130 @@
+"""Early exit: how many layers can be saved if a confident layer's prediction is taken (paper A, section 6).
+
+Everything is decided from stored representations, for all thresholds at once: the model is not run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens import metrics
+from matlens.activations import Activations
+from matlens.errors import InputError
+from matlens.evaluation import COLUMNS, chunks, row
+from matlens.maps import MapSet
+from matlens.readout import Readout
+
+EXIT = "early_exit"
+SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
+SWEEP_ID = tuple(sorted({*SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
+_METHODS = {"mat": SWEEP, "id": SWEEP_ID}
+
+
+def thresholds(
+    positions: Int[Tensor, " n"], lam: float, mean_length: float | None = None
+) -> Float[Tensor, " n"]:
+    """``0.9 lam + 0.1 exp(-4 i / N)``: the confidence that a position has to pass.
+
+    Parameters
+    ----------
+    positions
+        ``i``, counted from 0.
+    lam
+        The threshold's parameter: 0 and less exits nearly at once, more than 1.11 never.
+    mean_length
+        ``N``, by default the mean of ``i + 1`` over the positions.
+    """
+    i = positions.double()
+    n = float((i + 1).mean()) if mean_length is None else mean_length
+    return 0.9 * lam + 0.1 * torch.exp(-4 * i / n)
+
+
+def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """First layer, from 1, whose confidence passes the threshold; the last where none does.
+
+    Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
+    """
+    passed: Bool[Tensor, "n n_layers"] = confidence.double() > threshold[:, None]
+    passed[:, -1] = True
+    return passed.to(torch.uint8).argmax(1) + 1
+
+
+def early_exit(
+    readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
+) -> pd.DataFrame:
+    """Precision@1 and mean number of layers run, for the sweep over ``lam``, of ``mat`` and ``id``.
+
+    A tidy table with one more column, ``lam``. Rows with a ``lam`` are early exit: ``layer`` is the mean
+    number of layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit:
+    all examples leave after ``layer``.
+    """
+    last = int(validation.provenance["model"]["n_layers"])
+    maps.require_model(validation.provenance["model"]["fingerprint"])
+    absent = [layer for layer in range(1, last) if (layer, last) not in maps]
+    if absent:
+        raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
+    positions = torch.from_numpy(validation.examples.positions)
+    rows: list[dict[str, Any]] = []
+    for method, sweep in _METHODS.items():
+        confidence, hits = _read(readout, maps, validation, method, progress)
+        for layer in range(1, last + 1):
+            fixed = metrics.proportion(hits[:, layer - 1])
+            rows.append(row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan})
+        for lam in sweep:
+            left = exit_layers(confidence, thresholds(positions, lam))
+            precision = metrics.proportion(hits.gather(1, left[:, None] - 1))
+            mean = float(left.double().mean())
+            rows.append(row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam})
+    return pd.DataFrame(rows, columns=[*COLUMNS, "lam"])
+
+
+def _read(
+    readout: Readout, maps: MapSet, validation: Activations, method: str, progress: bool
+) -> tuple[Float[Tensor, "n n_layers"], Bool[Tensor, "n n_layers"]]:
+    """``p1 - p2`` of what each layer says, and whether it says what the last one does."""
+    n, last = validation.n_rows, int(validation.provenance["model"]["n_layers"])
+    confidence, hits = torch.empty(n, last), torch.empty(n, last, dtype=torch.bool)
+    to_last = {layer: maps[layer, last] for layer in range(1, last)} if method == "mat" else {}
+    for part in tqdm(list(chunks(n)), desc=f"confidence of {method}", disable=not progress, delay=1):
+        final = readout.logits(validation[last][part]).argmax(-1)
+        for layer in range(1, last + 1):
+            h = validation[layer][part].to(readout.device)
+            substitute = to_last[layer](h) if layer in to_last else h
+            log_probs = readout.log_probs(substitute)
+            top = log_probs.topk(2)
+            p1, p2 = top.values.double().exp().unbind(-1)
+            confidence[part, layer - 1] = (p1 - p2).float().cpu()
+            hits[part, layer - 1] = (log_probs.argmax(-1) == final).cpu()
+    return confidence, hits
+
+
+def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> float:
+    """Layers saved at a given Precision@1 by early exit.
+
+    The points of the sweep, ordered by the number of layers, are joined by straight lines; the answer is
+    the last layer less the fewest layers at which these lines reach the precision. 0 if only the full
+    model does.
+    """
+    part = table[(table["method"] == method) & table["lam"].notna()]
+    return float(table["target"].max()) - _crossing(
+        part["layer"].to_list(), part["value"].to_list(), precision
+    )
+
+
+def _crossing(layers: Sequence[float], values: Sequence[float], wanted: float) -> float:
+    points = sorted(zip(layers, values, strict=True))
+    if points[0][1] >= wanted:
+        return points[0][0]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if y0 < wanted <= y1:
+            return x0 + (x1 - x0) * (wanted - y0) / (y1 - y0)
+    raise InputError(f"No threshold of the sweep reaches a precision of {wanted}.")

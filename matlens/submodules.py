@@ -1,0 +1,138 @@
+"""Sub-modules of blocks: fitting their linear stand-ins, and attention's without any context.
+
+A sub-module is named by its sites: ``ffn`` is what lies between ``ffn_in`` and ``ffn_out``. In every family
+of blocks a stand-in is fitted on the sub-module's own input and output (paper A, section 7), so what it
+reads and where its output goes follows from how the block is wired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens.activations import Activations
+from matlens.errors import InputError
+from matlens.fitting import fit_samples
+from matlens.maps import LinearMap, MapSet
+from matlens.patching import mat_attn
+from matlens.sites import STREAM, Anatomy, Site, anatomy
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+SUBMODULES = ("attn", "ffn", "ln1", "ln2")
+Fitted = Literal["all", "not-first"]
+
+
+def submodule_pairs(
+    found: Anatomy, names: Sequence[str] = SUBMODULES, layers: Sequence[int] | None = None
+) -> list[tuple[str, str]]:
+    """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
+
+    Raises
+    ------
+    InputError
+        The wiring of the blocks is not known, so they have no sub-modules to speak of.
+    """
+    if not found.kinds:
+        raise InputError(
+            f"The blocks of this model are {found.family.name}: none of the known sums holds in them, so "
+            "their sub-modules cannot be fitted or replaced."
+        )
+    return [
+        (f"{name}_in.{layer}", f"{name}_out.{layer}")
+        for layer in (range(found.n_layers) if layers is None else layers)
+        for name in names
+        if f"{name}_in" in found.kinds
+    ]
+
+
+def fit_submodules(
+    samples: Activations,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    fitted: Fitted = "all",
+    intercept: bool = False,
+    ridge: float = 0.0,
+    progress: bool = True,
+) -> Iterator[LinearMap]:
+    """Fit stand-ins for sub-modules from collected samples, one after the other.
+
+    Parameters
+    ----------
+    samples
+        Vectors at the inputs and outputs, such as `matlens.collect` gives for `submodule_pairs`.
+    pairs
+        Which sub-modules.
+    fitted
+        ``"all"`` samples, or those that are ``"not-first"`` in their sentence: where the first token is
+        an attention sink, its activations are so large that the fit follows little else.
+    intercept, ridge
+        See `Moments.solve`.
+
+    Raises
+    ------
+    InputError
+        A site was not collected, or no sample is left.
+    """
+    rows = slice(None) if fitted == "all" else torch.from_numpy(np.flatnonzero(samples.places > 0))
+    if isinstance(rows, Tensor) and not len(rows):
+        raise InputError("Every sample is the first token of its sentence, so none is left to fit on.")
+    absent = sorted({site for pair in pairs for site in pair} - set(samples))
+    if absent:
+        raise InputError(f"There are no vectors of {absent[0]} and {len(absent) - 1} other sites to fit on.")
+    origin = {**samples.provenance, "fitted": fitted, "intercept": intercept, "ridge": ridge}
+    for source, target in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
+        own = {site: samples[site][rows] for site in (source, target)}
+        yield from fit_samples(own, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin)
+
+
+@torch.inference_mode()
+def attend_nowhere(
+    model: TransformerBridge, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int
+) -> Float[Tensor, "n d_model"]:
+    """``mat_attn`` from layer ``first`` to ``last`` for single vectors: no attention is run at all.
+
+    The stand-in of attention reads no other token, so a vector of layer ``first`` alone determines what
+    ``mat_attn`` makes of it (appendix A). Equal to a pass that is patched at all tokens, and far cheaper.
+
+    Raises
+    ------
+    InputError
+        The range runs backwards or leaves the model, or a map is missing.
+    """
+    found = anatomy(model)
+    found.resolve(Site(STREAM, last))
+    attention = {one.source.layer: one.function for one in mat_attn(maps, first, last)}
+    device, dtype = torch.device(model.cfg.device), model.cfg.dtype
+    h = h.to(device, dtype)[:, None]
+    for layer in range(first, last):
+        h = _block(model.blocks[layer], found.family.name, attention[layer], h)
+    return h[:, 0].float()
+
+
+def _block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
+    if family == "post-norm":
+        mid = block.ln1(h + attend(h).to(h.dtype))
+        return block.ln2(mid + _ffn(block, mid))
+    read = block.ln1(h)
+    written = attend(read).to(h.dtype)
+    if family == "parallel":
+        return h + written + block.mlp(block.ln2(h) if hasattr(block, "ln2") else read)
+    if family == "extra-norm":
+        mid = h + block.ln1_post(written)
+        return mid + block.ln2_post(block.mlp(block.ln2(mid)))
+    mid = h + written
+    return mid + block.mlp(block.ln2(mid))
+
+
+def _ffn(block: Any, mid: Tensor) -> Tensor:
+    # BERT's layer has no module of its own for the whole FFN.
+    layer = block.original_component
+    return layer.output.dense(layer.intermediate(mid))
