@@ -12,7 +12,20 @@ OUT ?= out/demo
 
 MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py))))
 
-.PHONY: demo test check verify bench docs install clean
+# The analyses' job: under 40 minutes on two cores. Sizes of the paper: STUDY_TRAIN=9000 STUDY_VAL=3000 PATCHED=3000.
+ANALYSES_OUT ?= out/analyses
+STUDY_TRAIN ?= 3000
+STUDY_VAL ?= 750
+PATCHED ?= 150
+BERT ?= $(ANALYSES_OUT)/small-bert
+# The first collects for all that follow.
+ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token paper_a_table1_tokens \
+	paper_a_fig6_alternation paper_a_fig7_models paper_a_sec5_corpora paper_a_fig9_early_exit plausibility \
+	submodule_positions all_positions
+MASKED_ANALYSES := paper_a_fig5_masked
+
+.PHONY: demo test check verify bench analyses docs install clean
+.NOTPARALLEL:
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -30,10 +43,25 @@ verify: install
 	$(BIN)/python -m pytest -s tests/test_real.py --real-train 4000 --real-val 1000
 	$(BIN)/python analyses/all_positions.py --train 4000 --val 1000 --out out/verify
 
+# Every analysis whose table is not there yet; what was broken off goes on where it was.
+analyses: $(patsubst %,$(ANALYSES_OUT)/%.csv,$(ANALYSES) $(MASKED_ANALYSES))
+
+$(ANALYSES_OUT)/%.csv: | install
+	$(BIN)/python analyses/$*.py $(OPTIONS) --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(ANALYSES_OUT)
+
+$(ANALYSES_OUT)/paper_a_fig6_alternation.csv $(ANALYSES_OUT)/paper_a_fig10_submodules.csv \
+$(ANALYSES_OUT)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
+$(ANALYSES_OUT)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
+$(ANALYSES_OUT)/paper_a_fig5_masked.csv: | $(BERT)/config.json
+
+$(BERT)/config.json: | install
+	$(BIN)/python analyses/small_bert.py --out $(BERT)
+
 bench: install
 	$(BIN)/python benchmarks/collecting.py
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/skipping.py
 
 docs: install
 	$(BIN)/pdoc --docformat numpy --math --output-directory site $(MODULES)

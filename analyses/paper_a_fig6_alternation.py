@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens import fit_quality, options, plots, prediction_quality, workflow
+from matlens import MapSet, fit_quality, options, plots, prediction_quality, workflow
 from matlens.cli import run_script
 from matlens.evaluation import judge, prediction_rows, taking, to_tensor
 from matlens.schemes import Scheme, r2_schemes, wrr
@@ -37,7 +37,8 @@ def main(
     best = r2_schemes(to_tensor(fit_quality(study.maps, study.validation), "mat"))
     named = [("R2", scheme) for scheme, _ in best.values()]
     named += [(f"WRR, {one.starts_with} first", one) for _, _, one in wrr(study.n_layers)]
-    variants = {file_name(scheme): variant(study, scheme) for _, scheme in named if scheme.jumps}
+    maps = study.maps.held(pair for _, scheme in named for pair in scheme.jumps)
+    variants = {file_name(scheme): variant(study, maps, scheme) for _, scheme in named if scheme.jumps}
     folder = study.folder / f"{NAME}-{validation.n_rows}"
     found = substitutes(
         study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance
@@ -60,10 +61,10 @@ def main(
         print(path)
 
 
-def variant(study: Study, scheme: Scheme) -> Variant:
+def variant(study: Study, maps: MapSet, scheme: Scheme) -> Variant:
     """Blocks that a scheme starts with are those of the model itself, and are run once for all."""
     first = scheme.boundaries[1] if scheme.starts_with == "blocks" else 0
-    return Variant(first, scheme.replacements(study.model, study.maps))
+    return Variant(first, scheme.replacements(study.model, maps))
 
 
 def file_name(scheme: Scheme) -> str:

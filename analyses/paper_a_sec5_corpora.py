@@ -60,7 +60,7 @@ def show(table: pd.DataFrame) -> None:
     """Print Precision@1 averaged over layers, and how it differs from that of maps of the same corpus."""
     wide = table[table["k"] == 1].pivot_table(index="layer", columns=["corpus", "method"], values="value")
     printed = Table("tested on", "maps", "Precision@1, mean over layers", "difference", "relative, mean")
-    for corpus, method in wide.columns.to_list():
+    for corpus, method in map(tuple, wide.columns):
         own, here = wide[corpus, f"mat of {corpus}"], wide[corpus, method]
         relative = f"{((here - own) / own).mean():+.1%}"
         printed.add_row(corpus, method, f"{here.mean():.3f}", f"{(here - own).mean():+.3f}", relative)

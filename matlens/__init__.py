@@ -11,11 +11,16 @@ if TYPE_CHECKING:
     from matlens.errors import InputError
     from matlens.evaluation import fit_quality, prediction_quality
     from matlens.examples import Examples, make_examples, make_prompts
+    from matlens.exits import early_exit
     from matlens.fitting import Moments, fit_samples, fit_stream
     from matlens.maps import LinearMap, MapSet
     from matlens.models import load
+    from matlens.patching import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, patched
     from matlens.readout import Readout
+    from matlens.schemes import Scheme
+    from matlens.sinks import find_sinks, sink_rows
     from matlens.sites import Site, anatomy
+    from matlens.submodules import fit_submodules, submodule_pairs
 
 _HOMES = {
     "activations": ("Activations", "collect", "stream"),
@@ -23,11 +28,16 @@ _HOMES = {
     "errors": ("InputError",),
     "evaluation": ("fit_quality", "prediction_quality"),
     "examples": ("Examples", "make_examples", "make_prompts"),
+    "exits": ("early_exit",),
     "fitting": ("Moments", "fit_samples", "fit_stream"),
     "maps": ("LinearMap", "MapSet"),
     "models": ("load",),
+    "patching": ("Replacement", "jump", "mat_attn", "mat_ffn", "mat_ln1_ln2", "patched"),
     "readout": ("Readout",),
+    "schemes": ("Scheme",),
+    "sinks": ("find_sinks", "sink_rows"),
     "sites": ("Site", "anatomy"),
+    "submodules": ("fit_submodules", "submodule_pairs"),
 }
 
 __all__ = [
@@ -39,19 +49,31 @@ __all__ = [
     "MapSet",
     "Moments",
     "Readout",
+    "Replacement",
+    "Scheme",
     "Site",
     "__version__",
     "anatomy",
     "collect",
+    "early_exit",
+    "find_sinks",
     "fit_quality",
     "fit_samples",
     "fit_stream",
+    "fit_submodules",
+    "jump",
     "load",
     "load_corpus",
     "make_examples",
     "make_prompts",
+    "mat_attn",
+    "mat_ffn",
+    "mat_ln1_ln2",
+    "patched",
     "prediction_quality",
+    "sink_rows",
     "stream",
+    "submodule_pairs",
 ]
 
 

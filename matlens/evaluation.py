@@ -105,6 +105,8 @@ def judge(
 ) -> dict[Key, Judged]:
     """Compare what substitutes for ``h^L`` predict with what ``h^L`` itself does.
 
+    A substitute that is not finite predicts nothing: its rank is behind all tokens, its surprisal infinite.
+
     Parameters
     ----------
     readout
@@ -120,9 +122,11 @@ def judge(
         true = readout.log_probs(truth[part])
         require_finite(true, "the read-out")
         for key, substitute in substitutes.items():
-            token = readout.logits(substitute(part)).argmax(-1)
-            judged[key].rank[part] = metrics.rank(true, token).cpu()
-            judged[key].surprisal[part] = metrics.surprisal(true, token).cpu()
+            logits = readout.logits(substitute(part))
+            token, sound = logits.argmax(-1), logits.isfinite().all(-1)
+            rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
+            judged[key].rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
+            judged[key].surprisal[part] = surprisal.where(sound, torch.inf).cpu()
     return judged
 
 

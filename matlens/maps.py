@@ -145,6 +145,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 "precision differ: fit maps for this model, or load the one that they belong to."
             )
 
+    def held(self, pairs: Iterable[tuple[Any, Any]] | None = None) -> MapSet:
+        """These maps, by default all, in memory: each is read once, however often it is used."""
+        return MapSet(
+            [self[pair] for pair in (self if pairs is None else dict.fromkeys(pairs))],
+            provenance=self.provenance,
+        )
+
     def save(self, folder: str | Path) -> None:
         """Write one safetensors file for each source, and ``config.json`` when all are there."""
         digest = hashlib.sha256()

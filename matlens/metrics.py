@@ -61,8 +61,10 @@ def proportion(hits: Tensor) -> Estimate:
 
 
 def mean(values: Tensor) -> Estimate:
-    """Mean with its 95% interval by Student's t."""
+    """Mean with its 95% interval by Student's t; there is no interval around an infinite mean."""
     sample = values.double().cpu().numpy()
+    if np.isinf(sample).any():
+        return Estimate(float(np.mean(sample)), float("nan"), float("nan"), len(sample))
     centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
     half = error * float(stats.t.ppf(0.975, max(len(sample) - 1, 1)))
     return Estimate(centre, centre - half, centre + half, len(sample))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError
@@ -26,7 +26,7 @@ from matlens.sites import STREAM, Anatomy, Site, anatomy
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Where = Literal["all", "not-first"] | Int[Tensor, " batch"]
+Where = Literal["all", "not-first"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
 Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]]
 
 
@@ -43,9 +43,10 @@ class Replacement:
         one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``.
     where
         At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
-        use as an attention sink; or one position for each sentence, ``[batch]``, counted from its first
-        token and without padding. A jump is always over all tokens, because skipped blocks leave nothing
-        that the others could attend to.
+        use as an attention sink; one position for each sentence, ``[batch]``; or a truth value for each
+        token of each sentence, ``[batch, longest]``, such as ``~find_sinks(...)``, where tokens past its
+        end are meant. Tokens are counted from the sentence's own first and without padding. A jump is
+        always over all tokens, because skipped blocks leave nothing that the others could attend to.
     """
 
     function: Function
@@ -182,7 +183,7 @@ def checked(model: TransformerBridge, replacements: Sequence[Replacement]) -> li
                 "or from the input to the output of one sub-module, such as ffn_in.3 -> ffn_out.3."
             )
         if one.is_jump and target.kind != STREAM:
-            raise InputError(f"A map {one} starts in the stream and must end there to replace blocks.")
+            raise InputError(f"A map {one} starts in the stream and must end there too.")
         if one.is_jump and source.layer > target.layer:
             raise InputError(f"A jump {one} runs backwards: expected a target at or after its source.")
         if one.is_jump and not (isinstance(one.where, str) and one.where == "all"):
@@ -305,9 +306,13 @@ class _Places:
             return places > 0
         if len(where) != len(places):
             raise InputError(
-                f"There are {len(where)} positions for a batch of {len(places)} sentences. Expected one each."
+                f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one each."
             )
-        return places == where.to(places.device)[:, None]
+        where = where.to(places.device)
+        if where.dtype != torch.bool:
+            return places == where[:, None]
+        known = (places >= 0) & (places < where.shape[1])
+        return where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
 
     @contextmanager
     def watching(self, model: TransformerBridge) -> Iterator[None]:

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from matlens import provenance, workflow
 from matlens.activations import Activations, collect
@@ -20,11 +22,14 @@ from matlens.examples import make_examples
 from matlens.maps import LinearMap, MapSet, write_maps
 from matlens.models import load
 from matlens.readout import Readout
+from matlens.sinks import sink_rows
 from matlens.sites import anatomy
-from matlens.submodules import Fitted, fit_submodules, submodule_pairs
+from matlens.submodules import fit_submodules, submodule_pairs
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+Fitted = Literal["all", "not-first", "not-sink"]
 
 
 @dataclass(frozen=True)
@@ -114,18 +119,24 @@ class Study:
         return collect(self.model, examples, [*found.stream, *ends], folder=train)
 
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
-        """Stand-ins for all sub-modules, fitted on all samples or those that are not first tokens."""
+        """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
         samples = self.samples_of_submodules
         source = {key: samples.provenance[key] for key in ("model", "data", "examples", "positions")}
-        source |= {"n_samples": samples.n_rows, "fitted": fitted}
+        rows = {
+            "all": lambda: None,
+            "not-first": lambda: torch.from_numpy(samples.places > 0),
+            "not-sink": lambda: ~sink_rows(self.stream[0]),
+        }[fitted]()
 
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            return fit_submodules(samples, missing, fitted=fitted)
+            return fit_submodules(samples, missing, rows=rows)
 
-        return write_maps(
-            self.folder / f"submodule-maps-{fitted}", submodule_pairs(anatomy(self.model)), fit, source,
+        maps = write_maps(
+            self.folder / f"submodule-maps-{fitted}", submodule_pairs(anatomy(self.model)), fit,
+            {**source, "n_samples": samples.n_rows, "fitted": fitted},
             software=provenance.of_software(), command=provenance.of_command(),
         )  # fmt: skip
+        return maps.held()
 
     @property
     def origin(self) -> dict[str, Any]:

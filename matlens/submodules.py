@@ -8,11 +8,10 @@ reads and where its output goes follows from how the block is wired.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 SUBMODULES = ("attn", "ffn", "ln1", "ln2")
-Fitted = Literal["all", "not-first"]
 
 
 def submodule_pairs(
@@ -57,7 +55,7 @@ def fit_submodules(
     samples: Activations,
     pairs: Sequence[tuple[str, str]],
     *,
-    fitted: Fitted = "all",
+    rows: Bool[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
     progress: bool = True,
@@ -70,26 +68,26 @@ def fit_submodules(
         Vectors at the inputs and outputs, such as `matlens.collect` gives for `submodule_pairs`.
     pairs
         Which sub-modules.
-    fitted
-        ``"all"`` samples, or those that are ``"not-first"`` in their sentence: where the first token is
-        an attention sink, its activations are so large that the fit follows little else.
+    rows
+        Which samples to fit on, by default all. An attention sink's activations are so large that a fit
+        follows little else: ``~sink_rows(...)`` leaves them out.
     intercept, ridge
         See `Moments.solve`.
 
     Raises
     ------
     InputError
-        A site was not collected, or no sample is left.
+        A site was not collected, or no row is chosen.
     """
-    rows = slice(None) if fitted == "all" else torch.from_numpy(np.flatnonzero(samples.places > 0))
-    if isinstance(rows, Tensor) and not len(rows):
-        raise InputError("Every sample is the first token of its sentence, so none is left to fit on.")
+    taken = torch.arange(samples.n_rows) if rows is None else rows.nonzero()[:, 0]
+    if not len(taken):
+        raise InputError("No sample is left to fit on. Expected at least one true value in rows.")
     absent = sorted({site for pair in pairs for site in pair} - set(samples))
     if absent:
         raise InputError(f"There are no vectors of {absent[0]} and {len(absent) - 1} other sites to fit on.")
-    origin = {**samples.provenance, "fitted": fitted, "intercept": intercept, "ridge": ridge}
+    origin = {**samples.provenance, "n_fitted": len(taken), "intercept": intercept, "ridge": ridge}
     for source, target in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
-        own = {site: samples[site][rows] for site in (source, target)}
+        own = {site: samples[site][taken] for site in (source, target)}
         yield from fit_samples(own, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin)
 
 

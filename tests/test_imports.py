@@ -26,7 +26,7 @@ MODEL = (FIRST, ("sites",), ("models",))
 TEXT = (FIRST, ("samples",), ("sources",), ("corpora",))
 TOGETHER = (
     ("readout", "examples", "provenance", "patching"), ("activations", "schemes"),
-    ("submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
+    ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     ("workflow",), ("study",), ("options",), ("cli",),
 )  # fmt: skip
 

@@ -1,0 +1,77 @@
+"""Paper A, Figure 10: blocks with one kind of sub-module replaced by its linear stand-in.
+
+``mat_attn``, ``mat_ffn`` and ``mat_ln1_ln2`` from every layer to the last, beside ``mat``. Expect attention
+to suffer least. In the paper (``--model gpt2-medium``) all three beat ``mat`` from about layer 7 of 24 on.
+FFNs and norms are fitted and replaced at all tokens, as in the paper, and at all tokens that are no
+attention sinks, which is closer to the paper's picture in models that have them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality, workflow
+from matlens.cli import run_script
+from matlens.evaluation import judge, prediction_rows, taking
+from matlens.study import Study
+from matlens.submodules import attend_nowhere
+from matlens.substitutes import Variant, substitutes
+
+NAME = "paper_a_fig10_submodules"
+CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
+
+
+def main(
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    train: options.Train = 9000,
+    val: options.Val = 3000,
+    patched: options.Patched = 3000,
+    every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
+) -> None:
+    """Fit all sub-modules, replace each kind from every layer on, and draw what is left of the prediction."""
+    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    everywhere, elsewhere = study.submodule_maps("all"), study.submodule_maps("not-sink")
+    last, validation = study.n_layers, study.validation
+    layers = sorted({*range(0, last, every), last - 1})
+    single = {
+        ("mat_attn", layer): attend_nowhere(study.model, everywhere, validation[layer], layer, last)
+        for layer in layers
+    }
+    some = validation.head(patched)
+    no_sinks = ~find_sinks(study.model, some.examples)
+    variants = {}
+    for (name, replaced), layer in itertools.product(CONTEXTUAL.items(), layers):
+        variants[f"{name}.{layer}"] = Variant(layer, replaced(everywhere, layer, last))
+        without = replaced(elsewhere, layer, last, where=no_sinks)
+        variants[f"{name} without sinks.{layer}"] = Variant(layer, without)
+    found = substitutes(
+        study.model, some.examples, variants,
+        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=everywhere.provenance,
+    )  # fmt: skip
+    rows = []
+    for data, vectors in (
+        (validation, single),
+        (some, {tuple(key.split(".")): found[key] for key in variants}),
+    ):
+        judged = judge(study.readout, data[last], {key: taking(h) for key, h in vectors.items()})
+        for (method, layer), one in judged.items():
+            rows += prediction_rows(NAME, data, str(method), int(layer), one)
+    blocks = prediction_quality(study.readout, study.maps, validation)
+    blocks = blocks[(blocks["method"] == "mat") & (blocks["layer"] < last)].assign(experiment=NAME)
+    table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
+    workflow.write_results(out, NAME, table, study.origin)
+    for path in plots.save(plots.by_method(table), out, NAME):
+        print(path)
+
+
+if __name__ == "__main__":
+    run_script(main)

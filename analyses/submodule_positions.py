@@ -1,0 +1,93 @@
+"""Which tokens FFNs and norms are fitted on, and at which they are replaced: what decides over Figure 10.
+
+``mat_ffn`` and ``mat_ln1_ln2`` from some layers to the last, fitted on all drawn tokens, on all but first
+tokens, or on all but attention sinks; replaced at all tokens, all but the first, all but sinks, or only at
+the predicted token. Expect a model with sinks to lose its prediction where sinks are fitted or replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality, workflow
+from matlens.cli import run_script
+from matlens.evaluation import judge, prediction_rows, taking
+from matlens.examples import Examples
+from matlens.patching import Where
+from matlens.study import Fitted, Study
+from matlens.substitutes import Variant, substitutes
+
+NAME = "submodule_positions"
+CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
+FITTED: tuple[Fitted, ...] = ("all", "not-first", "not-sink")
+
+
+def main(
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    train: options.Train = 9000,
+    val: options.Val = 3000,
+    patched: options.Patched = 300,
+    every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 6,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
+) -> None:
+    """Run every combination, and print Precision@1 by layer."""
+    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    maps = {fitted: study.submodule_maps(fitted) for fitted in FITTED}
+    last, some = study.n_layers, study.validation.head(patched)
+    layers = sorted({*range(0, last, every), last - 3, last - 1} & {*range(last)})
+    variants, names = {}, {}
+    ways = itertools.product(CONTEXTUAL, FITTED, places(study, some.examples), layers)
+    for name, fitted, (replaced, where), layer in ways:
+        key = f"{name} {fitted} {replaced}.{layer}"
+        names[key] = f"{name}, fit {fitted}, replace {replaced}", layer
+        variants[key] = Variant(layer, CONTEXTUAL[name](maps[fitted], layer, last, where=where))
+    found = substitutes(
+        study.model, some.examples, variants,
+        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance,
+    )  # fmt: skip
+    judged = judge(study.readout, some[last], {key: taking(found[key]) for key in variants})
+    rows = [line for key, one in judged.items() for line in prediction_rows(NAME, some, *names[key], one)]
+    blocks = prediction_quality(study.readout, study.maps, some)
+    blocks = blocks[(blocks["method"] == "mat") & blocks["layer"].isin(layers)].assign(experiment=NAME)
+    table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
+    workflow.write_results(out, NAME, table, study.origin)
+    show(table)
+    for name in CONTEXTUAL:
+        part = table[table["method"].str.startswith(name) | (table["method"] == "mat")]
+        for path in plots.save(plots.by_method(part), out, f"{NAME}_{name}"):
+            print(path)
+
+
+def places(study: Study, examples: Examples) -> list[tuple[str, Where]]:
+    """At which tokens to replace, by name."""
+    drawn = torch.from_numpy(examples.positions)
+    sinks = find_sinks(study.model, examples)
+    only = torch.nn.functional.one_hot(drawn, sinks.shape[1]).bool() & ~sinks
+    return [
+        ("all", "all"), ("not-first", "not-first"), ("not-sink", ~sinks),
+        ("predicted", drawn), ("predicted-not-sink", only),
+    ]  # fmt: skip
+
+
+def show(table: pd.DataFrame) -> None:
+    """Print Precision@1, a row for each combination."""
+    wide = table[table["k"] == 1].pivot_table(index="method", columns="layer", values="value", sort=False)
+    printed = Table("Precision@1 from layer", *map(str, wide.columns))
+    for method, line in wide.iterrows():
+        printed.add_row(str(method), *(f"{value:.3f}" for value in line))
+    Console().print(printed)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,54 @@
+"""How much time a scheme takes that keeps a part of the blocks, against the model with all of them.
+
+Both run the trunk alone, up to ``h^L``, over the same batches and by turns. A jump costs one matrix product
+for the blocks that it skips, so half of the blocks should take about half of the time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+
+import matlens
+from matlens.maps import LinearMap, MapSet
+from matlens.models import SMOLLM2
+from matlens.schemes import Scheme
+from matlens.substitutes import Variant, substitutes
+
+
+def main(
+    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 200,
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+) -> None:
+    """Print the time of schemes as a ratio to that of the whole model."""
+    model = matlens.load(SMOLLM2, device="cpu")
+    corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
+    examples = matlens.make_examples(model, corpus)
+    last = model.cfg.n_layers
+    schemes = {
+        "all blocks": Scheme((0, last), "blocks"),
+        "every second block": Scheme(tuple(range(last + 1)), "mat"),
+        "every third block": Scheme(tuple(sorted({*range(0, last + 1, 3), *range(2, last, 3)})), "mat"),
+        "the second half": Scheme((0, last // 2, last), "mat"),
+    }
+    torch.manual_seed(0)
+    some = torch.eye(model.cfg.d_model) + 1e-3 * torch.randn(model.cfg.d_model, model.cfg.d_model)
+    jumps = {pair for scheme in schemes.values() for pair in scheme.jumps}
+    maps = MapSet(LinearMap(some, None, f"h.{a}", f"h.{b}") for a, b in jumps)
+    best = dict.fromkeys(schemes, float("inf"))
+    for _ in range(rounds):
+        for name, scheme in schemes.items():
+            variant = Variant(0, scheme.replacements(model, maps))
+            start = time.perf_counter()
+            substitutes(model, examples, {name: variant}, progress=False)
+            best[name] = min(best[name], time.perf_counter() - start)
+    for name, scheme in schemes.items():
+        share, ratio = scheme.n_blocks / last, best[name] / best["all blocks"]
+        print(f"{name:20} {scheme.n_blocks:3} of {last} blocks ({share:.2f}): {ratio:.2f} of the time")
+
+
+if __name__ == "__main__":
+    typer.run(main)
