@@ -37,7 +37,8 @@ def main(
     best = r2_schemes(to_tensor(fit_quality(study.maps, study.validation), "mat"))
     named = [("R2", scheme) for scheme, _ in best.values()]
     named += [(f"WRR, {one.starts_with} first", one) for _, _, one in wrr(study.n_layers)]
-    maps = study.maps.held(pair for _, scheme in named for pair in scheme.jumps)
+    pairs = [pair for _, scheme in named for pair in scheme.jumps]
+    maps = study.maps.held(pairs, device=study.model.cfg.device)
     variants = {file_name(scheme): variant(study, maps, scheme) for _, scheme in named if scheme.jumps}
     folder = study.folder / f"{NAME}-{validation.n_rows}"
     found = substitutes(

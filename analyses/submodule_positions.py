@@ -21,7 +21,7 @@ from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction
 from matlens.cli import run_script
 from matlens.evaluation import judge, prediction_rows, taking
 from matlens.examples import Examples
-from matlens.patching import Where
+from matlens.replacements import Where
 from matlens.study import Fitted, Study
 from matlens.substitutes import Variant, substitutes
 

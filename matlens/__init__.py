@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from matlens.fitting import Moments, fit_samples, fit_stream
     from matlens.maps import LinearMap, MapSet
     from matlens.models import load
-    from matlens.patching import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, patched
+    from matlens.patching import patched
     from matlens.readout import Readout
+    from matlens.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
     from matlens.schemes import Scheme
     from matlens.sinks import find_sinks, sink_rows
     from matlens.sites import Site, anatomy
@@ -32,7 +33,8 @@ _HOMES = {
     "fitting": ("Moments", "fit_samples", "fit_stream"),
     "maps": ("LinearMap", "MapSet"),
     "models": ("load",),
-    "patching": ("Replacement", "jump", "mat_attn", "mat_ffn", "mat_ln1_ln2", "patched"),
+    "patching": ("patched",),
+    "replacements": ("Replacement", "jump", "mat_attn", "mat_ffn", "mat_ln1_ln2"),
     "readout": ("Readout",),
     "schemes": ("Scheme",),
     "sinks": ("find_sinks", "sink_rows"),

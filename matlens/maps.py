@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ class LinearMap:
         weight = self.weight.to(h.device)
         bias = None if self.bias is None else self.bias.to(h.device)
         return torch.nn.functional.linear(h.to(weight.dtype), weight, bias)
+
+    def to(self, device: torch.device | str) -> LinearMap:
+        """The same map on a device, where it need not be brought at every use."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, weight=self.weight.to(device), bias=bias)
 
     def then(self, following: LinearMap) -> LinearMap:
         """Compose: this map first, ``following`` after it.
@@ -145,11 +150,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 "precision differ: fit maps for this model, or load the one that they belong to."
             )
 
-    def held(self, pairs: Iterable[tuple[Any, Any]] | None = None) -> MapSet:
-        """These maps, by default all, in memory: each is read once, however often it is used."""
+    def held(
+        self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None
+    ) -> MapSet:
+        """These maps, by default all, in memory and on a device: each is read once, however often used."""
+        chosen = [self[pair] for pair in (self if pairs is None else dict.fromkeys(pairs))]
         return MapSet(
-            [self[pair] for pair in (self if pairs is None else dict.fromkeys(pairs))],
-            provenance=self.provenance,
+            chosen if device is None else [one.to(device) for one in chosen], provenance=self.provenance
         )
 
     def save(self, folder: str | Path) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.patching import Replacement, jump
+from matlens.replacements import Replacement, jump
 from matlens.sites import anatomy
 
 if TYPE_CHECKING:

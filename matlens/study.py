@@ -136,7 +136,7 @@ class Study:
             {**source, "n_samples": samples.n_rows, "fitted": fitted},
             software=provenance.of_software(), command=provenance.of_command(),
         )  # fmt: skip
-        return maps.held()
+        return maps.held(device=self.model.cfg.device)
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from matlens.activations import Activations
 from matlens.errors import InputError
 from matlens.fitting import fit_samples
 from matlens.maps import LinearMap, MapSet
-from matlens.patching import mat_attn
+from matlens.replacements import mat_attn
 from matlens.sites import STREAM, Anatomy, Site, anatomy
 
 if TYPE_CHECKING:

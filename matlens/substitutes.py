@@ -18,7 +18,8 @@ from matlens.activations import default_batch_tokens
 from matlens.artifacts import Workplace
 from matlens.errors import InputError
 from matlens.examples import Batch, Examples, is_masked
-from matlens.patching import Replacement, applied, checked
+from matlens.patching import applied
+from matlens.replacements import Replacement, checked
 from matlens.sites import STREAM, Site, anatomy
 from matlens.storage import RowFiles, read_rows
 

@@ -25,7 +25,7 @@ MATHEMATICS = (FIRST, ("metrics", "artifacts"), ("maps", "storage"), ("fitting",
 MODEL = (FIRST, ("sites",), ("models",))
 TEXT = (FIRST, ("samples",), ("sources",), ("corpora",))
 TOGETHER = (
-    ("readout", "examples", "provenance", "patching"), ("activations", "schemes"),
+    ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     ("workflow",), ("study",), ("options",), ("cli",),
 )  # fmt: skip
