@@ -14,9 +14,9 @@ MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py
 
 # The analyses' job: under 40 minutes on two cores. Sizes of the paper: STUDY_TRAIN=9000 STUDY_VAL=3000 PATCHED=3000.
 ANALYSES_OUT ?= out/analyses
-STUDY_TRAIN ?= 3000
-STUDY_VAL ?= 750
-PATCHED ?= 150
+STUDY_TRAIN ?= 4000
+STUDY_VAL ?= 1000
+PATCHED ?= 200
 BERT ?= $(ANALYSES_OUT)/small-bert
 # The first collects for all that follow.
 ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token paper_a_table1_tokens \

@@ -65,8 +65,8 @@ def main(
         judged = judge(study.readout, data[last], {key: taking(h) for key, h in vectors.items()})
         for (method, layer), one in judged.items():
             rows += prediction_rows(NAME, data, str(method), int(layer), one)
-    blocks = prediction_quality(study.readout, study.maps, validation)
-    blocks = blocks[(blocks["method"] == "mat") & (blocks["layer"] < last)].assign(experiment=NAME)
+    blocks = prediction_quality(study.readout, study.maps, validation, methods=["mat"])
+    blocks = blocks[blocks["layer"] < last].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
     workflow.write_results(out, NAME, table, study.origin)
     for path in plots.save(plots.by_method(table), out, NAME):

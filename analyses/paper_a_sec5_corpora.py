@@ -45,9 +45,9 @@ def main(
     tables = []
     for fitted, tested in product(maps, studies):
         study = studies[tested]
-        own_table = prediction_quality(study.readout, maps[fitted], study.validation)
-        own_table = own_table[(own_table["method"] == "mat") & (own_table["layer"] < last)]
-        tables.append(own_table.assign(experiment=NAME, method=f"mat of {fitted}"))
+        own = prediction_quality(study.readout, maps[fitted], study.validation, methods=["mat"])
+        own = own[own["layer"] < last]
+        tables.append(own.assign(experiment=NAME, method=f"mat of {fitted}"))
     table = pd.concat(tables, ignore_index=True)
     origins = {name: workflow.origin_of(maps[name], study.validation) for name, study in studies.items()}
     workflow.write_results(out, NAME, table, {"studies": origins, "n_fitted": equal})

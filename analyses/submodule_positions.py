@@ -58,8 +58,8 @@ def main(
     )  # fmt: skip
     judged = judge(study.readout, some[last], {key: taking(found[key]) for key in variants})
     rows = [line for key, one in judged.items() for line in prediction_rows(NAME, some, *names[key], one)]
-    blocks = prediction_quality(study.readout, study.maps, some)
-    blocks = blocks[(blocks["method"] == "mat") & blocks["layer"].isin(layers)].assign(experiment=NAME)
+    blocks = prediction_quality(study.readout, study.maps, some, methods=["mat"])
+    blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
     workflow.write_results(out, NAME, table, study.origin)
     show(table)

@@ -6,7 +6,7 @@ high, n``. Methods are ``mat`` and ``id``; ``low`` and ``high`` bound the 95% in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
@@ -55,7 +55,12 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
 
 
 def prediction_quality(
-    readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
+    readout: Readout,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    methods: Sequence[str] = ("mat", "id"),
+    progress: bool = True,
 ) -> pd.DataFrame:
     """Precision@1, 5, 10 and surprisal of what every layer predicts by ``mat`` and ``id`` (paper A, 4.1).
 
@@ -75,11 +80,11 @@ def prediction_quality(
         mapped = to_last.get(layer) if method == "mat" else None
         return lambda part: (mapped or _as_it_is)(validation[layer][part].to(readout.device))
 
-    methods = [(layer, method) for layer in [*layers, last] for method in ("mat", "id")]
-    judged = judge(readout, validation[last], {key: substitute(*key) for key in methods}, progress=progress)
+    wanted = [(layer, method) for layer in [*layers, last] for method in methods]
+    judged = judge(readout, validation[last], {key: substitute(*key) for key in wanted}, progress=progress)
     table = [
         line
-        for layer, method in methods
+        for layer, method in wanted
         for line in prediction_rows(PREDICTION, validation, method, layer, judged[layer, method])
     ]
     return pd.DataFrame(table, columns=list(COLUMNS))
