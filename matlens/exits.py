@@ -113,6 +113,11 @@ def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> f
     The points of the sweep, ordered by the number of layers, are joined by straight lines; the answer is
     the last layer less the fewest layers at which these lines reach the precision. 0 if only the full
     model does.
+
+    Raises
+    ------
+    InputError
+        The table has no early exit by this method, or it nowhere reaches the precision.
     """
     part = table[(table["method"] == method) & table["lam"].notna()]
     return float(table["target"].max()) - _crossing(

@@ -69,7 +69,7 @@ def applied(model: TransformerBridge, replacements: Sequence[Replacement]) -> It
     hooks: list[tuple[str, Any]] = []
     with ExitStack() as stack:
         places = _Places()
-        if any(not isinstance(one.where, str) or one.where != "all" for one in replacements):
+        if any(not one.is_jump for one in replacements):
             stack.enter_context(places.watching(model))
         for one in replacements:
             if not one.is_jump:
@@ -105,15 +105,17 @@ def _stand_in(one: Replacement, found: Anatomy, places: _Places) -> list[tuple[s
 
     def leave(value: Tensor, hook: Any) -> Tensor:
         instead = one.function(entered.pop()).to(value.dtype)
-        if isinstance(one.where, str) and one.where == "all":
-            return instead
         return torch.where(places.chosen(one.where)[..., None], instead, value)
 
     return [(found.hook(one.source), enter), (found.hook(one.target), leave)]
 
 
 class _Places:
-    """Which token of its sentence every column of a running batch is."""
+    """Which token of its sentence every column of a running batch is, and -1 for padding.
+
+    Padding is never replaced: it is no sentence's token, and what a stand-in would make of it can grow
+    beyond all numbers and reach the others through an attention weight of zero.
+    """
 
     def __init__(self) -> None:
         self._places: Tensor | None = None
@@ -122,7 +124,7 @@ class _Places:
         """``[batch, length]``: which tokens are meant."""
         places = cast(Tensor, self._places)
         if isinstance(where, str):
-            return places > 0
+            return places >= (1 if where == "not-first" else 0)
         if len(where) != len(places):
             raise InputError(
                 f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one each."
@@ -130,8 +132,9 @@ class _Places:
         where = where.to(places.device)
         if where.dtype != torch.bool:
             return places == where[:, None]
-        known = (places >= 0) & (places < where.shape[1])
-        return where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
+        known = places < where.shape[1]
+        meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
+        return meant & (places >= 0)
 
     @contextmanager
     def watching(self, model: TransformerBridge) -> Iterator[None]:
@@ -146,7 +149,8 @@ class _Places:
             n, length = tokens.shape[:2]
             mask, cache = given.get("attention_mask"), given.get("past_key_values")
             if mask is not None and mask.ndim == 2:
-                self._places = (mask.long().cumsum(1) - 1)[:, -length:]
+                own = mask.bool()
+                self._places = (own.cumsum(1) - 1).masked_fill(~own, -1)[:, -length:]
                 return
             past = 0 if cache is None else cache.get_seq_length()
             self._places = torch.arange(past, past + length, device=tokens.device).expand(n, length)

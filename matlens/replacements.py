@@ -40,7 +40,7 @@ class Replacement:
         At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
         use as an attention sink; one position for each sentence, ``[batch]``; or a truth value for each
         token of each sentence, ``[batch, longest]``, such as ``~find_sinks(...)``, where tokens past its
-        end are meant. Tokens are counted from the sentence's own first and without padding. A jump is
+        end are meant. Tokens are counted from the sentence's own first; padding is none of them. A jump is
         always over all tokens, because skipped blocks leave nothing that the others could attend to.
     """
 

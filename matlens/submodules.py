@@ -19,7 +19,7 @@ from matlens.activations import Activations
 from matlens.errors import InputError
 from matlens.fitting import fit_samples
 from matlens.maps import LinearMap, MapSet
-from matlens.replacements import mat_attn
+from matlens.replacements import checked, mat_attn
 from matlens.sites import STREAM, Anatomy, Site, anatomy
 
 if TYPE_CHECKING:
@@ -28,24 +28,26 @@ if TYPE_CHECKING:
 SUBMODULES = ("attn", "ffn", "ln1", "ln2")
 
 
-def submodule_pairs(
-    found: Anatomy, names: Sequence[str] = SUBMODULES, layers: Sequence[int] | None = None
-) -> list[tuple[str, str]]:
+def submodule_pairs(found: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
     """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
 
     Raises
     ------
     InputError
-        The wiring of the blocks is not known, so they have no sub-modules to speak of.
+        The wiring of the blocks is not known, so they have no sub-modules to speak of; or no family has a
+        sub-module of that name.
     """
     if not found.kinds:
         raise InputError(
             f"The blocks of this model are {found.family.name}: none of the known sums holds in them, so "
             "their sub-modules cannot be fitted or replaced."
         )
+    unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is no sub-module. Expected some of {', '.join(SUBMODULES)}.")
     return [
         (f"{name}_in.{layer}", f"{name}_out.{layer}")
-        for layer in (range(found.n_layers) if layers is None else layers)
+        for layer in range(found.n_layers)
         for name in names
         if f"{name}_in" in found.kinds
     ]
@@ -77,8 +79,10 @@ def fit_submodules(
     Raises
     ------
     InputError
-        A site was not collected, or no row is chosen.
+        A site was not collected, or rows are too few or too many, or none is chosen.
     """
+    if rows is not None and len(rows) != samples.n_rows:
+        raise InputError(f"rows has {len(rows)} values for {samples.n_rows} samples. Expected one each.")
     taken = torch.arange(samples.n_rows) if rows is None else rows.nonzero()[:, 0]
     if not len(taken):
         raise InputError("No sample is left to fit on. Expected at least one true value in rows.")
@@ -107,7 +111,7 @@ def attend_nowhere(
     """
     found = anatomy(model)
     found.resolve(Site(STREAM, last))
-    attention = {one.source.layer: one.function for one in mat_attn(maps, first, last)}
+    attention = {one.source.layer: one.function for one in checked(model, mat_attn(maps, first, last))}
     device, dtype = torch.device(model.cfg.device), model.cfg.dtype
     h = h.to(device, dtype)[:, None]
     for layer in range(first, last):

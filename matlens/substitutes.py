@@ -79,10 +79,14 @@ def substitutes(
     Raises
     ------
     InputError
-        A replacement does not fit the model or comes before its variant's first layer.
+        There is no variant; or a replacement does not fit the model or the examples, or comes before its
+        variant's first layer.
     """
     found = anatomy(model)
-    ready = {name: _ready(model, name, variant) for name, variant in variants.items()}
+    taken = {"tokens", "offsets", "positions"} & set(variants)
+    if not variants or taken:
+        raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
+    ready = {name: _ready(model, examples, name, variant) for name, variant in variants.items()}
     read = examples if is_masked(model) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
 
@@ -121,14 +125,21 @@ def substitutes(
     return read_rows(folder, _HOLDS)[2]
 
 
-def _ready(model: TransformerBridge, name: str, variant: Variant) -> Variant:
+def _ready(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
+    first = anatomy(model).resolve(Site(STREAM, variant.first)).layer
     replacements = checked(model, variant.replacements)
-    early = [one for one in replacements if one.source.layer < variant.first]
+    early = [one for one in replacements if one.source.layer < first]
     if early:
         raise InputError(
-            f"{name} runs unpatched up to layer {variant.first}, and {early[0]} replaces what lies before it."
+            f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
         )
-    return replace(variant, replacements=replacements)
+    for one in replacements:
+        if not isinstance(one.where, str) and len(one.where) != len(examples):
+            raise InputError(
+                f"'where' of {one} in {name} has {len(one.where)} rows for {len(examples)} examples. "
+                "Expected one each."
+            )
+    return replace(variant, first=first, replacements=replacements)
 
 
 class _Reached(Exception):

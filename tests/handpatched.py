@@ -16,13 +16,16 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """What is replaced and by which numbers; ``where`` is a word, or a position for each sentence."""
+    """What is replaced and by which numbers.
+
+    ``where`` is a word, a position for each sentence, or truth values for the tokens that each starts with.
+    """
 
     source: str
     target: str
     weight: Tensor
     bias: Tensor | None = None
-    where: str | tuple[int, ...] = "all"
+    where: str | tuple[int, ...] | tuple[tuple[bool, ...], ...] = "all"
 
     def apply(self, h: Tensor) -> Tensor:
         mapped = h.to(self.weight.dtype) @ self.weight.T
@@ -60,17 +63,20 @@ def submodules(name: str) -> list[str]:
     return [kind[:-3] for kind in kinds if kind.endswith("_in") and f"{kind[:-3]}_out" in kinds]
 
 
-def _chosen(where: str | tuple[int, ...], sentence: int, length: int) -> Tensor:
+def _chosen(where: str | tuple[Any, ...], sentence: int, length: int) -> Tensor:
     """Which tokens of one sentence are meant."""
     tokens = torch.arange(length)
     if isinstance(where, str):
         return tokens >= {"all": 0, "not-first": 1}[where]
-    return tokens == where[sentence]
+    own = where[sentence]
+    if isinstance(own, tuple):
+        return torch.tensor([own[token] if token < len(own) else True for token in range(length)])
+    return tokens == own
 
 
 @contextmanager
 def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int = 0) -> Iterator[None]:
-    """Put the parts into a plain model that is then given one sentence, the so-manieth of its batch."""
+    """Put the parts into a plain model that is then given one sentence, of this number in its batch."""
     layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
     handles: list[Any] = []
 
@@ -87,7 +93,7 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
         before = layers[layer] if layer < N_LAYERS else final_norm
         handles.append(before.register_forward_pre_hook(lambda _, args: (one.apply(args[0]), *args[1:])))
 
-    def replace_submodule(one: Part, kind: str, layer: int) -> None:
+    def replace_submodule(one: Part, layer: int) -> None:
         (path_in, side_in), (path_out, side_out) = (
             SITE_MODULES[name][site.split(".")[0]] for site in (one.source, one.target)
         )
@@ -111,7 +117,7 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
         for one in parts:
             (kind, first), (_, last) = ends(one)
             if kind != "h":
-                replace_submodule(one, kind, first)
+                replace_submodule(one, first)
             elif first < last:
                 replace_blocks(one)
             else:
@@ -131,23 +137,10 @@ def hand_vectors(
     """Vectors of every site that is left, and ``"logits"``, of each sentence alone and without padding."""
     skipped = {layer for one in parts for layer in one.blocks}
     inside = {f"h.{layer}" for one in parts for layer in one.blocks[1:]}
-    inside |= {f"{kind}.{layer}" for kind in SITE_MODULES[name] for layer in skipped}
+    inside |= {f"{kind}.{layer}" for kind in SITE_MODULES.get(name, {}) for layer in skipped}
     found = []
     for s, sentence in enumerate(sentences):
         with patched_by_hand(name, model, parts, s):
             seen = plain_vectors(name, model, torch.tensor([list(sentence)]))
         found.append({site: value[0] for site, value in seen.items() if site not in inside})
     return found
-
-
-@torch.inference_mode()
-def greedy_by_hand(
-    name: str, model: Any, parts: Sequence[Part], prompt: Sequence[int], n_new: int, sentence: int = 0
-) -> tuple[list[int], Tensor]:
-    """Tokens that follow a prompt, each the likeliest, and the logits that it was chosen by; no cache."""
-    tokens, logits = list(prompt), []
-    with patched_by_hand(name, model, parts, sentence):
-        for _ in range(n_new):
-            logits.append(model(torch.tensor([tokens]), use_cache=False).logits[0, -1])
-            tokens.append(int(logits[-1].argmax()))
-    return tokens[len(prompt) :], torch.stack(logits)

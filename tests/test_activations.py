@@ -441,7 +441,7 @@ def test_a_folder_that_is_unfinished_or_lacks_something_asked_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, examples = llama
-    options: dict[str, Any] = {"folder": tmp_path / "out", "batch_tokens": 55, "progress": False}
+    options: dict[str, Any] = {"folder": tmp_path / "out", "batch_tokens": BUDGET["drawn"], "progress": False}
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         break_off_at(patch, 99 if finished else 2, KeyboardInterrupt, after=True)
         collect(model, examples, [0, 1], **options)

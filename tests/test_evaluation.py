@@ -15,7 +15,16 @@ from torch import Tensor
 from matlens import evaluation
 from matlens.activations import Activations
 from matlens.errors import InputError
-from matlens.evaluation import fit_quality, layer_table, prediction_quality, to_tensor
+from matlens.evaluation import (
+    Judged,
+    fit_quality,
+    judge,
+    layer_table,
+    prediction_quality,
+    prediction_rows,
+    taking,
+    to_tensor,
+)
 from matlens.examples import Examples
 from matlens.maps import LinearMap, MapSet
 
@@ -212,6 +221,108 @@ def test_one_example_gives_a_prediction_without_an_interval_of_its_surprisal() -
     table = prediction_quality(Head(), mapset(ALL), activations(1), progress=False)  # type: ignore[arg-type]
     assert table[table["metric"] == "surprisal"][["low", "high"]].isna().all(axis=None)
     assert table[table["metric"] == "precision"][["low", "high"]].notna().all(axis=None)
+
+
+# Substitutes of any kind
+
+
+def judged_one_by_one(head: Head, truth: Tensor, substitute: Tensor) -> tuple[list[int], list[float]]:
+    """Ranks and surprisals, by a softmax of each example."""
+    ranks, surprisals = [], []
+    for final, h in zip(truth.tolist(), substitute.tolist(), strict=True):
+        p, q = distribution(head, final), distribution(head, h)
+        t = q.index(max(q))
+        ranks.append(sum(other > p[t] for other in p))
+        surprisals.append(-math.log(p[t]))
+    return ranks, surprisals
+
+
+@pytest.mark.parametrize("rows", [1, 4, N, 1000])
+def test_judge_is_a_softmax_of_the_truth_and_of_every_substitute(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "_ROWS", rows)
+    head, truth = Head(), random(N, D, seed=1)
+    given: dict[Any, Tensor] = {"near": truth + random(N, D, seed=2), (2, "far"): random(N, D, seed=3)}
+    given["itself"] = truth
+    found = judge(head, truth, {key: taking(h) for key, h in given.items()}, progress=False)  # type: ignore[arg-type]
+    assert list(found) == list(given)
+    for key, h in given.items():
+        ranks, surprisals = judged_one_by_one(head, truth, h)
+        assert found[key].rank.tolist() == ranks
+        assert found[key].surprisal.tolist() == pytest.approx(surprisals, rel=1e-5)
+    assert set(found["itself"].rank.tolist()) == {0}
+    assert len(set(found["near"].rank.tolist())) > 3, "the samples tell nothing apart"
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float) -> None:
+    head, data = Head(), activations()
+    truth = data[L]
+    whole, broken = truth.clone(), truth.clone()
+    broken[[0, 7], [1, 4]] = wrong
+    broken[N - 1] = wrong
+    lost = torch.zeros(N, dtype=torch.bool)
+    lost[[0, 7, N - 1]] = True
+    given = {"broken": taking(broken), "whole": taking(whole)}
+    found = judge(head, truth, given, progress=False)  # type: ignore[arg-type]
+    for part, of_lost in (("rank", VOCAB), ("surprisal", math.inf)):
+        ours, theirs = (getattr(found[key], part) for key in ("broken", "whole"))
+        assert torch.equal(ours[~lost], theirs[~lost])
+        assert (ours[lost] == of_lost).all()
+    table = pd.DataFrame(prediction_rows("x", data, "broken", 1, found["broken"]))
+    for k in (1, 5, 10):
+        assert one(table, metric="precision", k=k)["value"] == (N - 3) / N
+    surprisal = one(table, metric="surprisal")
+    assert surprisal["value"] == math.inf
+    assert surprisal[["low", "high"]].isna().all()
+
+
+def test_a_truth_that_is_not_finite_is_refused() -> None:
+    truth = random(N, D, seed=1)
+    truth[3, 2] = math.inf
+    with pytest.raises(InputError, match="vectors at the read-out are not finite"):
+        judge(Head(), truth, {"x": taking(truth)}, progress=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = []
+
+    def bar(parts: list[slice], **options: Any) -> list[slice]:
+        hidden.append(options["disable"])
+        return parts
+
+    monkeypatch.setattr(evaluation, "tqdm", bar)
+    truth = random(N, D, seed=1)
+    judge(Head(), truth, {"x": taking(truth)}, progress=progress)  # type: ignore[arg-type]
+    prediction_quality(Head(), mapset(ALL), activations(), progress=progress)  # type: ignore[arg-type]
+    assert hidden == [not progress] * 2
+
+
+def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
+    surprisals = [0.1, 0.5, 1.5, 2.0, 0.25, 7.0, 4.0]
+    found = Judged(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
+    data = activations(7)
+    table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, found))
+    assert list(table.columns) == COLUMNS
+    assert table["metric"].tolist() == ["precision"] * 3 + ["surprisal"]
+    for k, hits in ((1, 1), (5, 3), (10, 5)):
+        row = one(table, metric="precision", k=k)
+        interval = stats.binomtest(hits, 7).proportion_ci(0.95, method="wilson")
+        assert row[["value", "low", "high"]].tolist() == pytest.approx(
+            [hits / 7, interval.low, interval.high]
+        )
+    row = one(table, metric="surprisal")
+    assert row["value"] == pytest.approx(np.mean(surprisals))
+    low, high = stats.t.interval(0.95, 6, loc=np.mean(surprisals), scale=stats.sem(surprisals))
+    assert (row["low"], row["high"]) == pytest.approx((low, high))
+    assert pd.isna(row["k"])
+    named = {"experiment": "some study", "model": "small", "corpus": "words", "method": "scheme"}
+    for column, value in {**named, "layer": 2.5, "target": L, "n": 7}.items():
+        assert (table[column] == value).all()
+    del data.provenance["data"]["corpus"]
+    assert {line["corpus"] for line in prediction_rows("x", data, "scheme", 0, found)} == {"unnamed"}
 
 
 # Tables for people and figures

@@ -167,3 +167,12 @@ def test_one_example_has_a_mean_and_no_interval() -> None:
     assert (found.value, found.n) == (3.5, 1)
     assert math.isnan(found.low)
     assert math.isnan(found.high)
+
+
+@pytest.mark.parametrize("values", [[math.inf], [1.0, math.inf], [math.inf, 2.0, math.inf, -3.0]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_an_infinite_mean_has_no_interval(values: list[float], dtype: torch.dtype) -> None:
+    found = mean(torch.tensor(values, dtype=dtype))
+    assert (found.value, found.n) == (math.inf, len(values))
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
