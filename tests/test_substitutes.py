@@ -420,3 +420,54 @@ def test_a_variant_that_grows_beyond_all_numbers_spoils_no_other(small_model: Mo
     stored = substitutes(model, examples, variants, folder=tmp_path / "out", **OPTIONS)
     for key in variants:
         assert torch.equal(stored[key].nan_to_num(), kept[key].nan_to_num())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_a_stand_in_makes_of_padding_reaches_no_token(name: str, small_model: Models) -> None:
+    """Infinite values at padding would come back through attention weights of zero, as NaN."""
+    model, examples = small_model(name), examples_of(small_model(name))
+    batch = next(iter(examples.batches(10_000)))
+    assert not batch.mask.all()
+    part = submodules(name)[0]
+    source, target = Site(f"{part}_in", 1), Site(f"{part}_out", 1)
+    weight = torch.randn(D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(0)) / D_MODEL**0.5
+
+    def growing(x: Tensor) -> Tensor:
+        return (x @ weight.T).masked_fill(batch.mask[..., None] == 0, torch.inf)
+
+    def plain(x: Tensor) -> Tensor:
+        return x @ weight.T
+
+    logits = []
+    for function in (growing, plain):
+        with torch.inference_mode(), patched(model, [Replacement(function, source, target)]):
+            logits.append(model(batch.tokens, attention_mask=batch.mask)[batch.mask.bool()])
+    assert torch.equal(*logits)
+    with torch.inference_mode():
+        unpatched = model(batch.tokens, attention_mask=batch.mask)[batch.mask.bool()]
+    assert float((logits[0] - unpatched).abs().max()) > 1e-3
+
+
+def test_layers_count_from_both_ends(small_model: Models) -> None:
+    model, examples = small_model("llama"), examples_of(small_model("llama"))
+    found = substitutes(model, examples, {"a": Variant(-1, []), "b": Variant(3, [])}, progress=False)
+    assert torch.equal(found["a"], found["b"])
+    with pytest.raises(InputError, match="out of range"):
+        substitutes(model, examples, {"a": Variant(9, [])}, progress=False)
+
+
+@pytest.mark.parametrize("n", [2, N - 1, N + 1, 99])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_where_needs_a_row_for_each_example(n: int, per_token: bool, small_model: Models) -> None:
+    model, examples = small_model("llama"), examples_of(small_model("llama"))
+    where = torch.ones(n, 30, dtype=torch.bool) if per_token else torch.zeros(n, dtype=torch.long)
+    variants = {"a": Variant(0, mat_attn(maps_of("llama"), 0, 2, where=where))}
+    with pytest.raises(InputError, match=rf"has {n} rows for {N} examples"):
+        substitutes(model, examples, variants, progress=False)
+
+
+@pytest.mark.parametrize("names", [(), ("tokens",), ("a", "positions"), ("offsets",)])
+def test_variants_need_names_of_their_own(names: Sequence[str], small_model: Models) -> None:
+    model, examples = small_model("llama"), examples_of(small_model("llama"))
+    with pytest.raises(InputError, match="Expected one variant or more, with other names than"):
+        substitutes(model, examples, {name: Variant(3, []) for name in names}, progress=False)
