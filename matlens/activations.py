@@ -286,6 +286,11 @@ def _run(
             return_type=None,
             use_cache=False,
         )
+    absent = [site for site, name in hooks.items() if name not in seen]
+    if absent:
+        raise InputError(
+            f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
+        )
     gathered = torch.stack([seen[name] for name in hooks.values()]).cpu()  # one transfer from the device
     return dict(zip(hooks, gathered, strict=True))
 

@@ -44,7 +44,8 @@ def patched(
     replacements
         Maps, or `Replacement` where not all tokens are meant: what `jump`, `mat_attn`, `mat_ffn`,
         `mat_ln1_ln2` and `Scheme.replacements` give, in any order and combination. A stand-in reads what
-        enters its sub-module before hooks that are added inside the context.
+        enters its sub-module before hooks that are added inside the context, and what hooks that were
+        there before do to the sub-module's output is lost.
 
     Raises
     ------
@@ -57,9 +58,22 @@ def patched(
     >>> with matlens.patched(model, [maps[4, 10], *matlens.mat_attn(maps, 20, 30)]):
     ...     model.generate("The capital of France is")
     """
-    given = [one if isinstance(one, Replacement) else Replacement.by(one) for one in replacements]
+    given = [_as_replacement(one) for one in replacements] if isinstance(replacements, Iterable) else None
+    if given is None:
+        raise InputError(f"{type(replacements).__name__} given: expected a list of maps or replacements.")
     with applied(model, checked(model, given, _ACTIVE.get(model, []))):
         yield model
+
+
+def _as_replacement(one: Any) -> Replacement:
+    if isinstance(one, LinearMap):
+        return Replacement.by(one)
+    if not isinstance(one, Replacement):
+        raise InputError(
+            f"{one!r} replaces nothing: expected maps or replacements. Of a MapSet, give the maps that are "
+            "meant: jump(maps, 4, 10), or maps.values() for all."
+        )
+    return one
 
 
 @contextmanager
@@ -148,7 +162,12 @@ class _Places:
             tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
             n, length = tokens.shape[:2]
             mask, cache = given.get("attention_mask"), given.get("past_key_values")
-            if mask is not None and mask.ndim == 2:
+            if mask is not None and mask.ndim != 2:
+                raise InputError(
+                    f"A stand-in has to know which tokens are padding: expected an attention mask [batch, "
+                    f"length], got one of {mask.ndim} dimensions."
+                )
+            if mask is not None:
                 own = mask.bool()
                 self._places = (own.cumsum(1) - 1).masked_fill(~own, -1)[:, -length:]
                 return
@@ -170,11 +189,15 @@ def _skipping(model: TransformerBridge, one: Replacement, as_tuples: bool) -> It
         block = model.blocks[layer]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if layer == one.blocks[0]:  # a pass may be asked to start or to stop here
+                args, kwargs = block._maybe_inject_start_residual(args, kwargs)
+                block._check_stop_at_layer(*args, **kwargs)
+            else:
+                _require_on_the_way(block, layer, one)
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
             if layer == one.blocks[0]:
-                h = block.hook_in(h)
-                h = one.function(h).to(h.dtype)
+                h = one.function(block.hook_in(h)).to(h.dtype)
             if layer == one.blocks[-1]:
                 h = block.hook_out(h)
             return (h, None) if as_tuples else h
@@ -189,6 +212,12 @@ def _skipping(model: TransformerBridge, one: Replacement, as_tuples: bool) -> It
     finally:
         for layer in one.blocks:
             vars(model.blocks[layer]).pop("forward", None)
+
+
+def _require_on_the_way(block: Any, layer: int, one: Replacement) -> None:
+    asked = (getattr(block, "_start_at_layer_idx", None), getattr(block, "_stop_at_layer_idx", None))
+    if layer in asked:
+        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {one} passes it over.")
 
 
 def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:

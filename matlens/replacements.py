@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -147,10 +148,7 @@ def checked(
             raise InputError(f"A map {one} starts in the stream and must end there too.")
         if one.is_jump and source.layer > target.layer:
             raise InputError(f"A jump {one} runs backwards: expected a target at or after its source.")
-        if one.is_jump and not (isinstance(one.where, str) and one.where == "all"):
-            raise InputError(f"A jump {one} is over all tokens: its blocks are not computed for any.")
-        if isinstance(one.where, str) and one.where not in ("all", "not-first"):
-            raise InputError(f"where={one.where!r}: expected 'all', 'not-first' or a position a sentence.")
+        _require_where(one)
         _require_width(one, found.d_model)
         clashing = [part for part in _parts(one) if _clashes(part, taken)]
         if clashing:
@@ -168,24 +166,57 @@ def _is_submodule(source: Site, target: Site) -> bool:
 
 
 def _parts(one: Replacement) -> list[tuple[int, str]]:
-    """What is taken, as ``(block, sub-module)``; a whole block is ``(block, "")``."""
-    name = "" if one.is_jump else one.source.kind.removesuffix("_in")
-    return [(block, name) for block in one.blocks]
+    """What is taken, as ``(block, sub-module)``; a whole block is ``(block, "")``.
+
+    A map over no blocks takes the place before a block, ``(block, "h")``, which a jump over both sides of
+    it takes too.
+    """
+    if not one.is_jump:
+        return [(one.source.layer, one.source.kind.removesuffix("_in"))]
+    if not one.blocks:
+        return [(one.source.layer, STREAM)]
+    return [(block, "") for block in one.blocks] + [(block, STREAM) for block in one.blocks[1:]]
 
 
 def _clashes(part: tuple[int, str], taken: Sequence[tuple[int, str]]) -> bool:
     block, name = part
-    return any(block == other and (not name or not own or name == own) for other, own in taken)
+    for other, own in taken:
+        if block == other and (name == own or ({name, own} & {""} and STREAM not in (name, own))):
+            return True
+    return False
 
 
 def _named(part: tuple[int, str]) -> str:
     block, name = part
+    if name == STREAM:
+        return f"layer {block} of the stream"
     return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
 
 
+def _require_where(one: Replacement) -> None:
+    where = one.where
+    if isinstance(where, Tensor):
+        positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
+        per_token = where.ndim == 2 and where.dtype == torch.bool and where.shape[1] > 0
+        if not per_token and not (positions and bool((where >= 0).all())):
+            raise InputError(
+                f"'where' of {one} is a tensor of {where.dtype} and shape {tuple(where.shape)}. Expected a "
+                "position, from 0, for each sentence, or a truth value for each token of each sentence."
+            )
+    elif where not in ("all", "not-first"):
+        raise InputError(
+            f"where={where!r} of {one}: expected 'all', 'not-first', or a tensor of positions or of truth "
+            "values."
+        )
+    if one.is_jump and (isinstance(where, Tensor) or where != "all"):
+        raise InputError(f"A jump {one} is over all tokens: its blocks are not computed for any.")
+
+
 def _require_width(one: Replacement, d_model: int) -> None:
-    weight = getattr(one.function, "weight", None)
-    if isinstance(weight, Tensor) and tuple(weight.shape) != (d_model, d_model):
+    if not isinstance(one.function, LinearMap):
+        return
+    weight, bias = one.function.weight, one.function.bias
+    if tuple(weight.shape) != (d_model, d_model) or (bias is not None and tuple(bias.shape) != (d_model,)):
         raise InputError(
             f"The map {one} is of shape {tuple(weight.shape)}, and this model's vectors have {d_model} "
             "coordinates. Was it fitted on another model?"

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near
+from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from test_patching import SENTENCES, Models, assert_same, replacement, vectors
+from test_patching import SENTENCES, Models, assert_same, linear, replacement, vectors
 from test_sites import hook_counts
 from torch import Tensor
 
+import matlens
 from matlens import InputError, LinearMap, Site, anatomy
 from matlens.patching import patched
 from matlens.replacements import Replacement
@@ -181,3 +182,40 @@ def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Mod
     expected = hand_vectors("llama", plain_model("llama"), outer + inner, SENTENCES)
     assert_same(both, expected)
     assert_same(only_outer, hand_vectors("llama", plain_model("llama"), outer, SENTENCES))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model: Models) -> None:
+    """At the ends of a jump as if nothing were replaced, and nowhere on its way."""
+    model, one = small_model(name), linear(jump_part(0, 2))
+    tokens = torch.tensor([[7, 3, 41, 12]])
+    with torch.inference_mode():
+        h0, h2 = model(tokens, stop_at_layer=0), model(tokens, stop_at_layer=2)
+        from_two = model(one(h0), start_at_layer=2)
+        with patched(model, [one]):
+            assert torch.equal(model(tokens, stop_at_layer=0), h0)
+            assert_near(model(tokens, stop_at_layer=2), one(h0))
+            assert_near(model(h0, start_at_layer=0), from_two)
+            for asked in ({"stop_at_layer": 1}, {"start_at_layer": 1}):
+                given = tokens if "stop_at_layer" in asked else h0
+                with pytest.raises(InputError, match="cannot start or stop at layer 1: the jump"):
+                    model(given, **asked)
+        assert torch.equal(model(tokens, stop_at_layer=2), h2)
+
+
+def test_collecting_what_is_jumped_over_is_refused(small_model: Models) -> None:
+    model = small_model("llama")
+    examples = matlens.make_examples(model, make_sentences()).head(3)
+    with patched(model, [linear(jump_part(0, 2))]):
+        assert set(matlens.collect(model, examples, ["h.0", "h.2"], progress=False)) == {"h.0", "h.2"}
+        with pytest.raises(InputError, match=r"did not come to h\.1.*patched"):
+            matlens.collect(model, examples, ["h.1", "h.2"], progress=False)
+
+
+def test_a_stand_in_refuses_a_mask_that_tells_no_padding(small_model: Models) -> None:
+    model, mask = small_model("llama"), torch.zeros(1, 1, 4, 4)
+    with (
+        patched(model, [linear(submodule_part("ffn", 1))]),
+        pytest.raises(InputError, match="got one of 4 dimensions"),
+    ):
+        model.original_model(input_ids=torch.tensor([[7, 3, 41, 12]]), attention_mask=mask)

@@ -105,6 +105,9 @@ CLASHES = {
     "the same jump": (jump_part(1, 3), jump_part(1, 3, 1), "block 1, or a part of it,"),
     "a jump and a stand-in": (jump_part(0, 2), submodule_part("attn", 1), "attn of block 1"),
     "a stand-in and a jump": (submodule_part("ffn", 2), jump_part(0, 3), "block 2, or a part of it,"),
+    "a place inside a jump": (jump_part(0, 3), jump_part(1, 1), "layer 1 of the stream"),
+    "a jump over a place": (jump_part(2, 2), jump_part(1, 3), "layer 2 of the stream"),
+    "the same place": (jump_part(1, 1), jump_part(1, 1, 1), "layer 1 of the stream"),
     "the same sub-module": (submodule_part("attn", 0), submodule_part("attn", 0, 1), "attn of block 0"),
     "the same at other tokens": (
         submodule_part("ffn", 1, where="not-first"), submodule_part("ffn", 1, where=(0, 0, 0, 0)),
@@ -139,6 +142,11 @@ def test_neighbours_do_not_overlap(small_model: Models) -> None:
     parts = [jump_part(0, 1), jump_part(1, 2), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
     for order in itertools.permutations(parts):
         with patched(small_model("gptj"), [replacement(one) for one in order]):
+            pass
+    for place in range(3):  # maps over no blocks, at the ends of jumps and before a stand-in
+        with patched(
+            small_model("gptj"), [replacement(one) for one in (*parts[:3], jump_part(place, place))]
+        ):
             pass
 
 
@@ -185,13 +193,38 @@ def test_a_jump_is_over_all_tokens(where: Any, small_model: Models) -> None:
         pytest.fail("not refused")
 
 
-def test_an_unknown_word_for_where_is_refused(small_model: Models) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        "first", None, 3, [0, 1], torch.tensor([-1, 0]), torch.tensor([0.0, 1.0]), torch.tensor(1),
+        torch.tensor([[1, 2]]), torch.tensor([True, False]), torch.ones(2, 0, dtype=torch.bool),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_says_no_tokens_is_refused(where: Any, small_model: Models) -> None:
     model, maps = small_model("gptj"), MapSet([linear(submodule_part("attn", 0))])
-    given: Any = "first"
     with (
-        refused(model, "where='first': expected 'all', 'not-first' or a position"),
-        patched(model, mat_attn(maps, 0, 1, where=given)),
+        refused(model, "where.* of attn_in.0 -> attn_out.0.*[Ee]xpected"),
+        patched(model, mat_attn(maps, 0, 1, where=where)),
     ):
+        pytest.fail("not refused")
+
+
+def test_what_replaces_nothing_is_refused(small_model: Models) -> None:
+    model, one = small_model("gptj"), linear(jump_part(0, 1))
+    wrong: Any
+    for wrong, message in (
+        (one, "LinearMap given: expected a list"),
+        (MapSet([one]), r"\('h.0', 'h.1'\) replaces nothing.*Of a MapSet, give the maps"),
+        ([one, "h.1"], "'h.1' replaces nothing"),
+    ):
+        with refused(model, message), patched(model, wrong):
+            pytest.fail("not refused")
+
+
+def test_a_bias_of_another_width_is_refused(small_model: Models) -> None:
+    wrong = LinearMap(torch.zeros(D_MODEL, D_MODEL), torch.zeros(1), "h.1", "h.2")
+    with refused(small_model("gptj"), "Was it fitted on another"), patched(small_model("gptj"), [wrong]):
         pytest.fail("not refused")
 
 
