@@ -16,7 +16,7 @@ MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py
 ANALYSES_OUT ?= out/analyses
 STUDY_TRAIN ?= 4000
 STUDY_VAL ?= 1000
-PATCHED ?= 200
+PATCHED ?= 120
 BERT ?= $(ANALYSES_OUT)/small-bert
 # The first collects for all that follow.
 ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token paper_a_table1_tokens \
@@ -47,10 +47,12 @@ verify: install
 analyses: $(patsubst %,$(ANALYSES_OUT)/%.csv,$(ANALYSES) $(MASKED_ANALYSES))
 
 $(ANALYSES_OUT)/%.csv: | install
-	$(BIN)/python analyses/$*.py $(OPTIONS) --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(ANALYSES_OUT)
+	$(BIN)/python analyses/$*.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(ANALYSES_OUT) $(OPTIONS)
 
 $(ANALYSES_OUT)/paper_a_fig6_alternation.csv $(ANALYSES_OUT)/paper_a_fig10_submodules.csv \
 $(ANALYSES_OUT)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
+# Activations at all positions are streamed, so no other analysis has them: fewer sentences.
+$(ANALYSES_OUT)/all_positions.csv: OPTIONS = --train 1500 --val 500
 $(ANALYSES_OUT)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
 $(ANALYSES_OUT)/paper_a_fig5_masked.csv: | $(BERT)/config.json
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens import (
+    InputError,
     MapSet,
     Readout,
     collect,
@@ -31,6 +32,7 @@ from matlens import (
     workflow,
 )
 from matlens.cli import run_script
+from matlens.examples import is_masked
 
 NAME = "all_positions"
 
@@ -46,6 +48,11 @@ def main(
 ) -> None:
     """Fit the maps to the last layer both ways from one pass, and print both in one table."""
     loaded = load(model, device=device)
+    if is_masked(loaded):
+        raise InputError(
+            f"{model} is a masked-LM model: only the drawn token of each sentence is masked, and the others "
+            "are no predictions. Expected a decoder."
+        )
     parts = load_corpus(corpus).split(n_train=train, n_validation=val, seed=seed)
     fitted_on, tested_on = (make_examples(loaded, part, seed=seed) for part in parts)
     validation = collect(loaded, tested_on)

@@ -30,7 +30,7 @@ def main(
 ) -> None:
     """Evaluate every model on the same sentences and draw all in one figure."""
     tables, origins, kinds = [], {}, set()
-    for name in model:
+    for name in dict.fromkeys(model):
         study = Study.of(name, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
         kinds.add(is_masked(study.model))
         if len(kinds) > 1:

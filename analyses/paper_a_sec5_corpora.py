@@ -47,7 +47,7 @@ def main(
         study = studies[tested]
         own = prediction_quality(study.readout, maps[fitted], study.validation, methods=["mat"])
         own = own[own["layer"] < last]
-        tables.append(own.assign(experiment=NAME, method=f"mat of {fitted}"))
+        tables.append(own.assign(experiment=NAME, corpus=tested, method=f"mat of {fitted}"))
     table = pd.concat(tables, ignore_index=True)
     origins = {name: workflow.origin_of(maps[name], study.validation) for name, study in studies.items()}
     workflow.write_results(out, NAME, table, {"studies": origins, "n_fitted": equal})

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from matlens import collect, make_prompts, options, plots, workflow
+from matlens import anatomy, collect, make_prompts, options, plots, workflow
 from matlens.cli import run_script
 from matlens.examples import is_masked
 from matlens.study import Study
@@ -42,8 +42,9 @@ def main(
     study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     mask = study.readout.tokenizer.mask_token
     given = prompt or ([text.format(mask) for text in MASKED] if is_masked(study.model) else list(NEXT))
-    read = collect(study.model, make_prompts(study.model, given))
-    layers = layer or [study.n_layers // 6, study.n_layers // 2, study.n_layers]
+    read = collect(study.model, make_prompts(study.model, list(dict.fromkeys(given))))
+    default = [study.n_layers // 6, study.n_layers // 2, study.n_layers]
+    layers = [anatomy(study.model).resolve(one).layer for one in layer or default]
     table = top_predictions(study.readout, study.maps, read, layers)
     workflow.write_results(out, NAME, table, study.origin)
     for text in texts(study.readout, read):

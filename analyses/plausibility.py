@@ -11,17 +11,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import collect, load_corpus, make_examples, options, workflow
+from matlens import InputError, collect, load_corpus, make_examples, options, workflow
 from matlens.artifacts import system_errors, write_text
 from matlens.cli import run_script
 from matlens.plausibility import make_sheet, rates, read_sheet
 from matlens.study import Study
-from matlens.tokens import top_predictions
+from matlens.tokens import read_predictions, top_predictions
 
 NAME = "plausibility"
 
@@ -44,15 +43,20 @@ def main(
     if sheet is not None:
         marked, path = read_sheet(sheet), out / f"{NAME}.csv"
         with system_errors(path):
-            found = rates(pd.read_csv(path, keep_default_na=False), marked)
+            found = rates(read_predictions(path), marked)
             write_text(out / f"{NAME}_rates.csv", found.to_csv(index=False))
         show(found[found["layer"].isna()])
         return
     study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     if sentences_from:
-        chosen, _ = load_corpus(sentences_from).split(n_train=sentences, n_validation=1, seed=seed)
+        chosen, _ = load_corpus(sentences_from).split(n_train=sentences, n_validation=2, seed=seed)
     else:
-        _, chosen = study.corpus.split(n_train=train, n_validation=max(val, sentences), seed=seed)
+        if sentences > val:
+            raise InputError(
+                f"{sentences} sentences for the sheet are more than the {val} that maps are not fitted on. "
+                "Expected a larger --val, fewer --sentences, or --sentences-from."
+            )
+        _, chosen = study.corpus.split(n_train=train, n_validation=val, seed=seed)
     examples = make_examples(study.model, chosen, seed=seed, draw_special=False).head(sentences)
     read = collect(study.model, examples)
     table = top_predictions(study.readout, study.maps, read, range(study.n_layers + 1))

@@ -18,7 +18,7 @@ from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens import load_corpus, options
+from matlens import InputError, load_corpus, options
 from matlens.cli import run_script
 
 VOCABULARY, LONGEST, BATCH, RATE, MASKED = 6000, 48, 64, 1.5e-3, 0.2
@@ -26,13 +26,15 @@ VOCABULARY, LONGEST, BATCH, RATE, MASKED = 6000, 48, 64, 1.5e-3, 0.2
 
 def main(
     corpus: options.CorpusName = "wikipedia-sample",
-    steps: Annotated[int, typer.Option(min=1, help="Updates of 64 sentences each.")] = 1500,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of 64 sentences each.")] = 600,
     layers: Annotated[int, typer.Option(min=1)] = 6,
     d_model: Annotated[int, typer.Option(min=4, help="A multiple of 4.")] = 128,
     seed: options.Seed = 0,
     out: options.Out = Path("out/small-bert"),
 ) -> None:
     """Train a tokenizer and a masked-LM on a corpus, and save both as a Hugging Face folder."""
+    if d_model % 4:
+        raise InputError(f"--d-model {d_model} is not a multiple of 4, the number of heads.")
     torch.manual_seed(seed)
     sentences = list(load_corpus(corpus).sentences)
     tokenizer = make_tokenizer(sentences)

@@ -36,7 +36,7 @@ def main(
     train: options.Train = 9000,
     val: options.Val = 3000,
     patched: options.Patched = 300,
-    every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 6,
+    every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 8,
     seed: options.Seed = 0,
     device: options.Device = None,
     out: options.Out = Path("out"),
@@ -73,11 +73,7 @@ def places(study: Study, examples: Examples) -> list[tuple[str, Where]]:
     """At which tokens to replace, by name."""
     drawn = torch.from_numpy(examples.positions)
     sinks = find_sinks(study.model, examples)
-    only = torch.nn.functional.one_hot(drawn, sinks.shape[1]).bool() & ~sinks
-    return [
-        ("all", "all"), ("not-first", "not-first"), ("not-sink", ~sinks),
-        ("predicted", drawn), ("predicted-not-sink", only),
-    ]  # fmt: skip
+    return [("all", "all"), ("not-first", "not-first"), ("not-sink", ~sinks), ("predicted", drawn)]
 
 
 def show(table: pd.DataFrame) -> None:

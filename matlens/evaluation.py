@@ -110,7 +110,8 @@ def judge(
 ) -> dict[Key, Judged]:
     """Compare what substitutes for ``h^L`` predict with what ``h^L`` itself does.
 
-    A substitute that is not finite predicts nothing: its rank is behind all tokens, its surprisal infinite.
+    A substitute that is not finite, or whose squares are not, predicts nothing: its rank is behind all
+    tokens, and its surprisal infinite.
 
     Parameters
     ----------
@@ -127,8 +128,11 @@ def judge(
         true = readout.log_probs(truth[part])
         require_finite(true, "the read-out")
         for key, substitute in substitutes.items():
-            logits = readout.logits(substitute(part))
-            token, sound = logits.argmax(-1), logits.isfinite().all(-1)
+            h = substitute(part).float()
+            logits = readout.logits(h)
+            # A norm whose squares overflow would make something of it all the same.
+            sound = logits.isfinite().all(-1) & h.square().sum(-1).isfinite().to(logits.device)
+            token = logits.argmax(-1)
             rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
             judged[key].rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
             judged[key].surprisal[part] = surprisal.where(sound, torch.inf).cpu()

@@ -95,15 +95,13 @@ def _read(
     confidence, hits = torch.empty(n, last), torch.empty(n, last, dtype=torch.bool)
     to_last = {layer: maps[layer, last] for layer in range(1, last)} if method == "mat" else {}
     for part in tqdm(list(chunks(n)), desc=f"confidence of {method}", disable=not progress, delay=1):
-        final = readout.logits(validation[last][part]).argmax(-1)
+        true = readout.log_probs(validation[last][part])
         for layer in range(1, last + 1):
             h = validation[layer][part].to(readout.device)
-            substitute = to_last[layer](h) if layer in to_last else h
-            log_probs = readout.log_probs(substitute)
-            top = log_probs.topk(2)
-            p1, p2 = top.values.double().exp().unbind(-1)
+            logits = readout.logits(to_last[layer](h) if layer in to_last else h)
+            p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
             confidence[part, layer - 1] = (p1 - p2).float().cpu()
-            hits[part, layer - 1] = (log_probs.argmax(-1) == final).cpu()
+            hits[part, layer - 1] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
     return confidence, hits
 
 

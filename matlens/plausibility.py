@@ -99,7 +99,9 @@ def rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.DataFrame:
     last = whole["layer"].max()
     both = [whole, whole[(whole["layer"] == last) & (whole["method"] == "id")].assign(method="mat")]
     whole = pd.concat(both[: 1 if "mat" in set(whole[whole["layer"] == last]["method"]) else 2])
-    counts = whole.groupby(["method", "layer", "prompt"])["plausible"].agg(["sum", "size"])
+    # Sentences that begin alike read the same, and are as many instances.
+    whole["again"] = whole.groupby(["method", "layer", "prompt", "rank"]).cumcount()
+    counts = whole.groupby(["method", "layer", "prompt", "again"])["plausible"].agg(["sum", "size"])
     rows = []
     for layer in [None, *sorted(whole["layer"].unique())]:
         part = counts if layer is None else counts.xs(layer, level="layer", drop_level=False)
@@ -116,5 +118,5 @@ def rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.DataFrame:
 def _rate(method: str, layer: int | None, metric: str, hits: np.ndarray) -> dict[str, object]:
     import torch
 
-    estimate = metrics.proportion(torch.from_numpy(np.ascontiguousarray(hits)))
+    estimate = metrics.proportion(torch.from_numpy(np.array(hits)))
     return {"method": method, "layer": layer, "metric": metric, **estimate._asdict()}

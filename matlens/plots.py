@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from matlens.artifacts import system_errors
 from matlens.evaluation import to_tensor
 
 _COLOURS = {"mat": "#1f5fa8", "id": "#c8553d"}
+_MARKERS = {"mat": "o", "id": "s"}
+_STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 4)))
 _CYCLE = ("#1f5fa8", "#c8553d", "#3f8f5f", "#8a5fb0", "#c79a2a", "#4aa3b5", "#7a7a7a")
 
 
@@ -78,13 +83,12 @@ def alternation(results: pd.DataFrame) -> Figure:
 def relative_depth(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal of several models on one axis of relative depth (paper A, Figures 7, 8)."""
     figure, axes = _axes(2)
-    shades = dict(zip(results["model"].unique(), ("-", "--", ":", "-."), strict=False))
+    shades = dict(zip(results["model"].unique(), itertools.cycle(_STYLES), strict=False))
     for (model, method), own in results.groupby(["model", "method"], sort=False):
         own = own.assign(layer=own["layer"] / own["target"])
         label, style = rf"$\mathtt{{{method}}}$, {Path(str(model)).name}", shades.get(str(model), "-")
         _both(axes, own, _COLOURS[str(method)], label, style)
-    for ax in axes:
-        ax.set_xlabel(r"relative depth $\ell / L$")
+    _both_axes(axes, r"relative depth $\ell / L$")
     corpora = ", ".join(results["corpus"].unique())
     figure.suptitle(f"{corpora}, n = {results['n'].min():,}", fontsize=10)
     return figure
@@ -97,7 +101,7 @@ def across_corpora(results: pd.DataFrame) -> Figure:
     for ax, corpus in zip(axes, tested, strict=True):
         own = results[(results["corpus"] == corpus) & (results["k"] == 1)]
         for (method, part), colour in zip(own.groupby("method", sort=False), _CYCLE, strict=False):
-            _line(ax, part, colour, str(method), "-" if corpus in str(method) else "--")
+            _line(ax, part, colour, str(method), "-" if method == f"mat of {corpus}" else "--")
         ax.set_title(f"tested on {corpus}", fontsize=9)
         ax.set_xlabel(r"layer $\ell$")
         _precision_axis(ax)
@@ -128,8 +132,7 @@ def by_method(results: pd.DataFrame) -> Figure:
     for method, colour in zip(methods, _CYCLE * (1 + len(methods) // len(_CYCLE)), strict=False):
         own = results[results["method"] == method]
         _both(axes, own, colour, str(method))
-    for ax in axes:
-        ax.set_xlabel(r"layer $\ell$")
+    _both_axes(axes, r"layer $\ell$")
     return _titled(figure, results)
 
 
@@ -141,7 +144,9 @@ def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axes = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for ax, (prompt, table) in zip(axes, tables.items(), strict=True):
         ax.set_axis_off()
-        ax.set_title(f"Input: {_literal(prompt)}", fontsize=8, loc="left", style="italic", wrap=True)
+        ax.set_title(
+            f"Input: {_literal(prompt, 'italic')}", fontsize=8, loc="left", style="italic", wrap=True
+        )
         cells = [[_literal(str(token)) for token in line] for line in table.to_numpy()]
         drawn = ax.table(
             cells, colLabels=list(table.columns), loc="center", cellLoc="left", edges="horizontal"
@@ -155,8 +160,11 @@ def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def _literal(text: str) -> str:
-    return text.replace("$", r"\$")
+def _literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
+    """Text that is no formula; what the font cannot draw is told by its code point."""
+    font = get_font(findfont(FontProperties(style=style)))
+    drawn = (c if font.get_char_index(ord(c)) or c == "\n" else f"\\u{ord(c):04x}" for c in text)
+    return "".join(drawn).replace("$", r"\$")
 
 
 def _axes(count: int, *, width: float = 9.4, height: float = 3.6) -> tuple[Figure, list[Axes]]:
@@ -168,14 +176,20 @@ def _axes(count: int, *, width: float = 9.4, height: float = 3.6) -> tuple[Figur
     return figure, axes
 
 
-def _both(axes: Sequence[Axes], own: pd.DataFrame, colour: str, label: str, style: str = "-") -> None:
+def _both(axes: Sequence[Axes], own: pd.DataFrame, colour: str, label: str, style: Any = "-") -> None:
     """Precision@1 on the left and surprisal on the right."""
     left, right = axes
     _line(left, own[(own["metric"] == "precision") & (own["k"] == 1)], colour, label, style)
     _line(right, own[own["metric"] == "surprisal"], colour, label, style)
-    _precision_axis(left)
-    _surprisal_axis(right)
-    left.legend(frameon=False, fontsize=8)
+
+
+def _both_axes(axes: Sequence[Axes], label: str) -> None:
+    """Limits once all curves are there: set before, they keep later ones from being seen whole."""
+    _precision_axis(axes[0])
+    _surprisal_axis(axes[1])
+    axes[0].legend(frameon=False, fontsize=8)
+    for ax in axes:
+        ax.set_xlabel(label)
 
 
 def _precision_axis(ax: Axes, label: str = "Precision@1") -> None:
@@ -204,9 +218,19 @@ def save(figure: Figure, folder: str | Path, name: str) -> list[Path]:
     return paths
 
 
-def _line(ax: Axes, part: pd.DataFrame, colour: str, label: str, style: str = "-") -> None:
+def _line(ax: Axes, part: pd.DataFrame, colour: str, label: str, style: Any = "-") -> None:
     part = part.sort_values("layer")
-    ax.plot(part["layer"], part["value"], style, color=colour, label=label, lw=1.4, marker="o", ms=2.6)
+    marker = _MARKERS.get(str(part["method"].iloc[0]), "o") if len(part) else "o"
+    ax.plot(
+        part["layer"],
+        part["value"],
+        linestyle=style,
+        color=colour,
+        label=label,
+        lw=1.4,
+        marker=marker,
+        ms=2.6,
+    )
     ax.fill_between(part["layer"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
 
 

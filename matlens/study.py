@@ -6,6 +6,7 @@ maps; every script that is given the same output folder finds there what another
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -149,4 +150,8 @@ class Study:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", Path(name).name if Path(name).exists() else name)
+    """A name for a folder; files of one name in different folders get different ones."""
+    path = Path(name)
+    if not path.exists():
+        return re.sub(r"[^\w.-]+", "-", name)
+    return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from rich.table import Table
+from rich.text import Text
 
 from matlens.activations import Activations
 from matlens.errors import InputError
@@ -49,23 +51,49 @@ def top_predictions(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
+def read_predictions(path: str | Path) -> pd.DataFrame:
+    """Read back what `top_predictions` has found, tokens such as ``"nan"`` and a line break included.
+
+    Raises
+    ------
+    InputError
+        There is no such table.
+    """
+    types = dict.fromkeys(("prompt", "method", "token"), "str")
+    types |= {"layer": "int64", "rank": "int64", "probability": "float64"}
+    try:
+        table = pd.read_csv(path, dtype=types, keep_default_na=False, lineterminator="\n")
+    except (OSError, ValueError) as error:
+        raise InputError(f"There is no table of predictions in {path}: {error}.") from error
+    missing = [column for column in COLUMNS if column not in table]
+    if missing:
+        raise InputError(f"{path} is no table of predictions: it lacks the columns {', '.join(missing)}.")
+    return table
+
+
 def texts(readout: Readout, prompts: Activations) -> list[str]:
     """What the model has read of each prompt: all of it around a mask, up to the position otherwise."""
-    examples = prompts.examples
+    examples, tokenizer = prompts.examples, readout.tokenizer
+    # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
+    # token that a tokenizer lacks has the number of the unknown word.)
+    names = {*tokenizer.all_special_tokens} & {*tokenizer.get_vocab()}
+    if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):
+        names.discard(tokenizer.unk_token)
+    added = {*tokenizer.convert_tokens_to_ids(sorted(names))}
     found = []
     for start, end, position in zip(
         examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
     ):
         masked = examples.tokens[start + position] == readout.tokenizer.mask_token_id
         own = examples.tokens[start : end if masked else start + position + 1]
-        special = np.isin(own, [i for i in readout.tokenizer.all_special_ids if i != own[position]])
+        special = np.isin(own, sorted(added - {own[position]}))
         found.append(readout.tokenizer.decode(own[~special].tolist()).strip())
     return found
 
 
 def shown(token: str) -> str:
     """Write a token so that its spaces and line breaks can be seen."""
-    visible = token.replace("\n", "\\n").replace("\t", "\\t")
+    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
     return f"␣{visible[1:]}" if visible.startswith(" ") else visible
 
 
@@ -80,10 +108,8 @@ def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
 
 def printed(table: pd.DataFrame, prompt: str) -> Table:
     """The same for the terminal."""
-    from rich.markup import escape
-
     wide = side_by_side(table, prompt)
-    out = Table(*wide.columns, title=f"Input: {escape(prompt)}", title_justify="left")
+    out = Table(*wide.columns, title=Text(f"Input: {prompt}"), title_justify="left")
     for line in wide.itertuples(index=False):
-        out.add_row(*(escape(token) for token in line))
+        out.add_row(*(Text(token) for token in line))
     return out

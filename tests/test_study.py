@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
     first = study()
     maps, validation = first.maps, first.validation
     assert sum(runs) == N_TRAIN + N_VALIDATION
-    assert first.folder.name == "gpt2--words.txt"
+    assert re.fullmatch(r"gpt2-\w{8}--words\.txt-\w{8}", first.folder.name)
     assert folders(first) == {"train", "validation", "maps"}
 
     def fits(*_: object, **__: object) -> None:
@@ -240,11 +241,17 @@ def test_models_and_corpora_have_folders_of_their_own(study: Callable[..., Study
     other = corpus.with_name("other words.txt")
     shutil.copy(corpus, other)
     names = [one.folder.name for one in (study(), study("bert"), study(corpus=other))]
-    assert names == ["gpt2--words.txt", "bert--words.txt", "gpt2--other-words.txt"]
+    elsewhere = corpus.parent / "elsewhere" / corpus.name
+    elsewhere.parent.mkdir()
+    shutil.copy(corpus, elsewhere)
+    names.append(study(corpus=elsewhere).folder.name)
+    assert len(set(names)) == 4
+    stems = [re.sub(r"-[0-9a-f]{8}", "", name) for name in names]
+    assert stems == ["gpt2--words.txt", "bert--words.txt", "gpt2--other words.txt", "gpt2--words.txt"]
     named = study()
     named.model.cfg.model_name, before = "some/model", named.model.cfg.model_name
     try:
-        assert study().folder.name == "some-model--words.txt"
+        assert study().folder.name.startswith("some-model--words.txt")
     finally:
         named.model.cfg.model_name = before
 
