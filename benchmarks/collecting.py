@@ -15,7 +15,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 import matlens
-from matlens.activations import default_batch_tokens
+from matlens.collecting import default_batch_tokens
 from matlens.models import SMOLLM2, _smollm2
 
 

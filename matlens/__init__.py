@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 from matlens.version import __version__
 
 if TYPE_CHECKING:
-    from matlens.activations import Activations, collect, stream
+    from matlens.activations import Activations
+    from matlens.collecting import collect, stream
     from matlens.corpora import Corpus, load_corpus
     from matlens.errors import InputError
     from matlens.evaluation import fit_quality, prediction_quality
     from matlens.examples import Examples, make_examples, make_prompts
     from matlens.exits import early_exit
-    from matlens.fitting import Moments, fit_samples, fit_stream
+    from matlens.fitting import fit_samples, fit_stream
     from matlens.maps import LinearMap, MapSet
     from matlens.models import load
+    from matlens.moments import Moments
     from matlens.patching import patched
     from matlens.readout import Readout
     from matlens.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
@@ -24,15 +26,17 @@ if TYPE_CHECKING:
     from matlens.submodules import fit_submodules, submodule_pairs
 
 _HOMES = {
-    "activations": ("Activations", "collect", "stream"),
+    "activations": ("Activations",),
+    "collecting": ("collect", "stream"),
     "corpora": ("Corpus", "load_corpus"),
     "errors": ("InputError",),
     "evaluation": ("fit_quality", "prediction_quality"),
     "examples": ("Examples", "make_examples", "make_prompts"),
     "exits": ("early_exit",),
-    "fitting": ("Moments", "fit_samples", "fit_stream"),
+    "fitting": ("fit_samples", "fit_stream"),
     "maps": ("LinearMap", "MapSet"),
     "models": ("load",),
+    "moments": ("Moments",),
     "patching": ("patched",),
     "replacements": ("Replacement", "jump", "mat_attn", "mat_ffn", "mat_ln1_ln2"),
     "readout": ("Readout",),

@@ -72,6 +72,11 @@ class Examples:
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         return digest.hexdigest()[:16]
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What is stored of them beside vectors."""
+        return {"tokens": self.tokens, "offsets": self.offsets, "positions": self.positions}
+
     def head(self, n: int) -> Examples:
         """The first ``n`` sentences."""
         provenance = {**self.provenance, "n": min(n, len(self))}

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from matlens.activations import Activations, stream
+from matlens.activations import Activations
+from matlens.collecting import stream
 from matlens.errors import InputError
 from matlens.examples import Examples
 from matlens.sites import STREAM, Site, anatomy

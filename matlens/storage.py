@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +19,7 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from matlens.artifacts import read_config, write_bytes, write_text
+from matlens.artifacts import Workplace, read_config, write_bytes, write_text
 from matlens.errors import InputError
 
 _NOTED_EVERY = 2.0  # seconds
@@ -93,6 +93,35 @@ class RowFiles:
     def _close(self) -> None:
         for descriptor, _ in self._files.values():
             os.close(descriptor)
+
+
+def fill(
+    place: Workplace,
+    names: Sequence[str],
+    shape: tuple[int, int],
+    arrays: Mapping[str, np.ndarray],
+    batches: Callable[[int], Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]],
+    **more: Any,
+) -> None:
+    """Fill a folder with rows, from where a killed run has left it; a finished one is left as it is.
+
+    Parameters
+    ----------
+    place
+        The folder and its job.
+    names, shape, arrays
+        The files, rows and columns of each, and what lies beside them.
+    batches
+        Gives the batches after the first so many: which rows, and their vectors by name.
+    more
+        Goes into the finished folder's configuration.
+    """
+    with place.working():
+        if not place.finished:
+            with RowFiles(place.folder, names, *shape, arrays) as files:
+                for index, vectors in batches(files.batches_done):
+                    files.write(index, vectors)
+            place.finish(**more)
 
 
 def read_rows(

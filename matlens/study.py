@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from matlens import provenance, workflow
-from matlens.activations import Activations, collect
+from matlens.activations import Activations
+from matlens.collecting import collect
 from matlens.corpora import Corpus, load_corpus
 from matlens.examples import make_examples
 from matlens.maps import LinearMap, MapSet, write_maps

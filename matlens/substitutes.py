@@ -14,14 +14,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import provenance
-from matlens.activations import default_batch_tokens
 from matlens.artifacts import Workplace
+from matlens.collecting import default_batch_tokens
 from matlens.errors import InputError
 from matlens.examples import Batch, Examples, is_masked
 from matlens.patching import applied
 from matlens.replacements import Replacement, checked
 from matlens.sites import STREAM, Site, anatomy
-from matlens.storage import RowFiles, read_rows
+from matlens.storage import fill, read_rows
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -83,7 +83,7 @@ def substitutes(
         variant's first layer.
     """
     found = anatomy(model)
-    taken = {"tokens", "offsets", "positions"} & set(variants)
+    taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
     ready = {name: _ready(model, examples, name, variant) for name, variant in variants.items()}
@@ -114,14 +114,12 @@ def substitutes(
         "variants": {name: variant.told for name, variant in variants.items()},
         "batch_tokens": budget,
     }
-    place = Workplace(folder, request, only_unfinished=("batch_tokens",))
-    with place.working():
-        if not place.finished:
-            arrays = {"tokens": examples.tokens, "offsets": examples.offsets, "positions": examples.positions}
-            with RowFiles(place.folder, list(variants), len(examples), found.d_model, arrays) as files:
-                for batch, vectors in run(skip=files.batches_done):
-                    files.write(batch.index, vectors)
-            place.finish(more={"software": provenance.of_software(), "command": provenance.of_command()})
+    fill(
+        Workplace(folder, request, only_unfinished=("batch_tokens",)),
+        list(variants), (len(examples), found.d_model), examples.arrays,
+        lambda skip: ((batch.index, vectors) for batch, vectors in run(skip)),
+        more={"software": provenance.of_software(), "command": provenance.of_command()},
+    )  # fmt: skip
     return read_rows(folder, _HOLDS)[2]
 
 

@@ -16,8 +16,9 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from matlens import plots, provenance
-from matlens.activations import Activations, Positions, collect
+from matlens.activations import Activations, Positions
 from matlens.artifacts import system_errors, to_json, write_together
+from matlens.collecting import collect
 from matlens.corpora import Corpus
 from matlens.errors import InputError
 from matlens.evaluation import COLUMNS, FIT, PREDICTION, fit_quality, prediction_quality

@@ -21,7 +21,7 @@ from conftest import N_LAYERS, WORDS
 from safetensors.torch import load_file, save_file
 
 import matlens
-from matlens import activations, cli, workflow
+from matlens import cli, collecting, workflow
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
 N_TRAIN, N_VALIDATION = 60, 20
@@ -230,7 +230,7 @@ def test_running_again_does_no_work_for_what_is_finished(
     times = {path: path.stat().st_mtime_ns for part in ("train", "validation", "maps")
              for path in (finished / part).iterdir()}  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(activations, "_run", worked)
+        patch.setattr(collecting, "_run", worked)
         with pytest.raises(RuntimeError, match="work was done"):
             run_matlens("run", *inputs, "--out", tmp_path / "new")
         patch.setattr(workflow, "fit_samples", worked)
@@ -388,13 +388,13 @@ def test_collect_goes_on_between_the_parts(
     content = without_command(files(finished))
     shutil.rmtree(finished / "validation")
     batches: list[int] = []
-    run = activations._run
+    run = collecting._run
 
     def counted(model: Any, batch: Any, *rest: Any) -> Any:
         batches.append(len(batch.index))
         return run(model, batch, *rest)
 
-    monkeypatch.setattr(activations, "_run", counted)
+    monkeypatch.setattr(collecting, "_run", counted)
     assert run_matlens("collect", *inputs, "--out", finished).code == 0
     assert sum(batches) == N_VALIDATION
     assert without_command(files(finished)) == content
@@ -445,7 +445,7 @@ def test_interrupting_is_no_error(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(activations, "_run", interrupt)
+        patch.setattr(collecting, "_run", interrupt)
         outcome = run_matlens("collect", *inputs, "--out", tmp_path / "out")
     assert outcome.code == 130
     assert "Run the same command again" in outcome.err

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from matlens import fitting
 from matlens.errors import InputError
-from matlens.fitting import Moments, by_source, fit_samples, fit_stream
+from matlens.fitting import by_source, fit_samples, fit_stream
 from matlens.maps import LinearMap
+from matlens.moments import Moments
 
 EPS = torch.finfo(torch.float64).eps
 N, D_IN, D_OUT = 40, 7, 3

@@ -125,7 +125,7 @@ def test_no_room_on_the_disk_is_said_and_leaves_nothing(
     examples = make_examples(model, sentences)
     if existing:
         folder.mkdir(parents=True)
-    monkeypatch.setattr("matlens.activations._run", lambda *args: pytest.fail("the model was run"))
+    monkeypatch.setattr("matlens.collecting._run", lambda *args: pytest.fail("the model was run"))
     full_disk(n_files)
     with pytest.raises(InputError, match=rf"no room on the disk of {folder}"):
         collect(model, examples, folder=folder, progress=False)

@@ -20,8 +20,8 @@ from matlens import (
     Corpus,
     InputError,
     MapSet,
-    activations,
     collect,
+    collecting,
     fit_submodules,
     make_examples,
 )
@@ -60,13 +60,13 @@ def study(small_model: Callable[[str], Any], corpus: Path, tmp_path: Path) -> Ca
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of sentences of every run of the model that collects."""
     seen: list[int] = []
-    run = activations._run
+    run = collecting._run
 
     def counting(model: Any, batch: Any, *rest: Any) -> Any:
         seen.append(len(batch.index))
         return run(model, batch, *rest)
 
-    monkeypatch.setattr(activations, "_run", counting)
+    monkeypatch.setattr(collecting, "_run", counting)
     return seen
 
 

@@ -113,7 +113,7 @@ def test_collecting_again_gives_what_is_there(
     def ran(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("matlens.activations._run", ran)
+    monkeypatch.setattr("matlens.collecting._run", ran)
     train, validation = collect(small_model("gpt2"), sentences, collected)
     assert (train.n_rows, validation.n_rows) == (N_TRAIN, N_VALIDATION)
     with pytest.raises(AssertionError, match="the model was run"):
@@ -126,7 +126,7 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = matlens.activations._run
+    run = matlens.collecting._run
     n_calls = 0
 
     def fails_late(*arguments: Any) -> Any:
@@ -136,7 +136,7 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
             raise RuntimeError("out of memory")
         return run(*arguments)
 
-    monkeypatch.setattr("matlens.activations._run", fails_late)
+    monkeypatch.setattr("matlens.collecting._run", fails_late)
     fails_at = 4
     with pytest.raises(RuntimeError, match="out of memory"):
         collect(small_model("gpt2"), sentences, tmp_path / "out", batch_tokens=40)

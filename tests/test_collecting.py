@@ -34,9 +34,9 @@ from matlens import (
     Corpus,
     Examples,
     InputError,
-    activations,
     anatomy,
     collect,
+    collecting,
     make_examples,
     stream,
 )
@@ -269,13 +269,13 @@ def test_stream_skips_the_first_batches_without_running_them(
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the batches that the model is run on, as they happen."""
     sizes: list[int] = []
-    run = activations._run
+    run = collecting._run
 
     def counted(model: Any, batch: Any, hooks: Any, at: Any) -> Any:
         sizes.append(len(batch.index))
         return run(model, batch, hooks, at)
 
-    monkeypatch.setattr(activations, "_run", counted)
+    monkeypatch.setattr(collecting, "_run", counted)
     return sizes
 
 
@@ -341,13 +341,13 @@ def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
     model = small_model(name)
     examples = make_examples(model, sentences)
     read = np.zeros(len(examples), dtype=int)
-    run = activations._run
+    run = collecting._run
 
     def counted(model: Any, batch: Batch, hooks: Any, at: Any) -> Any:
         read[batch.index] += batch.mask.sum(1).numpy()
         return run(model, batch, hooks, at)
 
-    monkeypatch.setattr(activations, "_run", counted)
+    monkeypatch.setattr(collecting, "_run", counted)
     collect(model, examples, [0], progress=False)
     expected = examples.lengths if name == "bert" else examples.positions + 1
     assert read.tolist() == expected.tolist()
@@ -400,7 +400,7 @@ def test_a_finished_folder_is_opened_without_running_the_model(
     llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = collect(*llama, folder=tmp_path / "out", progress=False)
-    monkeypatch.setattr(activations, "_run", lambda *args: pytest.fail("the model was run"))
+    monkeypatch.setattr(collecting, "_run", lambda *args: pytest.fail("the model was run"))
     again = collect(*llama, folder=tmp_path / "out", progress=False)
     assert all(torch.equal(again[site], first[site]) for site in STREAM)
 
@@ -413,7 +413,7 @@ def test_a_finished_folder_with_more_sites_is_opened_without_running_the_model(
     there = [*STREAM, "attn_out.1", "mid.0"]
     first = collect(model, examples, there, folder=tmp_path / "out", progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(activations, "_run", lambda *args: pytest.fail("the model was run"))
+    monkeypatch.setattr(collecting, "_run", lambda *args: pytest.fail("the model was run"))
     again = collect(model, examples, asked, folder=tmp_path / "out", progress=False)
     for site in asked:
         assert torch.equal(again[site], first[site])
@@ -725,7 +725,7 @@ def test_hooks_are_gone_after_an_exception_in_the_middle(
         if len(checked) == 3:
             raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(activations, "require_finite", failing)
+    monkeypatch.setattr(collecting, "require_finite", failing)
     for folder in (None, tmp_path / "out"):
         checked.clear()
         with pytest.raises(RuntimeError, match="in the middle"):
