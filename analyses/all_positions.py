@@ -31,8 +31,8 @@ from matlens import (
     stream,
     workflow,
 )
-from matlens.cli import run_script
 from matlens.examples import is_masked
+from matlens.scripts import run_script
 
 NAME = "all_positions"
 

@@ -15,9 +15,9 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
+from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality
 from matlens.evaluation import judge, prediction_rows, taking
+from matlens.scripts import report, run_study
 from matlens.study import Study
 from matlens.submodules import attend_nowhere
 from matlens.substitutes import Variant, substitutes
@@ -27,18 +27,12 @@ CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
 
 
 def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
+    study: Study,
+    out: Path,
     patched: options.Patched = 3000,
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Fit all sub-modules, replace each kind from every layer on, and draw what is left of the prediction."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     everywhere, elsewhere = study.submodule_maps("all"), study.submodule_maps("not-sink")
     last, validation = study.n_layers, study.validation
     layers = sorted({*range(0, last, every), last - 1})
@@ -68,10 +62,8 @@ def main(
     blocks = prediction_quality(study.readout, study.maps, validation, methods=["mat"])
     blocks = blocks[blocks["layer"] < last].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
-    workflow.write_results(out, NAME, table, study.origin)
-    for path in plots.save(plots.by_method(table), out, NAME):
-        print(path)
+    report(out, NAME, table, study.origin, plots.by_method(table))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main)

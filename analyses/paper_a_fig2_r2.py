@@ -10,29 +10,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import fit_quality, options, plots, workflow
-from matlens.cli import run_script
+from matlens import fit_quality, plots
+from matlens.scripts import report, run_study
 from matlens.study import Study
 
 NAME = "paper_a_fig2_r2"
 
 
-def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, out: Path) -> None:
     """Fit all maps between layers, write their r2 as a table and draw both heatmaps."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     table = fit_quality(study.maps, study.validation)
-    workflow.write_results(out, NAME, table, study.origin)
-    for path in plots.save(plots.r2_heatmaps(table), out, NAME):
-        print(path)
+    report(out, NAME, table, study.origin, plots.r2_heatmaps(table))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main)

@@ -8,32 +8,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import InputError, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
+from matlens import InputError, plots, prediction_quality
 from matlens.examples import is_masked
+from matlens.scripts import report, run_study
 from matlens.study import Study
 
 NAME = "paper_a_fig4_next_token"
 
 
-def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, out: Path) -> None:
     """Fit the maps, write prediction quality as a table and draw it over the layers."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     if is_masked(study.model):
-        raise InputError(f"{model} predicts masked tokens, not the next one: see paper_a_fig5_masked.py.")
+        raise InputError(
+            f"{study.model.cfg.model_name} predicts masked tokens, not the next one: that is for "
+            "paper_a_fig5_masked.py."
+        )
     table = prediction_quality(study.readout, study.maps, study.validation)
-    workflow.write_results(out, NAME, table, study.origin)
-    for path in plots.save(plots.prediction(table), out, NAME):
-        print(path)
+    report(out, NAME, table, study.origin, plots.prediction(table))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main)

@@ -9,35 +9,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import InputError, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
+from matlens import InputError, plots, prediction_quality
 from matlens.examples import is_masked
+from matlens.scripts import report, run_study
 from matlens.study import Study
 
 NAME = "paper_a_fig5_masked"
 
 
-def main(
-    model: options.Model = "bert-base-uncased",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, out: Path) -> None:
     """Fit the maps on masked tokens, write prediction quality as a table and draw it over the layers."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     if not is_masked(study.model):
         raise InputError(
-            f"{model} is a decoder and predicts the next token, not a masked one. Expected a masked-LM model "
-            "such as bert-base-uncased; paper_a_fig4_next_token.py is for decoders."
+            f"{study.model.cfg.model_name} is a decoder and predicts the next token, not a masked one. "
+            "Expected a masked-LM model such as bert-base-uncased; for decoders there is "
+            "paper_a_fig4_next_token.py."
         )
     table = prediction_quality(study.readout, study.maps, study.validation)
-    workflow.write_results(out, NAME, table, study.origin)
-    for path in plots.save(plots.prediction(table), out, NAME):
-        print(path)
+    report(out, NAME, table, study.origin, plots.prediction(table))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, model="bert-base-uncased")

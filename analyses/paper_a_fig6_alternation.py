@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens import MapSet, fit_quality, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
+from matlens import MapSet, fit_quality, options, plots, prediction_quality
 from matlens.evaluation import judge, prediction_rows, taking, to_tensor
 from matlens.schemes import Scheme, r2_schemes, wrr
+from matlens.scripts import report, run_study
 from matlens.study import Study
 from matlens.substitutes import Variant, substitutes
 
@@ -22,17 +22,11 @@ NAME = "paper_a_fig6_alternation"
 
 
 def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
+    study: Study,
+    out: Path,
     patched: options.Patched = 3000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Run every scheme over the validation sentences and draw Precision@1 against the blocks run."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     validation = study.validation.head(patched)
     best = r2_schemes(to_tensor(fit_quality(study.maps, study.validation), "mat"))
     named = [("R2", scheme) for scheme, _ in best.values()]
@@ -57,9 +51,7 @@ def main(
     ]  # fmt: skip
     fixed = prediction_quality(study.readout, study.maps, validation).assign(experiment=NAME)
     table = pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
-    workflow.write_results(out, NAME, table, study.origin)
-    for path in plots.save(plots.alternation(table[table["k"] == 1]), out, NAME):
-        print(path)
+    report(out, NAME, table, study.origin, plots.alternation(table[table["k"] == 1]))
 
 
 def variant(study: Study, maps: MapSet, scheme: Scheme) -> Variant:
@@ -74,4 +66,4 @@ def file_name(scheme: Scheme) -> str:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main)

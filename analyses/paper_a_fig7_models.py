@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens import InputError, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
+from matlens import InputError, options, plots, prediction_quality
 from matlens.examples import is_masked
+from matlens.scripts import report, run_script
 from matlens.study import Study
 
 NAME = "paper_a_fig7_models"
@@ -41,9 +41,7 @@ def main(
         tables.append(prediction_quality(study.readout, study.maps, study.validation))
         origins[study.folder.name] = study.origin
     table = pd.concat(tables, ignore_index=True)
-    workflow.write_results(out, NAME, table, {"studies": origins})
-    for path in plots.save(plots.relative_depth(table), out, NAME):
-        print(path)
+    report(out, NAME, table, {"studies": origins}, plots.relative_depth(table))
 
 
 if __name__ == "__main__":

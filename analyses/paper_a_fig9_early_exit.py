@@ -10,33 +10,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import options, plots, workflow
-from matlens.cli import run_script
+from matlens import plots
 from matlens.exits import early_exit, layers_saved
+from matlens.scripts import report, run_study
 from matlens.study import Study
 
 NAME = "paper_a_fig9_early_exit"
 
 
-def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, out: Path) -> None:
     """Sweep the threshold, print the layers saved at a precision of 95% and draw the curves."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     table = early_exit(study.readout, study.maps, study.validation)
-    workflow.write_results(out, NAME, table, study.origin)
     for method in ("mat", "id"):
         saved = layers_saved(table, method)
         print(f"{method}: {saved:.2f} of {study.n_layers} layers saved at 95% ({saved / study.n_layers:.1%})")
-    for path in plots.save(plots.early_exit(table), out, NAME):
-        print(path)
+    report(out, NAME, table, study.origin, plots.early_exit(table))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main)

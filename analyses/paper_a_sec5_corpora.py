@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens import MapSet, fit_samples, load, load_corpus, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
+from matlens.scripts import report, run_script
 from matlens.study import Study
 
 NAME = "paper_a_sec5_corpora"
@@ -50,10 +50,8 @@ def main(
         tables.append(own.assign(experiment=NAME, corpus=tested, method=f"mat of {fitted}"))
     table = pd.concat(tables, ignore_index=True)
     origins = {name: workflow.origin_of(maps[name], study.validation) for name, study in studies.items()}
-    workflow.write_results(out, NAME, table, {"studies": origins, "n_fitted": equal})
     show(table)
-    for path in plots.save(plots.across_corpora(table), out, NAME):
-        print(path)
+    report(out, NAME, table, {"studies": origins, "n_fitted": equal}, plots.across_corpora(table))
 
 
 def show(table: pd.DataFrame) -> None:

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from matlens import InputError, collect, load_corpus, make_examples, options, workflow
 from matlens.artifacts import system_errors, write_text
-from matlens.cli import run_script
 from matlens.plausibility import make_sheet, rates, read_sheet
+from matlens.scripts import run_script
 from matlens.study import Study
 from matlens.tokens import read_predictions, top_predictions
 

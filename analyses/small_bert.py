@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import InputError, load_corpus, options
-from matlens.cli import run_script
+from matlens.scripts import run_script
 
 VOCABULARY, LONGEST, BATCH, RATE, MASKED = 6000, 48, 64, 1.5e-3, 0.2
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality, workflow
-from matlens.cli import run_script
 from matlens.evaluation import judge, prediction_rows, taking
 from matlens.examples import Examples
 from matlens.replacements import Where
+from matlens.scripts import run_study
 from matlens.study import Fitted, Study
 from matlens.substitutes import Variant, substitutes
 
@@ -31,18 +31,12 @@ FITTED: tuple[Fitted, ...] = ("all", "not-first", "not-sink")
 
 
 def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
+    study: Study,
+    out: Path,
     patched: options.Patched = 300,
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 8,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Run every combination, and print Precision@1 by layer."""
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     maps = {fitted: study.submodule_maps(fitted) for fitted in FITTED}
     last, some = study.n_layers, study.validation.head(patched)
     layers = sorted({*range(0, last, every), last - 3, last - 1} & {*range(last)})
@@ -86,4 +80,4 @@ def show(table: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main)

@@ -235,16 +235,11 @@ def plot(folder: Folder) -> None:
 
 def main() -> None:
     """Run the command line."""
-    _speaking(app)
+    speaking(app)
 
 
-def run_script(function: Callable[..., None]) -> None:
-    """Run a function as a script of its own, with its options and the errors of the command line."""
-    _speaking(lambda: typer.run(function))
-
-
-def _speaking(work: Callable[[], Any]) -> None:
-    """Say in a line what the user can mend, and exit with code 2."""
+def speaking(work: Callable[[], Any]) -> None:
+    """Do some work, and say in a line what the user can mend, and exit with code 2."""
     try:
         with system_errors("the output folder"):
             work()

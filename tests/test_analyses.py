@@ -59,8 +59,11 @@ def run(name: str, *options: object) -> None:
 
 
 def parameters(name: str) -> list[str]:
+    """Options of a script: those of its function, and those that its study is made from."""
     main = runpy.run_path(str(SCRIPTS[name]))["main"]
-    return list(inspect.signature(main).parameters)
+    own = list(inspect.signature(main).parameters)
+    shared = ["model", "corpus", "train", "val", "seed", "device", "out"] if "study" in own else []
+    return [*(option for option in own if option not in ("study", "out")), *shared] if shared else own
 
 
 def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[object]:

@@ -28,7 +28,7 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("workflow",), ("study",), ("options",), ("cli",),
+    ("workflow",), ("study",), ("options",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 
