@@ -14,9 +14,10 @@ MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py
 
 # The analyses' job: under 40 minutes on two cores. Sizes of the paper: STUDY_TRAIN=9000 STUDY_VAL=3000 PATCHED=3000.
 ANALYSES_OUT ?= out/analyses
-STUDY_TRAIN ?= 4000
-STUDY_VAL ?= 1000
-PATCHED ?= 120
+STUDY_TRAIN ?= 3000
+STUDY_VAL ?= 750
+PATCHED ?= 60
+EVERY ?= 2
 BERT ?= $(ANALYSES_OUT)/small-bert
 # The first collects for all that follow.
 ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token paper_a_table1_tokens \
@@ -51,6 +52,7 @@ $(ANALYSES_OUT)/%.csv: | install
 
 $(ANALYSES_OUT)/paper_a_fig6_alternation.csv $(ANALYSES_OUT)/paper_a_fig10_submodules.csv \
 $(ANALYSES_OUT)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
+$(ANALYSES_OUT)/paper_a_fig10_submodules.csv: OPTIONS += --every $(EVERY)
 # Activations at all positions are streamed, so no other analysis has them: fewer sentences.
 $(ANALYSES_OUT)/all_positions.csv: OPTIONS = --train 1500 --val 500
 $(ANALYSES_OUT)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
