@@ -28,6 +28,7 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
+    ("ffn.__init__", "ffn.values"), ("ffn.words",), ("ffn.projection",), ("ffn.overlap",),
     ("workflow",), ("study",), ("options",), ("cli",), ("scripts",),
 )  # fmt: skip
 
