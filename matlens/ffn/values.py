@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.models import require_raw
+from matlens.models import fingerprint, require_raw
 from matlens.sites import COEFFICIENTS, anatomy, output_layer
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Values:
     ----------
     n_layers, d_mlp, d_model
         There are ``n_layers x d_mlp`` vectors of ``d_model`` coordinates.
+    model_name, fingerprint
+        Of the model.
 
     Raises
     ------
@@ -85,7 +87,7 @@ class Values:
             )
         self.n_layers, self.d_mlp, self.d_model = found.n_layers, found.d_mlp, found.d_model
         self.device = torch.device(model.cfg.device)
-        self.model_name = str(model.cfg.model_name)
+        self.model_name, self.fingerprint = str(model.cfg.model_name), fingerprint(model)
         shape = (self.d_mlp, self.d_model)
         self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
         self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
