@@ -29,7 +29,7 @@ TOGETHER = (
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     ("ffn.__init__", "ffn.values"), ("ffn.words",), ("ffn.projection",), ("ffn.overlap", "ffn.updates"),
-    ("workflow",), ("study",), ("options",), ("cli",), ("scripts",),
+    ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 

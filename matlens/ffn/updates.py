@@ -83,7 +83,7 @@ class Updates:
             The model has no value vectors, or a layer is out of range.
         """
         values = Values(model)
-        chosen = range(values.n_layers) if layers is None else [values.resolve((i, 0)).layer for i in layers]
+        chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
         if not chosen:
             raise InputError("No layers are chosen. Expected at least one.")
         sites = [Site(kind, layer) for layer in chosen for kind in (COEFFICIENTS, _WRITTEN)]
@@ -126,7 +126,7 @@ class Updates:
         return self.contributions(layer).topk(_checked(k, self.values)).indices
 
     def _of(self, kind: str, layer: int) -> Tensor:
-        site = str(Site(kind, self.values.resolve((layer, 0)).layer))
+        site = str(Site(kind, self.values.resolve_layer(layer)))
         if site not in set(self.activations):
             there = ", ".join(map(str, self.layers)) or "none"
             raise InputError(f"{site} was not collected. There are updates of these layers: {there}.")

@@ -104,17 +104,28 @@ class Values:
             It is no name, or there is no such layer or index here.
         """
         value = Value.parse(name)
-        if not -self.n_layers <= value.layer < self.n_layers:
-            raise InputError(
-                f"Layer {value.layer} of {value} is out of range: the FFNs of this model are in the layers 0 "
-                f"to {self.n_layers - 1}."
-            )
+        layer = self.resolve_layer(value.layer)
         if not -self.d_mlp <= value.index < self.d_mlp:
             raise InputError(
                 f"Index {value.index} of {value} is out of range: each layer of this model has the value "
                 f"vectors 0 to {self.d_mlp - 1}."
             )
-        return Value(value.layer % self.n_layers, value.index % self.d_mlp)
+        return Value(layer, value.index % self.d_mlp)
+
+    def resolve_layer(self, layer: int) -> int:
+        """Check the number of a layer, which is negative from the end.
+
+        Raises
+        ------
+        InputError
+            There is no such layer here.
+        """
+        if not -self.n_layers <= layer < self.n_layers:
+            raise InputError(
+                f"Layer {layer} is out of range: the FFNs of this model are in the layers 0 to "
+                f"{self.n_layers - 1}."
+            )
+        return layer % self.n_layers
 
     def at(self, row: int) -> Value:
         """Which vector a row is, where all of them stand layer after layer."""
@@ -122,11 +133,11 @@ class Values:
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
-        return self._matrices[self._layer(layer)].float()
+        return self._matrices[self.resolve_layer(layer)].float()
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
         """What the layer adds whatever its coefficients are; zeros where the model has no output bias."""
-        bias = self._biases[self._layer(layer)]
+        bias = self._biases[self.resolve_layer(layer)]
         return torch.zeros(self.d_model, device=self.device) if bias is None else bias.detach().float()
 
     def vectors(self, names: Iterable[Name]) -> Float[Tensor, "n d_model"]:
@@ -158,14 +169,11 @@ class Values:
         """
         if n < 1:
             raise InputError(f"{n} random vectors were asked for. Expected at least 1.")
-        number = self._layer(layer)
+        number = self.resolve_layer(layer)
         real = self.layer(number)
         generator = torch.Generator().manual_seed(seed * self.n_layers + number)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return real.mean(0) + noise * real.std(0)
-
-    def _layer(self, layer: int) -> int:
-        return self.resolve((layer, 0)).layer
 
 
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
