@@ -95,11 +95,15 @@ class Projection:
         """The ``k`` tokens with the smallest scores, the smallest first: what it demotes."""
         return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
 
+    def blocks(self, vectors: Float[Tensor, "n d_model"]) -> tuple[Tensor, ...]:
+        """The vectors in as many rows at a time as have their scores held at once."""
+        return vectors.split(max(_SCORES // len(self.unembedding), 1))
+
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> Tokens:
         d_vocab = len(self.unembedding)
         if not 1 <= k <= d_vocab:
             raise InputError(f"{k} tokens were asked for. Expected 1 to {d_vocab}, the whole vocabulary.")
-        found = [pick(self.scores(block)) for block in vectors.split(max(_SCORES // d_vocab, 1))]
+        found = [pick(self.scores(block)) for block in self.blocks(vectors)]
         ids, scores = (torch.cat([one[part] for one in found]).cpu() for part in (1, 0))
         return Tokens(ids, scores)
 
