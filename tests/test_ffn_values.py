@@ -334,6 +334,10 @@ def test_a_word_in_no_list_gives_an_empty_table(small_model: Callable[[str], Any
     found = holding(values, read, nothing, ["w7"])
     assert found.columns.tolist() == ["value", "layer", "index", "words", "rank", "score"]
     assert found.empty
+    with pytest.raises(
+        InputError, match=r"Top tokens of 3 vectors for 384 value vectors\. Expected those of all"
+    ):
+        holding(values, read, read.top(values.layer(0)[:3]), ["w7"])
 
 
 @pytest.mark.parametrize("n", [0, 10_000])

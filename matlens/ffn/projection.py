@@ -153,7 +153,17 @@ def holding(values: Values, projection: Projection, tokens: Tokens, words: Seque
         What `top_of_all` has found.
     words
         Each a single token.
+
+    Raises
+    ------
+    InputError
+        A word is not one token, or the top tokens are not those of all the value vectors.
     """
+    if len(tokens.ids) != len(values):
+        raise InputError(
+            f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
+            "of them, as top_of_all gives."
+        )
     hits = torch.isin(tokens.ids, torch.tensor(word_tokens(projection.tokenizer, words)))
     rows = hits.any(1).nonzero()[:, 0]
     first = hits[rows].int().argmax(1)
