@@ -10,7 +10,8 @@ TRAIN ?= 3000
 VAL ?= 750
 OUT ?= out/demo
 
-MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py))))
+MODULES := $(addprefix matlens.,$(basename $(notdir $(wildcard matlens/[a-z]*.py)))) \
+	matlens.ffn $(addprefix matlens.ffn.,$(basename $(notdir $(wildcard matlens/ffn/[a-z]*.py))))
 
 # The analyses' job: under 40 minutes on two cores. Sizes of the paper: STUDY_TRAIN=9000 STUDY_VAL=3000 PATCHED=3000.
 ANALYSES_OUT ?= out/analyses
@@ -18,12 +19,15 @@ STUDY_TRAIN ?= 3000
 STUDY_VAL ?= 750
 PATCHED ?= 60
 EVERY ?= 2
+SENTENCES ?= 300
 BERT ?= $(ANALYSES_OUT)/small-bert
 # The first collects for all that follow.
 ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token paper_a_table1_tokens \
 	paper_a_fig6_alternation paper_a_fig7_models paper_a_sec5_corpora paper_a_fig9_early_exit plausibility \
 	submodule_positions all_positions
 MASKED_ANALYSES := paper_a_fig5_masked
+# These read the weights, or what FFNs write, and share nothing with the others.
+FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance
 
 .PHONY: demo test check verify bench analyses docs install clean
 .NOTPARALLEL:
@@ -45,7 +49,12 @@ verify: install
 	$(BIN)/python analyses/all_positions.py --train 4000 --val 1000 --out out/verify
 
 # Every analysis whose table is not there yet; what was broken off goes on where it was.
-analyses: $(patsubst %,$(ANALYSES_OUT)/%.csv,$(ANALYSES) $(MASKED_ANALYSES))
+analyses: $(patsubst %,$(ANALYSES_OUT)/%.csv,$(ANALYSES) $(MASKED_ANALYSES) $(FFN_ANALYSES))
+
+$(ANALYSES_OUT)/paper_b_%.csv: | install
+	$(BIN)/python analyses/paper_b_$*.py --out $(ANALYSES_OUT) $(OPTIONS)
+
+$(ANALYSES_OUT)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
 
 $(ANALYSES_OUT)/%.csv: | install
 	$(BIN)/python analyses/$*.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(ANALYSES_OUT) $(OPTIONS)
@@ -66,6 +75,7 @@ bench: install
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/skipping.py
+	$(BIN)/python benchmarks/projecting.py
 
 docs: install
 	$(BIN)/pdoc --docformat numpy --math --output-directory site $(MODULES)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from matlens.artifacts import system_errors
 from matlens.errors import InputError
+from matlens.ffn import commands
 from matlens.options import (
     BatchTokens,
     CorpusName,
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 app = typer.Typer(
-    help="What is linear inside a transformer: maps between all layers of a language model.",
+    help="What is linear inside a transformer, and what its feed-forward layers write.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(commands.app, name="values")
 _BAD_INPUT, _INTERRUPTED = 2, 130
 
 
@@ -231,6 +233,9 @@ def plot(folder: Folder) -> None:
     from matlens import workflow
 
     _say_paths(workflow.plot(folder))
+
+
+app.command()(commands.update)
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def collect(
     }
     more = {"software": provenance.of_software(), "command": provenance.of_command()}
     n_rows = len(examples) if positions == "drawn" else len(examples.tokens)
-    d_model = model.cfg.d_model
+    widths = {name: anatomy(model).width(name) for name in names}
 
     def run(skip: int = 0) -> Iterator[Rows]:
         return stream(
@@ -110,14 +110,14 @@ def collect(
         )  # fmt: skip
 
     if folder is None:
-        kept = {name: torch.empty(n_rows, d_model) for name in names}
+        kept = {name: torch.empty(n_rows, width) for name, width in widths.items()}
         for rows in run():
             for name, vectors in rows.vectors.items():
                 kept[name][torch.from_numpy(rows.index)] = vectors
         return Activations(kept, examples, positions, {**request, **more})
     place = Workplace(folder, request, only_unfinished=("batch_tokens", "read"))
     fill(
-        place, names, (n_rows, d_model), examples.arrays,
+        place, widths, n_rows, examples.arrays,
         lambda skip: ((rows.index, rows.vectors) for rows in run(skip)), more=more,
     )  # fmt: skip
     return Activations.load(folder)
@@ -208,8 +208,10 @@ def _run(
         raise InputError(
             f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )
-    gathered = torch.stack([seen[name] for name in hooks.values()]).cpu()  # one transfer from the device
-    return dict(zip(hooks, gathered, strict=True))
+    vectors = [seen[name] for name in hooks.values()]
+    flat = torch.cat([one.reshape(-1) for one in vectors]).cpu()  # one transfer from the device
+    parts = flat.split([one.numel() for one in vectors])
+    return {site: part.view(one.shape) for site, part, one in zip(hooks, parts, vectors, strict=True)}
 
 
 def _places(

@@ -36,7 +36,7 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
         image = ax.imshow(grid.T, origin="lower", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
         ax.set_title(rf"$\mathtt{{{method}}}_{{\ell \to \ell'}}$")
         ax.set_xlabel(r"source layer $\ell$")
-        ticks = _layer_ticks(len(grid) - 1)
+        ticks = layer_ticks(len(grid) - 1)
         ax.set_xticks(ticks)
         ax.set_yticks(ticks)
     axes[0].set_ylabel(r"target layer $\ell'$")
@@ -60,7 +60,7 @@ def prediction(results: pd.DataFrame) -> Figure:
     _surprisal_axis(right)
     for ax in (left, right):
         ax.set_xlabel(r"layer $\ell$")
-        ax.set_xticks(_layer_ticks(int(results["target"].max())))
+        ax.set_xticks(layer_ticks(int(results["target"].max())))
         ax.legend(frameon=False, fontsize=8)
     return _titled(figure, results)
 
@@ -234,7 +234,7 @@ def _line(ax: Axes, part: pd.DataFrame, colour: str, label: str, style: Any = "-
     ax.fill_between(part["layer"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
 
 
-def _layer_ticks(last: int) -> list[int]:
+def layer_ticks(last: int) -> list[int]:
     """Round layers, and the last one whatever it is."""
     ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]
     gap = np.diff(ticks).min() if len(ticks) > 1 else 1

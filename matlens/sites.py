@@ -2,7 +2,8 @@
 
 A **site** is a kind and a layer, written ``kind.layer``. The stream is ``h.0 .. h.L``: ``h.0`` enters
 block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as TransformerLens does:
-``attn_out.3`` is what the attention of block 3 returns.
+``attn_out.3`` is what the attention of block 3 returns. ``ffn_post`` is what the FFN's output matrix
+multiplies, a number for each of its ``d_mlp`` value vectors; all other sites have ``d_model``.
 
 Blocks are wired in different ways, and a hook of the same name carries different things in them. So
 the wiring of a model is not looked up by its name: `anatomy` runs a few tokens through it and takes
@@ -21,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from matlens.errors import InputError
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-STREAM = "h"
+STREAM, COEFFICIENTS = "h", "ffn_post"
 
 
 @dataclass(frozen=True, order=True)
@@ -88,6 +89,7 @@ _SUBMODULES = {
     "attn_out": "attn.hook_out",
     "ffn_in": "mlp.hook_in",
     "ffn_out": "mlp.hook_out",
+    "ffn_post": "mlp.out.hook_in",
 }
 
 PRE_NORM = Family(
@@ -123,6 +125,7 @@ POST_NORM = Family(
         "mid": "ln1.hook_out",
         "ffn_in": "mlp.in.hook_in",
         "ffn_out": "mlp.out.hook_out",
+        "ffn_post": "mlp.out.hook_in",
     },
     (
         ("attn_in", ("h",)),
@@ -157,6 +160,8 @@ class Anatomy:
         ``stream-only`` where no known sum holds and only ``h`` can be trusted.
     kinds
         The kinds of sites inside a block that this model has.
+    d_mlp
+        Width of ``ffn_post``, 0 where there is none.
     blocks_return_tuples
         Whether a block's module returns its vectors as the first of several values.
     """
@@ -165,6 +170,7 @@ class Anatomy:
     n_layers: int
     d_model: int
     kinds: tuple[str, ...]
+    d_mlp: int = 0
     blocks_return_tuples: bool = False
 
     @cached_property
@@ -202,6 +208,10 @@ class Anatomy:
                 f"this model has {site.kind}.0 to {site.kind}.{count - 1}."
             )
         return Site(site.kind, site.layer % count)
+
+    def width(self, site: str | int | Site) -> int:
+        """How many coordinates a site's vectors have."""
+        return self.d_mlp if self.resolve(site).kind == COEFFICIENTS else self.d_model
 
     def hook(self, site: str | int | Site) -> str:
         """Name of the TransformerLens hook that carries a site's vectors."""
@@ -248,13 +258,34 @@ def _examine(model: TransformerBridge) -> Anatomy:
 
     for family in FAMILIES:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
-            kinds = tuple(
+            there = [
                 kind
                 for kind, name in family.hooks.items()
                 if all(f"blocks.{layer}.{name}" in seen for layer in range(n_layers))
-            )
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds, as_tuples)
-    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), as_tuples)
+            ]
+            d_mlp = _d_mlp(model, family, seen)
+            kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
+            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples)
+    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples)
+
+
+def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
+    """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``."""
+    return model.blocks[layer].mlp.out.original_component
+
+
+@torch.inference_mode()
+def _d_mlp(model: TransformerBridge, family: Family, seen: Mapping[str, Tensor]) -> int:
+    """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
+    widths = set()
+    for layer in range(model.cfg.n_layers):
+        given, written = (
+            seen.get(f"blocks.{layer}.{family.hooks[kind]}") for kind in (COEFFICIENTS, "ffn_out")
+        )
+        if given is None or written is None or not _adds_up(written, [output_layer(model, layer)(given)]):
+            return 0
+        widths.add(given.shape[-1])
+    return widths.pop() if len(widths) == 1 else 0
 
 
 def require_finite(vectors: Tensor, place: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,24 +33,23 @@ class RowFiles:
     ----------
     folder
         Where they are; files that are there already are gone on with.
-    names, n_rows, width
-        The sites, and the shape of each file, float32.
+    widths, n_rows
+        The sites with the width of their rows, and how many rows each file has, float32.
     arrays
         What else belongs to the collection, written at once.
     """
 
     def __init__(
-        self, folder: Path, names: Sequence[str], n_rows: int, width: int, arrays: Mapping[str, np.ndarray]
+        self, folder: Path, widths: Mapping[str, int], n_rows: int, arrays: Mapping[str, np.ndarray]
     ) -> None:
         self._note = folder / _DONE
-        self._width = width
         self.batches_done = int(self._note.read_text()) if self._note.is_file() else 0
         self._written, self._noted_at = self.batches_done, time.monotonic()
         for name, array in arrays.items():
             _save(folder / f"{name}.npy", array)
         self._files: dict[str, tuple[int, int]] = {}  # descriptor, and where rows start
         try:
-            for name in names:
+            for name, width in widths.items():
                 descriptor = os.open(folder / f"{name}.npy", os.O_RDWR | os.O_CREAT, 0o644)
                 self._files[name] = descriptor, 0
                 self._files[name] = descriptor, _allocate(descriptor, n_rows, width)
@@ -61,10 +60,10 @@ class RowFiles:
     def write(self, index: np.ndarray, vectors: Mapping[str, Tensor]) -> None:
         """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the site's file."""
         starts, ends = _runs(index)
-        row_bytes = self._width * 4
         for name, values in vectors.items():
             descriptor, first = self._files[name]
             rows = values.numpy()
+            row_bytes = rows.shape[1] * 4
             for start, end in zip(starts, ends, strict=True):
                 _write_all(descriptor, rows[start:end].tobytes(), first + int(index[start]) * row_bytes)
         self._written += 1
@@ -97,8 +96,8 @@ class RowFiles:
 
 def fill(
     place: Workplace,
-    names: Sequence[str],
-    shape: tuple[int, int],
+    widths: Mapping[str, int],
+    n_rows: int,
     arrays: Mapping[str, np.ndarray],
     batches: Callable[[int], Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]],
     **more: Any,
@@ -109,8 +108,8 @@ def fill(
     ----------
     place
         The folder and its job.
-    names, shape, arrays
-        The files, rows and columns of each, and what lies beside them.
+    widths, n_rows, arrays
+        The files with their columns, the rows of each, and what lies beside them.
     batches
         Gives the batches after the first so many: which rows, and their vectors by name.
     more
@@ -118,7 +117,7 @@ def fill(
     """
     with place.working():
         if not place.finished:
-            with RowFiles(place.folder, names, *shape, arrays) as files:
+            with RowFiles(place.folder, widths, n_rows, arrays) as files:
                 for index, vectors in batches(files.batches_done):
                     files.write(index, vectors)
             place.finish(**more)

@@ -116,7 +116,7 @@ def substitutes(
     }
     fill(
         Workplace(folder, request, only_unfinished=("batch_tokens",)),
-        list(variants), (len(examples), found.d_model), examples.arrays,
+        dict.fromkeys(variants, found.d_model), len(examples), examples.arrays,
         lambda skip: ((batch.index, vectors) for batch, vectors in run(skip)),
         more={"software": provenance.of_software(), "command": provenance.of_command()},
     )  # fmt: skip

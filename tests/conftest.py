@@ -71,15 +71,18 @@ def _ends(**modules: str) -> dict[str, tuple[str, str]]:
 _GEMMA = _ends(
     ln1="input_layernorm", attn="self_attn", ln1_post="post_attention_layernorm",
     ln2="pre_feedforward_layernorm", ffn="mlp", ln2_post="post_feedforward_layernorm",
-) | {"mid": ("pre_feedforward_layernorm", "in")}  # fmt: skip
-_NEOX = _ends(ln1="input_layernorm", attn="attention", ln2="post_attention_layernorm", ffn="mlp")
+) | {"mid": ("pre_feedforward_layernorm", "in"), "ffn_post": ("mlp.down_proj", "in")}  # fmt: skip
+_NEOX = _ends(ln1="input_layernorm", attn="attention", ln2="post_attention_layernorm", ffn="mlp") | {
+    "ffn_post": ("mlp.dense_4h_to_h", "in")
+}
 SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
-    "gpt2": _ends(ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp") | {"mid": ("ln_2", "in")},
+    "gpt2": _ends(ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp")
+    | {"mid": ("ln_2", "in"), "ffn_post": ("mlp.c_proj", "in")},
     "llama": _ends(ln1="input_layernorm", attn="self_attn", ln2="post_attention_layernorm", ffn="mlp")
-    | {"mid": ("post_attention_layernorm", "in")},
+    | {"mid": ("post_attention_layernorm", "in"), "ffn_post": ("mlp.down_proj", "in")},
     "neox": _NEOX,
     "neox-sequential": _NEOX | {"mid": ("post_attention_layernorm", "in")},
-    "gptj": _ends(ln1="ln_1", attn="attn", ffn="mlp"),
+    "gptj": _ends(ln1="ln_1", attn="attn", ffn="mlp") | {"ffn_post": ("mlp.fc_out", "in")},
     "bert": _ends(ln1="attention.output.LayerNorm", ln2="output.LayerNorm")
     | {
         "attn_in": ("attention", "in"),
@@ -87,6 +90,7 @@ SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
         "mid": ("attention.output.LayerNorm", "out"),
         "ffn_in": ("intermediate", "in"),
         "ffn_out": ("output.dense", "out"),
+        "ffn_post": ("output.dense", "in"),
     },
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,

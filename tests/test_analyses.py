@@ -19,7 +19,9 @@ from matlens.examples import is_masked
 from matlens.schemes import wrr
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
-TABLES = [name for name in SCRIPTS if name != "small_bert"]  # that one makes a model
+OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
+TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
+NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
 CASES = [(name, "bert" if name == "paper_a_fig5_masked" else "llama") for name in TABLES]
@@ -132,6 +134,24 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
         assert content.startswith(b"%PDF" if figure.endswith("pdf") else b"\x89PNG")
         assert len(content) > 5_000
     assert {path.with_suffix(".png").name for path in map(Path, figures)} <= set(figures)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
+@pytest.mark.parametrize("name", OF_FFNS)
+def test_analyses_of_ffns_run_on_small_models(
+    name: str, model: str, corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    own = {"paper_b_fig4_overlap": ["--random", 9, "--top", 5], "paper_b_fig6_dominance": ["--sentences", 12]}
+    given = [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
+    run(name, "--model", model_folder(model), *given, *own[name], "--device", "cpu", "--out", tmp_path)
+    table, told = pd.read_csv(tmp_path / f"{name}.csv"), json.loads((tmp_path / f"{name}.json").read_text())
+    assert set(table["layer"]) == set(range(N_LAYERS))
+    assert table["value"].between(0, 1).all()
+    assert told["seed"] == 0
+    assert told["model"]["base_model_name_or_path"].endswith(model)
+    assert told["command"].startswith(f"{name}.py --model")
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"{name}.{suffix}").read_bytes().startswith(start)
 
 
 # What the tables hold: they agree with one another
@@ -321,7 +341,8 @@ def test_help_names_every_option(name: str, capsys: pytest.CaptureFixture[str]) 
     run(name, "--help")
     said = capsys.readouterr().out
     names = parameters(name)
-    assert {"corpus", "out", "seed"} <= set(names)
+    assert {"out", "seed"} <= set(names)
+    assert ("corpus" in names) == (name not in NO_CORPUS)
     for option in names:
         assert f"--{option.replace('_', '-')} " in said
     described = inspect.getdoc(runpy.run_path(str(SCRIPTS[name]))["main"])
@@ -340,16 +361,18 @@ def refused(name: str, capsys: pytest.CaptureFixture[str], *options: object) -> 
     return " ".join(said.err.split())
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [*TABLES, *OF_FFNS])
 def test_a_model_that_is_not_there_is_told(
     name: str, corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--model", tmp_path / "absent", "--corpus", corpora / "words.txt", *sizes()]
+    options = ["--model", tmp_path / "absent"]
+    options += [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
+    options += {"paper_b_fig6_dominance": ["--sentences", 12]}.get(name, [] if name in OF_FFNS else sizes())
     assert "error: There is no model" in refused(name, capsys, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in NO_CORPUS])
 def test_a_corpus_that_is_not_there_is_told(
     name: str, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,9 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("workflow",), ("study",), ("options",), ("cli",), ("scripts",),
+    ("ffn.__init__", "ffn.values", "ffn.plots"), ("ffn.words",), ("ffn.projection",),
+    ("ffn.overlap", "ffn.updates"),
+    ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 

@@ -453,7 +453,7 @@ def test_a_figure_can_be_written_whatever_the_tokens_are(token: str, tmp_path: P
 
 @given(st.integers(1, 100))
 def test_the_last_layer_is_among_the_ticks(last: int) -> None:
-    ticks = plots._layer_ticks(last)
+    ticks = plots.layer_ticks(last)
     assert ticks[0] == 0
     assert ticks[-1] == last
     assert all(isinstance(tick, int) for tick in ticks)

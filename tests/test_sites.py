@@ -259,6 +259,34 @@ def test_a_site_is_read_back_from_its_name(site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+def test_coefficients_are_as_wide_as_the_output_matrix_and_all_else_as_the_stream(
+    name: str, small_model: Callable[[str], Any]
+) -> None:
+    found = anatomy(small_model(name))
+    widths = {str(site): value.shape[-1] for site, value in vectors(small_model(name)).items()}
+    assert {str(site): found.width(site) for site in found.sites} == widths
+    assert {width for site, width in widths.items() if not site.startswith("ffn_post.")} == {D_MODEL}
+    assert found.width("ffn_post.-1") == found.d_mlp == (128 if name in ("gpt2", "gptj") else 48)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
+    name: str, small_model: Callable[[str], Any], forgotten: None
+) -> None:
+    """The rest of the block adds up all the same, so its other sites stay."""
+    model = small_model(name)
+    kinds = set(anatomy(model).kinds)
+    sites._KNOWN.clear()
+    handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
+    try:
+        found = anatomy(model)
+    finally:
+        handle.remove()
+    assert found.family.name == FAMILY_OF[name]
+    assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_hook_is_left_and_the_model_is_as_before(
     name: str, small_model: Callable[[str], Any], forgotten: None
 ) -> None:

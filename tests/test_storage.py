@@ -37,7 +37,7 @@ def test_rows_land_where_they_should(
     cuts = sorted(data.draw(st.sets(st.integers(1, max(n_rows - 1, 1)), max_size=6)))
     generator = torch.Generator().manual_seed(n_rows * 10 + width)
     whole = {name: torch.randn(n_rows, width, generator=generator) for name in ("h.0", "attn_out.1")}
-    with RowFiles(folder, list(whole), n_rows, width, ARRAYS) as files:
+    with RowFiles(folder, dict.fromkeys(whole, width), n_rows, ARRAYS) as files:
         for index in np.split(order, cuts):
             if len(index):
                 files.write(index, {name: rows[torch.from_numpy(index)] for name, rows in whole.items()})
@@ -53,7 +53,7 @@ def test_rows_land_where_they_should(
 def test_rows_that_do_not_lie_together_in_memory(tmp_path: Path) -> None:
     """A view with strides is written as the numbers that it shows."""
     wide = torch.arange(48.0).reshape(4, 12)
-    with RowFiles(tmp_path, ["h.0", "h.1"], 4, 6, ARRAYS) as files:
+    with RowFiles(tmp_path, {"h.0": 6, "h.1": 6}, 4, ARRAYS) as files:
         files.write(np.arange(4), {"h.0": wide[:, ::2], "h.1": wide[:, :6]})
     assert np.array_equal(np.load(tmp_path / "h.0.npy"), wide.numpy()[:, ::2])
     assert np.array_equal(np.load(tmp_path / "h.1.npy"), wide.numpy()[:, :6])
@@ -65,13 +65,13 @@ def test_a_write_that_the_system_cuts_short_is_finished(
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, bytes(data)[:5], offset))
     rows = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
-    with RowFiles(tmp_path, ["h.0"], 7, 3, ARRAYS) as files:
+    with RowFiles(tmp_path, {"h.0": 3}, 7, ARRAYS) as files:
         files.write(np.array([3, 4, 5, 0, 6, 1, 2]), {"h.0": rows[[3, 4, 5, 0, 6, 1, 2]]})
     assert np.array_equal(np.load(tmp_path / "h.0.npy"), rows.numpy())
 
 
 def test_room_for_all_rows_is_taken_at_once(tmp_path: Path) -> None:
-    files = RowFiles(tmp_path, ["h.0", "h.1"], 1000, 64, ARRAYS)
+    files = RowFiles(tmp_path, {"h.0": 64, "h.1": 64}, 1000, ARRAYS)
     with files:
         for name in ("h.0", "h.1"):
             status = (tmp_path / f"{name}.npy").stat()
@@ -82,11 +82,11 @@ def test_room_for_all_rows_is_taken_at_once(tmp_path: Path) -> None:
 def test_files_that_are_there_are_gone_on_with(tmp_path: Path) -> None:
     """Opening them again keeps the rows that were written and the count of the batches."""
     rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    with contextlib.suppress(KeyboardInterrupt), RowFiles(tmp_path, ["h.0"], 6, 3, ARRAYS) as files:
+    with contextlib.suppress(KeyboardInterrupt), RowFiles(tmp_path, {"h.0": 3}, 6, ARRAYS) as files:
         files.write(np.array([4, 1]), {"h.0": rows[[4, 1]]})
         files.write(np.array([0]), {"h.0": rows[[0]]})
         raise KeyboardInterrupt
-    with RowFiles(tmp_path, ["h.0"], 6, 3, ARRAYS) as files:
+    with RowFiles(tmp_path, {"h.0": 3}, 6, ARRAYS) as files:
         assert files.batches_done == 2
         files.write(np.array([2, 3, 5]), {"h.0": rows[[2, 3, 5]]})
     assert np.array_equal(np.load(tmp_path / "h.0.npy"), rows.numpy())
@@ -140,7 +140,7 @@ def test_no_room_on_the_disk_gives_back_what_was_taken(
     before = set(os.listdir("/proc/self/fd"))
     full_disk(2)
     with pytest.raises(OSError, match="No space left"):
-        RowFiles(tmp_path, [f"h.{layer}" for layer in range(N_LAYERS + 1)], 100, 8, ARRAYS)
+        RowFiles(tmp_path, {f"h.{layer}": 8 for layer in range(N_LAYERS + 1)}, 100, ARRAYS)
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -150,7 +150,7 @@ def test_files_are_closed_whatever_happens(error: type[BaseException] | None, tm
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     try:
-        with RowFiles(tmp_path, ["h.0", "h.1"], 100, 8, ARRAYS):
+        with RowFiles(tmp_path, {"h.0": 8, "h.1": 8}, 100, ARRAYS):
             assert len(os.listdir("/proc/self/fd")) > len(before)
             if error:
                 raise error
@@ -190,7 +190,7 @@ def test_a_disk_that_has_no_room_for_the_tokens(
 
 def test_systems_without_posix_fallocate_can_collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
-    with RowFiles(tmp_path, ["h.0"], 5, 2, ARRAYS) as files:
+    with RowFiles(tmp_path, {"h.0": 2}, 5, ARRAYS) as files:
         files.write(np.arange(5), {"h.0": torch.ones(5, 2)})
     assert np.array_equal(np.load(tmp_path / "h.0.npy"), np.ones((5, 2)))
 

@@ -1,0 +1,79 @@
+"""What the top tokens of all value vectors cost, against the bare product of the same matrices.
+
+Both go over the same blocks of value vectors and by turns. The product alone is the floor: every score has to
+be computed to know which are largest. The memory is the peak while the top tokens are found, above what the
+process holds with the model loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import matlens
+from matlens.ffn.projection import Projection, top_of_all
+from matlens.ffn.values import Values
+from matlens.models import SMOLLM2
+
+
+class _Peak:
+    """The largest resident memory while a context lasts, in MiB, looked at every few milliseconds."""
+
+    def __enter__(self) -> _Peak:
+        self.value, self._over = _resident(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.value = max(self.value, _resident())
+
+
+def _resident() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+
+@torch.inference_mode()
+def _bare(values: Values, projection: Projection) -> None:
+    e = projection.unembedding
+    for layer in range(values.n_layers):
+        for block in projection.blocks(values.layer(layer)):
+            block @ e.T
+
+
+def main(
+    model: Annotated[str, typer.Option(help="What matlens.load reads.")] = SMOLLM2,
+    top: Annotated[int, typer.Option(help="Tokens of each vector.")] = 30,
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+) -> None:
+    """Print the time as a ratio to the bare product, and the memory above the model."""
+    loaded = matlens.load(model, device="cpu")
+    values, projection = Values(loaded), Projection.of(loaded)
+    ours, bare, above = float("inf"), float("inf"), 0.0
+    for _ in range(rounds):
+        before, start = _resident(), time.perf_counter()
+        with _Peak() as peak:
+            top_of_all(values, projection, k=top, progress=False)
+        ours, above = min(ours, time.perf_counter() - start), max(above, peak.value - before)
+        start = time.perf_counter()
+        _bare(values, projection)
+        bare = min(bare, time.perf_counter() - start)
+    print(
+        f"top {top} of {len(values):,} value vectors in {len(projection.unembedding):,} tokens: "
+        f"{ours:.1f} s, {ours / bare:.2f} of the bare product ({bare:.1f} s), {above:.0f} MiB above the model"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

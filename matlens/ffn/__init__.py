@@ -1,0 +1,1 @@
+"""What feed-forward layers write, read in the vocabulary (paper B)."""

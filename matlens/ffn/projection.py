@@ -1,0 +1,203 @@
+"""Vectors read in the vocabulary: ``r = E v``, a score for each token, and the tokens that stand out.
+
+What adds ``v`` to the stream multiplies the odds of token ``w`` by ``exp(e_w . v)``, as far as the read-out
+is linear, so the tokens with the largest scores are those that ``v`` promotes (paper B, section 3). Scores of
+many vectors are made in blocks, and only what is asked of them is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from matlens.errors import InputError
+from matlens.ffn.values import Name, Values, unembedding
+from matlens.ffn.words import token_texts, word_tokens
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+TOP = 30  # tokens that the paper looks at
+COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "score")
+_SCORES = 2**25  # scores that are held at once, 128 MiB
+
+
+class Tokens(NamedTuple):
+    """Tokens that stand out for each of ``n`` vectors, the most extreme first, and their scores."""
+
+    ids: Int[Tensor, "n k"]
+    scores: Float[Tensor, "n k"]
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """How vectors are read in a model's vocabulary.
+
+    Attributes
+    ----------
+    unembedding
+        ``E``, a row for each token, in float32. Its bias, where there is one, is no part of a score.
+    tokenizer
+        The model's own.
+    norm
+        What vectors go through before: nothing, or the model's final norm.
+    """
+
+    unembedding: Float[Tensor, "d_vocab d_model"]
+    tokenizer: Any
+    norm: nn.Module | None = None
+
+    @classmethod
+    def of(cls, model: TransformerBridge) -> Projection:
+        """``E v``, the paper's own.
+
+        Raises
+        ------
+        InputError
+            The model has no unembedding.
+        """
+        return cls(unembedding(model), model.tokenizer)
+
+    @classmethod
+    def after_norm(cls, model: TransformerBridge) -> Projection:
+        """``E ln_f(v)``, through the final norm with its own weights (appendix A.1).
+
+        Raises
+        ------
+        InputError
+            The model has no unembedding or no final norm.
+        """
+        plain = unembedding(model)
+        if not hasattr(model, "ln_final"):
+            raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
+        norm = copy.deepcopy(model.ln_final.original_component).float()
+        return cls(plain, model.tokenizer, norm)
+
+    @torch.inference_mode()
+    def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
+        """Score of every token for each vector."""
+        read = vectors.to(self.unembedding.device, torch.float32)
+        return (self.norm(read) if self.norm is not None else read) @ self.unembedding.T
+
+    def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> Tokens:
+        """The ``k`` tokens with the largest scores for each vector: what it promotes."""
+        return self._extreme(vectors, k, lambda scores: scores.topk(k))
+
+    def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> Tokens:
+        """The ``k`` tokens with the smallest scores, the smallest first: what it demotes."""
+        return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
+
+    def blocks(self, vectors: Float[Tensor, "n d_model"]) -> tuple[Tensor, ...]:
+        """The vectors in as many rows at a time as have their scores held at once."""
+        return vectors.split(max(_SCORES // len(self.unembedding), 1))
+
+    def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> Tokens:
+        d_vocab = len(self.unembedding)
+        if not 1 <= k <= d_vocab:
+            raise InputError(f"{k} tokens were asked for. Expected 1 to {d_vocab}, the whole vocabulary.")
+        found = [pick(self.scores(block)) for block in self.blocks(vectors)]
+        ids, scores = (torch.cat([one[part] for one in found]).cpu() for part in (1, 0))
+        return Tokens(ids, scores)
+
+
+def top_of_all(values: Values, projection: Projection, *, k: int = TOP, progress: bool = True) -> Tokens:
+    """Top tokens of every value vector, layer after layer; ``values.at(row)`` says which vector a row is."""
+    found = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
+    return Tokens(torch.cat([one.ids for one in found]), torch.cat([one.scores for one in found]))
+
+
+def promoting(
+    values: Values, projection: Projection, words: Sequence[str], *, n: int = 10, progress: bool = True
+) -> pd.DataFrame:
+    """The value vectors that promote a word, or a set of words, most.
+
+    Columns are ``value, layer, index, score, lift``, the largest lift first. The score is ``e_w . v``, the
+    lift how far it lies above the vector's mean score over the vocabulary: what is added to all scores alike
+    moves no probability. Of several words both are means.
+
+    Raises
+    ------
+    InputError
+        A word is not one token, or fewer than one vector or more than there are were asked for.
+    """
+    if not 1 <= n <= len(values):
+        raise InputError(f"{n} value vectors were asked for. Expected 1 to {len(values)}.")
+    own = projection.unembedding[word_tokens(projection.tokenizer, words)].mean(0)
+    two = torch.stack([own, own - projection.unembedding.mean(0)])
+    read = Projection(two, projection.tokenizer, projection.norm)
+    scores = torch.cat([read.scores(values.layer(i)) for i in _layers(values, "scoring", progress)]).cpu()
+    best = scores[:, 1].topk(n).indices
+    score, lift = scores[best].T.tolist()
+    return _named(values, best.tolist()).assign(score=score, lift=lift)
+
+
+def holding(values: Values, projection: Projection, tokens: Tokens, words: Sequence[str]) -> pd.DataFrame:
+    """The value vectors that have one of the words, or several, among their top tokens.
+
+    Columns are ``value, layer, index, words, rank, score``: how many of the words there are, and the rank and
+    the score of the first. Those with most words come first, and then those that rank them highest.
+
+    Parameters
+    ----------
+    values, projection
+        Of the model.
+    tokens
+        What `top_of_all` has found.
+    words
+        Each a single token.
+
+    Raises
+    ------
+    InputError
+        A word is not one token, or the top tokens are not those of all the value vectors.
+    """
+    if len(tokens.ids) != len(values):
+        raise InputError(
+            f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
+            "of them, as top_of_all gives."
+        )
+    hits = torch.isin(tokens.ids, torch.tensor(word_tokens(projection.tokenizer, words)))
+    rows = hits.any(1).nonzero()[:, 0]
+    first = hits[rows].int().argmax(1)
+    found = _named(values, rows.tolist()).assign(
+        words=hits[rows].sum(1).tolist(),
+        rank=(first + 1).tolist(),
+        score=tokens.scores[rows, first].tolist(),
+    )
+    order = ["words", "rank", "score"]
+    return found.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
+
+
+def token_table(
+    values: Values, projection: Projection, names: Sequence[Name], *, k: int = 10
+) -> pd.DataFrame:
+    """Top and bottom tokens of value vectors, one row a token.
+
+    Columns are ``value, layer, index, side, rank, token, token_id, score``; a side is ``top`` or ``bottom``.
+    """
+    named, vectors = [values.resolve(name) for name in names], values.vectors(names)
+    rows: list[tuple[Any, ...]] = []
+    for side, tokens in (("top", projection.top(vectors, k)), ("bottom", projection.bottom(vectors, k))):
+        for value, ids, scores in zip(named, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
+            texts = token_texts(projection.tokenizer, ids)
+            for rank, told in enumerate(zip(texts, ids, scores, strict=True), start=1):
+                rows.append((str(value), value.layer, value.index, side, rank, *told))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _named(values: Values, rows: Sequence[int]) -> pd.DataFrame:
+    named = [values.at(row) for row in rows]
+    columns = {"value": list(map(str, named)), "layer": [one.layer for one in named]}
+    return pd.DataFrame({**columns, "index": [one.index for one in named]})
+
+
+def _layers(values: Values, doing: str, progress: bool) -> Iterator[int]:
+    yield from tqdm(range(values.n_layers), desc=doing, unit="layer", disable=not progress, delay=1)

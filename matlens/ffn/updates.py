@@ -1,0 +1,219 @@
+"""Updates: what FFNs write for a token, as the sub-updates of their value vectors.
+
+The FFN of a layer writes ``sum_i m_i v_i + b``. The sub-update ``m_i v_i`` promotes tokens by its own scores
+``E m_i v_i``; where its coefficient is negative, those that ``v_i`` itself demotes. A few sub-updates do
+most: the contribution of one is ``|m_i| ||v_i||``, its share that over the sum of all (paper B, A.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from matlens import metrics
+from matlens.activations import Activations
+from matlens.collecting import collect, stream
+from matlens.errors import InputError
+from matlens.evaluation import COLUMNS
+from matlens.examples import Examples
+from matlens.ffn.projection import Projection
+from matlens.ffn.values import Value, Values
+from matlens.ffn.words import token_texts
+from matlens.sites import COEFFICIENTS, Site
+from matlens.tokens import shown
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+DOMINANT = 10
+EXPERIMENT = "dominance"
+_WRITTEN = "ffn_out"
+
+
+class Updates:
+    """What the FFNs of a model write at collected positions, taken apart.
+
+    Attributes
+    ----------
+    values
+        The model's value vectors.
+    activations
+        ``ffn_post`` and ``ffn_out`` of each layer that is asked for, ``n`` rows.
+
+    Raises
+    ------
+    InputError
+        The activations are of another model.
+    """
+
+    def __init__(self, values: Values, activations: Activations) -> None:
+        if activations.provenance["model"]["fingerprint"] != values.fingerprint:
+            raise InputError(
+                f"The value vectors are of {values.model_name}, and the coefficients were collected on "
+                "another model. Collect them on this one."
+            )
+        self.values, self.activations = values, activations
+
+    @classmethod
+    def of(
+        cls,
+        model: TransformerBridge,
+        examples: Examples,
+        layers: Sequence[int] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Updates:
+        """Run a model over examples, such as `make_prompts` gives, and take apart what it writes there.
+
+        Parameters
+        ----------
+        model, examples
+            What is run on what; one row for the position of each example.
+        layers
+            Negative from the end; by default all.
+
+        Raises
+        ------
+        InputError
+            The model has no value vectors, or a layer is out of range.
+        """
+        values = Values(model)
+        chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
+        if not chosen:
+            raise InputError("No layers are chosen. Expected at least one.")
+        sites = [Site(kind, layer) for layer in chosen for kind in (COEFFICIENTS, _WRITTEN)]
+        return cls(values, collect(model, examples, sites, progress=progress))
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers that there are updates of."""
+        sites = map(Site.parse, self.activations)
+        return sorted({site.layer for site in sites if site.kind == COEFFICIENTS})
+
+    def coefficients(self, layer: int) -> Float[Tensor, "n d_mlp"]:
+        """``m``, what each value vector of a layer is multiplied by."""
+        return self._of(COEFFICIENTS, layer)
+
+    def outputs(self, layer: int) -> Float[Tensor, "n d_model"]:
+        """What the FFN itself has written."""
+        return self._of(_WRITTEN, layer)
+
+    def sub_updates(self, layer: int, row: int = 0) -> Float[Tensor, "d_mlp d_model"]:
+        """``m_i v_i`` of one position; their sum and ``values.bias(layer)`` are its row of `outputs`."""
+        return self.coefficients(layer)[row, :, None] * self.values.layer(layer)
+
+    def contributions(self, layer: int) -> Float[Tensor, "n d_mlp"]:
+        """``|m_i| ||v_i||``, the length of each sub-update."""
+        return self.coefficients(layer).abs() * self.values.norms(layer)
+
+    def shares(self, layer: int) -> Float[Tensor, "n d_mlp"]:
+        """Contribution of each sub-update relative to the sum of all of them."""
+        return _relative(self.contributions(layer))
+
+    def dominant(self, layer: int, k: int = DOMINANT) -> Int[Tensor, "n k"]:
+        """The ``k`` sub-updates that contribute most, the greatest first.
+
+        Raises
+        ------
+        InputError
+            ``k`` is less than 1, or more than there are.
+        """
+        return self.contributions(layer).topk(_checked(k, self.values)).indices
+
+    def _of(self, kind: str, layer: int) -> Tensor:
+        site = str(Site(kind, self.values.resolve_layer(layer)))
+        if site not in set(self.activations):
+            there = ", ".join(map(str, self.layers)) or "none"
+            raise InputError(f"{site} was not collected. There are updates of these layers: {there}.")
+        return self.activations[site].to(self.values.device)
+
+
+def _relative(contributions: Tensor) -> Tensor:
+    whole = contributions.sum(-1, keepdim=True)
+    return contributions / whole.where(whole > 0, torch.ones_like(whole))  # an FFN that writes nothing
+
+
+def _checked(k: int, values: Values) -> int:
+    if not 1 <= k <= values.d_mlp:
+        raise InputError(f"{k} sub-updates were asked for. Expected 1 to {values.d_mlp}.")
+    return k
+
+
+def dominant_table(
+    updates: Updates, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
+) -> pd.DataFrame:
+    """The dominant sub-updates of one position with the tokens that they promote, layer after layer.
+
+    Columns are ``layer, rank, value, coefficient, contribution, share, tokens``; ``tokens`` are those of the
+    sub-update, as people see them, with commas between.
+
+    Parameters
+    ----------
+    updates, projection
+        Of the model.
+    row
+        Which position.
+    k, n_tokens
+        How many sub-updates of each layer, and how many tokens of each.
+    """
+    if not 0 <= row < updates.activations.n_rows:
+        raise InputError(f"Row {row} was asked for. Expected 0 to {updates.activations.n_rows - 1}.")
+    rows = []
+    for layer in updates.layers:
+        chosen = updates.dominant(layer, k)[row]
+        tokens = projection.top(updates.sub_updates(layer, row)[chosen], n_tokens).ids
+        of_all = (updates.coefficients(layer), updates.contributions(layer), updates.shares(layer))
+        numbers = torch.stack([one[row, chosen] for one in of_all], 1).tolist()
+        for rank, (index, told, ids) in enumerate(
+            zip(chosen.tolist(), numbers, tokens, strict=True), start=1
+        ):
+            texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids)))
+            rows.append((layer, rank, str(Value(layer, index)), *told, texts))
+    columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "tokens"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def dominance(
+    model: TransformerBridge,
+    examples: Examples,
+    *,
+    k: int = DOMINANT,
+    seed: int = 0,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Share of the ``k`` dominant sub-updates at each layer, and of ``k`` random ones (Figure 6).
+
+    The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
+    The random sub-updates are drawn for each example and layer from the seed, whatever the batches are.
+
+    Raises
+    ------
+    InputError
+        The model has no value vectors, or fewer than ``k`` in a layer.
+    """
+    values = Values(model)
+    _checked(k, values)
+    sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.rand(len(examples), values.d_mlp, generator=generator).topk(k).indices for _ in sites]
+    norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
+    found = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
+    for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
+        index = torch.from_numpy(rows.index)
+        for layer, site in enumerate(sites):
+            shares = _relative(rows.vectors[site].abs() * norms[layer])
+            found["dominant"][layer, index] = shares.topk(k).values.sum(1)
+            found["random"][layer, index] = shares.gather(1, drawn[layer][index]).sum(1)
+    corpus = examples.provenance.get("corpus", "unnamed")
+    table = [
+        (EXPERIMENT, values.model_name, corpus, method, layer, layer, "share", k, *metrics.mean(each))
+        for layer in range(values.n_layers)
+        for method, each in ((method, of_all[layer]) for method, of_all in found.items())
+    ]
+    return pd.DataFrame(table, columns=list(COLUMNS))

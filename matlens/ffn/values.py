@@ -1,0 +1,219 @@
+"""Value vectors: the rows of the feed-forward layers' output matrices.
+
+An FFN writes ``sum_i m_i v_i + b``: its coefficients ``m`` weigh the value vectors ``v_i``, the rows of its
+output matrix. There are ``n_layers x d_mlp`` of them, and each has a name: ``L3D12`` is the vector 12 of
+layer 3, both counted from 0. The weights are the model's own, in float32 whatever the model runs in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from matlens.errors import InputError
+from matlens.models import fingerprint, require_raw
+from matlens.sites import COEFFICIENTS, anatomy, output_layer
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+Name: TypeAlias = "str | Sequence[int] | Value"
+_PROBES = 5  # value vectors of each layer that the layer itself is asked for
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """Which value vector: ``Value(3, 12)`` is written ``L3D12``."""
+
+    layer: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}D{self.index}"
+
+    @classmethod
+    def parse(cls, text: Name) -> Value:
+        """Read ``"L3D12"``; a pair of numbers is a layer and an index.
+
+        Raises
+        ------
+        InputError
+            It is neither.
+        """
+        if isinstance(text, Value):
+            return text
+        if isinstance(text, str):
+            parts = re.fullmatch(r"[Ll](-?[0-9]+)[Dd](-?[0-9]+)", text)
+            if parts is not None:
+                return cls(int(parts[1]), int(parts[2]))
+        elif isinstance(text, Sequence) and [isinstance(number, Integral) for number in text] == [True, True]:
+            return cls(int(text[0]), int(text[1]))
+        raise InputError(
+            f"{text!r} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a layer "
+            "and an index."
+        )
+
+
+class Values:
+    """All value vectors of a model.
+
+    Attributes
+    ----------
+    n_layers, d_mlp, d_model
+        There are ``n_layers x d_mlp`` vectors of ``d_model`` coordinates.
+    model_name, fingerprint
+        Of the model.
+
+    Raises
+    ------
+    InputError
+        The blocks have no FFN whose output is a matrix times coefficients, as far as is known.
+    """
+
+    def __init__(self, model: TransformerBridge) -> None:
+        require_raw(model)
+        found = anatomy(model)
+        if COEFFICIENTS not in found.kinds:
+            raise InputError(
+                f"The FFNs of {model.cfg.architecture} have no value vectors that are known (its blocks are "
+                f"{found.family.name}): their output is not seen to be one matrix times coefficients."
+            )
+        self.n_layers, self.d_mlp, self.d_model = found.n_layers, found.d_mlp, found.d_model
+        self.device = torch.device(model.cfg.device)
+        self.model_name, self.fingerprint = str(model.cfg.model_name), fingerprint(model)
+        shape = (self.d_mlp, self.d_model)
+        self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
+        self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
+
+    def __len__(self) -> int:
+        return self.n_layers * self.d_mlp
+
+    def resolve(self, name: Name) -> Value:
+        """Check a name against this model; negative layers and indices count from the end.
+
+        Raises
+        ------
+        InputError
+            It is no name, or there is no such layer or index here.
+        """
+        value = Value.parse(name)
+        layer = self.resolve_layer(value.layer)
+        if not -self.d_mlp <= value.index < self.d_mlp:
+            raise InputError(
+                f"Index {value.index} of {value} is out of range: each layer of this model has the value "
+                f"vectors 0 to {self.d_mlp - 1}."
+            )
+        return Value(layer, value.index % self.d_mlp)
+
+    def resolve_layer(self, layer: int) -> int:
+        """Check the number of a layer, which is negative from the end.
+
+        Raises
+        ------
+        InputError
+            There is no such layer here.
+        """
+        if not -self.n_layers <= layer < self.n_layers:
+            raise InputError(
+                f"Layer {layer} is out of range: the FFNs of this model are in the layers 0 to "
+                f"{self.n_layers - 1}."
+            )
+        return layer % self.n_layers
+
+    def at(self, row: int) -> Value:
+        """Which vector a row is, where all of them stand layer after layer."""
+        return Value(*divmod(row, self.d_mlp))
+
+    def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
+        """All value vectors of a layer, in float32 on the model's device."""
+        return self._matrices[self.resolve_layer(layer)].float()
+
+    def bias(self, layer: int) -> Float[Tensor, " d_model"]:
+        """What the layer adds whatever its coefficients are; zeros where the model has no output bias."""
+        bias = self._biases[self.resolve_layer(layer)]
+        return torch.zeros(self.d_model, device=self.device) if bias is None else bias.detach().float()
+
+    def vectors(self, names: Iterable[Name]) -> Float[Tensor, "n d_model"]:
+        """Value vectors by name, one row each.
+
+        Raises
+        ------
+        InputError
+            There are no names, or one does not exist in this model.
+        """
+        values = [self.resolve(name) for name in names]
+        if not values:
+            raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
+        return torch.stack([self._matrices[value.layer][value.index].float() for value in values])
+
+    def norms(self, layer: int) -> Float[Tensor, " d_mlp"]:
+        """Length of each value vector of a layer."""
+        return self.layer(layer).norm(dim=1)
+
+    def random(self, layer: int, n: int, *, seed: int = 0) -> Float[Tensor, "n d_model"]:
+        """Random vectors that look like a layer's: normal, with their mean and standard deviation.
+
+        Both are taken coordinate by coordinate (paper B, section 4.1). The same for a seed on any device.
+
+        Raises
+        ------
+        InputError
+            ``n`` is less than 1.
+        """
+        if n < 1:
+            raise InputError(f"{n} random vectors were asked for. Expected at least 1.")
+        number = self.resolve_layer(layer)
+        real = self.layer(number)
+        generator = torch.Generator().manual_seed(seed * self.n_layers + number)
+        noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
+        return real.mean(0) + noise * real.std(0)
+
+
+def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
+    """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
+
+    Raises
+    ------
+    InputError
+        The model has none.
+    """
+    require_raw(model)
+    if not hasattr(model, "unembed"):
+        raise InputError(
+            "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "
+            "with its language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
+        )
+    return model.unembed.original_component.weight.detach().float()
+
+
+@torch.inference_mode()
+def _matrix(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
+    """A linear layer's weights with a row for each input, however it keeps them (Linear, Conv1D).
+
+    Which way round they are is asked of the layer: a coefficient of 1 alone has to give that row and the
+    bias. So weights that are packed, or changed on the way by an adapter, are not mistaken for the matrix.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
+        chosen = torch.linspace(0, shape[0] - 1, _PROBES).long()
+        ones = torch.zeros(_PROBES, shape[0], dtype=weight.dtype)
+        ones[torch.arange(_PROBES), chosen] = 1
+        written = module(ones.to(weight.device)).float()
+        for matrix in (weight.detach().T, weight.detach()):
+            if matrix.shape != shape:
+                continue
+            rows, constant = matrix[chosen.to(weight.device)].float(), 0.0 if bias is None else bias.float()
+            slack = 4 * torch.finfo(weight.dtype).eps * (rows.abs() + abs(constant))
+            if bool(((written - rows - constant).abs() <= slack).all()):
+                return matrix
+    raise InputError(
+        f"The output layer of the FFNs ({type(module).__name__}) is not a plain matrix of {shape[0]} x "
+        f"{shape[1]}, so its value vectors cannot be read. Load the model without quantisation or adapters."
+    )
