@@ -129,10 +129,17 @@ def by_method(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal over layers, a line for each method (paper A, Figure 10)."""
     figure, axes = _axes(2, width=10)
     methods = results["method"].unique()
-    for method, colour in zip(methods, _CYCLE * (1 + len(methods) // len(_CYCLE)), strict=False):
+    for i, method in enumerate(methods):
+        rounds, turn = divmod(i, len(_CYCLE))
         own = results[results["method"] == method]
-        _both(axes, own, colour, str(method))
+        _both(axes, own, _CYCLE[turn], str(method), _STYLES[rounds % len(_STYLES)])
     _both_axes(axes, r"layer $\ell$")
+    legend = axes[0].get_legend()
+    if legend and len(methods) > len(_CYCLE):  # too many names to lie on the curves
+        legend.remove()
+        named = axes[0].get_legend_handles_labels()
+        figure.legend(*named, loc="outside right center", frameon=False, fontsize=7.5)
+        figure.set_figwidth(13)
     return _titled(figure, results)
 
 

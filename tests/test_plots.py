@@ -546,3 +546,16 @@ def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> N
     with pytest.raises(InputError, match="cannot be written"):
         plots.save(small(), tmp_path / "file" / "below", "r2")
     assert sorted(contents(tmp_path)) == ["file"]
+
+
+def test_many_methods_are_told_apart_and_named_beside_the_axes() -> None:
+    """More of them than there are colours: no two look the same, and no name lies on a curve."""
+    table = many_methods(12)
+    figure = plots.by_method(table)
+    left, right = figure.axes
+    looks = [(line.get_color(), line.get_linestyle()) for line in left.lines]
+    assert len(set(looks)) == len(looks) == table["method"].nunique() > 7
+    assert [(line.get_color(), line.get_linestyle()) for line in right.lines] == looks
+    assert left.get_legend() is None
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(table["method"].unique())
