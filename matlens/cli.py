@@ -248,13 +248,16 @@ def speaking(work: Callable[[], Any]) -> None:
     try:
         with system_errors("the output folder"):
             work()
+        return
     except InputError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
-        sys.exit(_BAD_INPUT)
+        wrong = _plain(error)
     except SystemExit as stop:
         if stop.code == _INTERRUPTED:  # what typer makes of Ctrl-C
             Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
         raise
+    # Said only here: while the exception lives, a bar that it came through is open, on an unfinished line.
+    Console(stderr=True).print(f"[bold red]error:[/] {wrong}", highlight=False, soft_wrap=True)
+    sys.exit(_BAD_INPUT)
 
 
 def _pairs(text: str) -> Any:

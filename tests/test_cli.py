@@ -19,9 +19,10 @@ import pytest
 import torch
 from conftest import N_LAYERS, WORDS
 from safetensors.torch import load_file, save_file
+from tqdm.auto import tqdm
 
 import matlens
-from matlens import cli, collecting, workflow
+from matlens import InputError, cli, collecting, workflow
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
 N_TRAIN, N_VALIDATION = 60, 20
@@ -878,6 +879,20 @@ def test_no_room_while_a_collection_goes_on(
         assert_refused(run_matlens("collect", *inputs, "--batch-tokens", 40, "--out", out), *NO_ROOM)
     assert n_calls > 100
     assert state(out) is None
+
+
+def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it comes out of a loop whose progress is shown."""
+
+    def work() -> None:
+        rows = iter(tqdm(range(3), desc="slow work"))  # held by this frame, so by the exception's traceback
+        raise InputError(f"No row {next(rows)}.")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.speaking(work)
+    assert ended.value.code == 2
+    assert "slow work" in (said := capsys.readouterr().err)
+    assert said.endswith("\nerror: No row 0.\n")
 
 
 def test_no_room_for_maps(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
