@@ -47,7 +47,9 @@ class Readout:
     @torch.inference_mode()
     def logits(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device."""
-        logits = self._head(h.to(self.device, torch.float32)) * self._scale
+        logits = self._head(h.to(self.device, torch.float32))
+        if self._scale != 1:
+            logits = logits * self._scale
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def log_probs(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:

@@ -123,7 +123,7 @@ class Updates:
         InputError
             ``k`` is less than 1, or more than there are.
         """
-        return self.contributions(layer).topk(_checked(k, self.values)).indices
+        return self.contributions(layer).topk(checked(k, self.values)).indices
 
     def _of(self, kind: str, layer: int) -> Tensor:
         site = str(Site(kind, self.values.resolve_layer(layer)))
@@ -138,7 +138,14 @@ def _relative(contributions: Tensor) -> Tensor:
     return contributions / whole.where(whole > 0, torch.ones_like(whole))  # an FFN that writes nothing
 
 
-def _checked(k: int, values: Values) -> int:
+def checked(k: int, values: Values) -> int:
+    """Give back a number of sub-updates of a layer that can be had.
+
+    Raises
+    ------
+    InputError
+        It is less than 1, or more than there are.
+    """
     if not 1 <= k <= values.d_mlp:
         raise InputError(f"{k} sub-updates were asked for. Expected 1 to {values.d_mlp}.")
     return k
@@ -198,7 +205,7 @@ def dominance(
         The model has no value vectors, or fewer than ``k`` in a layer.
     """
     values = Values(model)
-    _checked(k, values)
+    checked(k, values)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.rand(len(examples), values.d_mlp, generator=generator).topk(k).indices for _ in sites]

@@ -1,0 +1,223 @@
+"""What FFNs do to a prediction on its way up: the top candidate around every update, and who pushes it.
+
+At layer ``l``, ``x`` is the stream before the FFN and ``x~`` the stream after it. Both are read out by the
+model's own norm and unembedding. The dominant sub-updates, and as many random ones, are scored for two
+reference tokens: the top candidate of ``x``, and the token that the model predicts in the end. Events,
+extreme sub-updates and the exit rule of section 6 are read off these numbers; nothing is run again for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from matlens import provenance
+from matlens.artifacts import Workplace
+from matlens.collecting import Rows, default_batch_tokens, stream
+from matlens.errors import InputError
+from matlens.examples import Examples
+from matlens.ffn.updates import DOMINANT, checked
+from matlens.ffn.values import Values, unembedding
+from matlens.readout import Readout
+from matlens.sites import COEFFICIENTS, STREAM, Site, anatomy
+from matlens.storage import fill, read_rows
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+HOLDS = "trace"
+GROUPS = ("dominant", "random")
+REFERENCES = ("before", "final")
+_EXACT = 2**24  # whole numbers that float32, which rows are stored in, can hold
+_READ = 512  # rows that are read out at once
+
+
+class Trace:
+    """Candidates and sub-updates at every layer, for ``n`` examples.
+
+    A token, a rank and an index are whole numbers; layers are those of the FFNs, ``0 .. n_layers - 1``.
+
+    Attributes
+    ----------
+    before, after
+        ``[n, n_layers]``, the top candidate of ``x`` and of ``x~``.
+    rank
+        ``[n, n_layers]``, how many tokens are above the candidate ``before`` after the update; 0 where it
+        stays on top.
+    index, coefficient
+        By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, which sub-updates, and their ``m_i``.
+    score
+        By group and reference, such as ``("dominant", "before")``: ``[n, n_layers, k]``, the scores
+        ``e_w . m_i v_i`` of the reference token.
+    examples
+        What the model was run on.
+    provenance
+        The model, the corpus and the seed.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Float[Tensor, "n d"]], examples: Examples, provenance: Mapping[str, Any]
+    ) -> None:
+        self.examples, self.provenance = examples, dict(provenance)
+        self.n_layers, self.k = int(self.provenance["model"]["n_layers"]), int(self.provenance["k"])
+        self.before, self.after, self.rank = (rows[name].long() for name in ("before", "after", "rank"))
+        self.index = {group: self._apart(rows[f"index.{group}"]).long() for group in GROUPS}
+        self.coefficient = {group: self._apart(rows[f"coefficient.{group}"]) for group in GROUPS}
+        self.score = {
+            (group, reference): self._apart(rows[f"score.{group}.{reference}"])
+            for group in GROUPS
+            for reference in REFERENCES
+        }
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    @property
+    def final(self) -> Int[Tensor, " n"]:
+        """The token that the model predicts."""
+        return self.after[:, -1]
+
+    def _apart(self, rows: Tensor) -> Tensor:
+        return rows.view(len(rows), self.n_layers, self.k)
+
+    @classmethod
+    def of(
+        cls,
+        model: TransformerBridge,
+        examples: Examples,
+        *,
+        k: int = DOMINANT,
+        seed: int = 0,
+        folder: str | Path | None = None,
+        batch_tokens: int | None = None,
+        progress: bool = True,
+    ) -> Trace:
+        """Run a model over examples, one position each, and keep what its FFNs do there.
+
+        Parameters
+        ----------
+        model, examples
+            What is run on what.
+        k
+            How many sub-updates count as dominant, and how many random ones stand beside them.
+        seed
+            Of the random sub-updates; they do not depend on the batches.
+        folder
+            Write there instead of keeping all in memory. A killed run goes on where it was; a finished
+            folder is opened without running anything.
+        batch_tokens
+            Most tokens in a batch, padding counted.
+
+        Raises
+        ------
+        InputError
+            The model has no value vectors, no known stream before its FFNs, or fewer than ``k`` value
+            vectors in a layer; or the folder belongs to another job.
+        """
+        watch = _Watch(model, examples, k, seed)
+        size = batch_tokens or default_batch_tokens(model)
+        request = {
+            "holds": HOLDS, "model": provenance.of_model(model), "data": examples.provenance,
+            "examples": examples.fingerprint, "k": k, "seed": seed, "sites": list(watch.widths),
+            "batch_tokens": size,
+        }  # fmt: skip
+
+        def rows(skip: int = 0) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+            for batch in stream(
+                model, examples, watch.sites, batch_tokens=size, progress=progress, skip=skip
+            ):
+                yield batch.index, watch.rows(batch)
+
+        if folder is None:
+            kept = {name: torch.empty(len(examples), width) for name, width in watch.widths.items()}
+            for index, found in rows():
+                for name, values in found.items():
+                    kept[name][torch.from_numpy(index)] = values
+            return cls(kept, examples, request)
+        more = {"software": provenance.of_software(), "command": provenance.of_command()}
+        place = Workplace(folder, request, only_unfinished=("batch_tokens",))
+        fill(place, watch.widths, len(examples), examples.arrays, rows, more=more)
+        return cls.load(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Trace:
+        """Open a finished folder of `of`.
+
+        Raises
+        ------
+        InputError
+            The folder holds no finished trace.
+        """
+        config, arrays, rows = read_rows(folder, HOLDS)
+        request = config["request"]
+        return cls(rows, Examples(**arrays, provenance=request["data"]), {**request, **config["more"]})
+
+
+class _Watch:
+    """What is read off a batch, in the layout of the rows that are stored."""
+
+    def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
+        self._values, self._readout, self._embedding = Values(model), Readout(model), unembedding(model)
+        self._k = checked(k, self._values)
+        if max(len(self._embedding), self._values.d_mlp) > _EXACT:
+            raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
+        kinds = anatomy(model).kinds
+        before = ("mid",) if "mid" in kinds else (STREAM, "attn_out")
+        if not set(before) <= {STREAM, *kinds}:
+            raise InputError(
+                f"The blocks of {model.cfg.architecture} ({anatomy(model).family.name}) have no place that "
+                "is known to be the stream before the FFN, so its updates cannot be traced."
+            )
+        layers = range(self._values.n_layers)
+        self._before = [[str(Site(kind, layer)) for kind in before] for layer in layers]
+        self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
+        self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
+        one = {site for sites in self._before for site in sites}
+        self.sites = sorted(one | {*self._after, *self._coefficients})
+        generator = torch.Generator().manual_seed(seed)
+        shape = len(examples), self._values.d_mlp
+        self._drawn = [torch.rand(shape, generator=generator).topk(k).indices for _ in layers]
+        n = self._values.n_layers
+        several = [f"{name}.{group}" for name in ("index", "coefficient") for group in GROUPS]
+        several += [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
+        self.widths = dict.fromkeys(("before", "after", "rank"), n) | dict.fromkeys(several, n * k)
+
+    @torch.inference_mode()
+    def rows(self, batch: Rows) -> dict[str, Tensor]:
+        """What there is to keep of a batch."""
+        n, n_layers = len(batch.index), self._values.n_layers
+        found = {name: torch.empty(n, n_layers, width // n_layers) for name, width in self.widths.items()}
+        for part in torch.arange(n).split(_READ):
+            for layer in range(n_layers):
+                x = sum((batch.vectors[site][part] for site in self._before[layer]), start=torch.zeros(()))
+                before = self._readout.logits(x).argmax(-1)
+                logits = self._readout.logits(batch.vectors[self._after[layer]][part])
+                above = logits > logits.gather(1, before[:, None])
+                found["before"][part, layer, 0] = before.float().cpu()
+                found["after"][part, layer, 0] = logits.argmax(-1).float().cpu()
+                found["rank"][part, layer, 0] = above.sum(1).float().cpu()
+        final = found["after"][:, -1, 0].long()
+        for layer in range(n_layers):
+            m = batch.vectors[self._coefficients[layer]]
+            contribution = m.abs() * self._values.norms(layer).cpu()
+            index = {
+                "dominant": contribution.topk(self._k).indices,
+                "random": self._drawn[layer][torch.from_numpy(batch.index)],
+            }
+            tokens = {"before": found["before"][:, layer, 0].long(), "final": final}
+            for group, own in index.items():
+                coefficient = m.gather(1, own)
+                found[f"index.{group}"][:, layer] = own.float()
+                found[f"coefficient.{group}"][:, layer] = coefficient
+                vectors = self._values.layer(layer)[own.to(self._values.device)]
+                for reference, token in tokens.items():
+                    e = self._embedding[token.to(self._embedding.device)]
+                    static = torch.einsum("nkd,nd->nk", vectors, e).cpu()
+                    found[f"score.{group}.{reference}"][:, layer] = coefficient * static
+        return {name: values.flatten(1) for name, values in found.items()}
