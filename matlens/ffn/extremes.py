@@ -129,8 +129,9 @@ def extreme_clusters(
         }
     )  # fmt: skip
     rows = []
-    for key, own in table.groupby(["cluster", "sign"]):
-        cluster, sign = (int(part) for part in key)  # type: ignore[attr-defined]
+    pairs = table[["cluster", "sign"]].drop_duplicates().to_numpy().tolist()
+    for cluster, sign in pairs:
+        own = table[(table["cluster"] == cluster) & (table["sign"] == sign)]
         ids = projection.top(sign * clusters.direction(values, cluster)[None], TOP).ids[0]
         layers = own["layer"]
         texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids[:10].tolist())))
