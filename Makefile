@@ -77,6 +77,7 @@ bench: install
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/skipping.py
 	$(BIN)/python benchmarks/projecting.py
+	$(BIN)/python benchmarks/events.py
 
 docs: install
 	$(BIN)/pdoc --docformat numpy --math --output-directory site $(MODULES)
