@@ -28,8 +28,9 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("ffn.__init__", "ffn.values", "ffn.plots"), ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates"),
+    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.usage", "ffn.sheets"), ("ffn.words",),
+    ("ffn.projection",),
+    ("ffn.overlap", "ffn.updates", "ffn.patterns"), ("ffn.concepts",),
     ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 

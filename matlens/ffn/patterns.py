@@ -8,6 +8,7 @@ vector gains nothing from tokens lying close together in the unembedding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from matlens.ffn.projection import TOP, Projection, top_of_all
 from matlens.ffn.usage import Usage
 from matlens.ffn.values import Values
 from matlens.ffn.words import token_texts
+from matlens.tokens import shown
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -35,9 +37,7 @@ SIZES = range(SMALLEST, 13)
 FOUND = ("known", "words", "tokens", "similarity", "pattern")
 
 
-def patterns(
-    ids: Int[Tensor, "n k"], usage: Usage, tokenizer: Any, *, progress: bool = True
-) -> pd.DataFrame:
+def patterns(ids: Int[Tensor, "n k"], usage: Usage, tokenizer: Any, *, progress: bool = True) -> pd.DataFrame:
     """The largest pattern of each list of top tokens, one row a list.
 
     Columns are ``known, words, tokens, similarity, pattern``: how many different words of the list the corpus
@@ -66,8 +66,10 @@ def patterns(
             f"None of the {len(words)} top tokens is among the {len(usage.words)} words that the corpus uses "
             "often enough. Expected a larger corpus, in the language of the model."
         )
-    lists = tqdm(words[inverse].reshape(ids.shape), desc="patterns", disable=not progress, delay=1)
-    return pd.DataFrame([_largest(own[own >= 0], usage) for own in lists], columns=list(FOUND))
+    lists = words[inverse].reshape(ids.shape)
+    rows = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
+    found = [_largest(lists[row][lists[row] >= 0], usage) for row in rows]
+    return pd.DataFrame(found, columns=list(FOUND))
 
 
 def _largest(words: Int[np.ndarray, " m"], usage: Usage) -> tuple[int, int, int, float, str]:
@@ -115,8 +117,8 @@ def search(
     generator = torch.Generator().manual_seed(seed)
     dealt = torch.stack([column[torch.randperm(len(real), generator=generator)] for column in real.T], 1)
     found = {}
+    named = [values.at(row) for row in range(len(values))]
     for method, ids in (("values", real), ("random", torch.cat(drawn)), ("dealt", dealt)):
-        named = [values.at(row) for row in range(len(values))]
         names = map(str, named) if method == "values" else (f"{method} {row}" for row in range(len(ids)))
         told = {"value": list(names), "layer": [one.layer for one in named]}
         told["index"] = [one.index for one in named]
@@ -127,8 +129,6 @@ def search(
 
 
 def _texts(ids: Tensor, tokenizer: Any) -> list[str]:
-    from matlens.tokens import shown
-
     seen = {int(token) for token in ids.unique()}
     texts = dict(zip(seen, map(shown, token_texts(tokenizer, seen)), strict=True))
     return [", ".join(texts[token] for token in own) for own in ids.tolist()]
@@ -151,44 +151,46 @@ def shares(found: dict[str, pd.DataFrame], model_name: str, corpus: str, *, k: i
             part = table if layer is None else table[table["layer"] == layer]
             told = (EXPERIMENT, model_name, corpus, method, layer, layer)
             for size in SIZES:
-                hits = torch.from_numpy((part["words"] >= size).to_numpy())
+                hits = torch.from_numpy((part["words"] >= size).to_numpy(copy=True))
                 rows.append((*told, "pattern", size, *metrics.proportion(hits)))
             for metric, of in measured.items():
-                rows.append((*told, metric, k, *metrics.mean(torch.from_numpy(of(part).to_numpy()))))
+                rows.append((*told, metric, k, *metrics.mean(torch.from_numpy(of(part).to_numpy(copy=True)))))
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
 
 
-def distinct(found: pd.DataFrame, *, n: int = 30, per_layer: int = 3, shared: float = 1 / 3) -> pd.DataFrame:
-    """The ``n`` vectors with the largest patterns, each with another concept.
+def distinct(
+    found: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
+) -> pd.DataFrame:
+    """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 
-    In the order of words, tokens and similarity; a vector is passed over if it shares more than a part of its
-    pattern's words, or of the other's, with one that was taken, or if its layer has given enough.
+    Only patterns of enough different words count, so that forms of one word are none. They are taken in the
+    order of tokens, words and similarity; a vector is passed over if it shares too many of its pattern's
+    words with one that was taken, or if its layer has given enough.
 
     Parameters
     ----------
     found
         One of the tables of `search`.
     n
-        How many; fewer if there are not so many patterns of four words.
+        How many; fewer if there are not so many.
+    words
+        Fewest words of a pattern.
     per_layer
         Most vectors of one layer.
     shared
-        Most that two patterns may have in common, of the smaller one.
+        Most that two patterns may have in common, as a part of the smaller one.
     """
-    order = found[found["words"] >= SMALLEST].sort_values(
-        ["words", "tokens", "similarity"], ascending=False, kind="stable"
+    order = found[found["words"] >= words].sort_values(
+        ["tokens", "words", "similarity"], ascending=False, kind="stable"
     )
     taken: list[int] = []
     sets: list[set[str]] = []
-    layers = dict.fromkeys(found["layer"], 0)
+    layers: Counter[int] = Counter()
     for row, pattern, layer in zip(order.index, order["pattern"], order["layer"], strict=True):
         own = set(pattern.split(", "))
         alike = any(len(own & other) > shared * min(len(own), len(other)) for other in sets)
-        if alike or layers[layer] == per_layer:
-            continue
-        layers[layer] += 1
-        taken.append(row)
-        sets.append(own)
-        if len(taken) == n:
-            break
+        if len(taken) < n and not alike and layers[layer] < per_layer:
+            layers[layer] += 1
+            taken.append(row)
+            sets.append(own)
     return found.loc[taken].reset_index(drop=True)

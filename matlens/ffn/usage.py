@@ -86,7 +86,9 @@ class Usage:
         texts = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
         counts = Counter(word for text in texts for word in text)
         known = sorted(word for word, count in counts.items() if count >= min_count)
-        chosen = [i for i, word in enumerate(known) if len(word) >= _LETTERS and word not in ENGLISH_STOP_WORDS]
+        chosen = [
+            i for i, word in enumerate(known) if len(word) >= _LETTERS and word not in ENGLISH_STOP_WORDS
+        ]
         if len(chosen) < 3:
             raise InputError(
                 f"{len(chosen)} words of the corpus are used {min_count} times or more. Expected at least 3: "
