@@ -95,13 +95,13 @@ def show(table: pd.DataFrame, alike: pd.DataFrame) -> None:
     print(f"Patterns of fewer than {SMALLEST} tokens are not counted: {left_out:.4g} for each annotator.")
     if len(alike):
         between = Table("annotators", "", "agreement", "value", "n")
-        for row in alike.itertuples():
+        for pair in alike.itertuples():
             between.add_row(
-                f"{row.one!s}, {row.other!s}",
-                str(row.method),
-                str(row.metric),
-                f"{row.value:.2f}",
-                str(row.n),
+                f"{pair.one!s}, {pair.other!s}",
+                str(pair.method),
+                str(pair.metric),
+                f"{pair.value:.2f}",
+                str(pair.n),
             )
         Console().print(between)
 

@@ -177,8 +177,8 @@ def tally(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFra
     """Shares and counts of paper B's Table 2 and Figure 2, for each kind at each layer and at all of them.
 
     The columns are those of all tables; the metrics are those of `by_item`, averaged first over annotators
-    and then over items. Intervals are over items, whose tokens are not independent of each other. ``layer`` is
-    empty for all layers together.
+    and then over items. Intervals are over items, whose tokens are not independent of each other. ``layer``
+    is empty for all layers together.
     """
     if not annotations:
         raise InputError("There are no filled sheets. Expected at least one.")

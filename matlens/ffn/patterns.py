@@ -9,7 +9,7 @@ vector gains nothing from tokens lying close together in the unembedding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def patterns(ids: Int[Tensor, "n k"], usage: Usage, tokenizer: Any, *, progress:
             "often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
-    rows = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
+    rows: Iterable[int] = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
     found = [_largest(lists[row][lists[row] >= 0], usage) for row in rows]
     return pd.DataFrame(found, columns=list(FOUND))
 
@@ -76,6 +76,7 @@ def _largest(words: Int[np.ndarray, " m"], usage: Usage) -> tuple[int, int, int,
     families, first, forms = np.unique(usage.families[words], return_index=True, return_counts=True)
     order = first.argsort()
     own, forms = words[first[order]], forms[order]
+    names = [usage.words[row] for row in own.tolist()]
     if not len(families):
         return 0, 0, 0, float("nan"), ""
     similar, linked = usage.alike(own)
@@ -83,9 +84,9 @@ def _largest(words: Int[np.ndarray, " m"], usage: Usage) -> tuple[int, int, int,
     np.fill_diagonal(similar, 0)
     sizes, closeness = linked.sum(1), (similar * linked).sum(1)
     centre = int(np.lexsort((-closeness, -sizes))[0])
-    others = [i for i in np.flatnonzero(linked[centre]) if i != centre]
+    others = [i for i in np.flatnonzero(linked[centre]).tolist() if i != centre]
     alike = float(closeness[centre] / len(others)) if others else float("nan")
-    told = ", ".join(usage.words[own[i]] for i in (centre, *others))
+    told = ", ".join(names[i] for i in (centre, *others))
     return len(own), int(sizes[centre]), int(forms[linked[centre]].sum()), alike, told
 
 

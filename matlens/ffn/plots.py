@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from matlens.plots import layer_ticks
 
@@ -99,10 +99,11 @@ def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
         own = part[(part["k"] == size) & part["layer"].notna()].astype({"layer": int}).sort_values("layer")
         right.plot(own["layer"], own["value"], color=colour, lw=1.4, marker="o", ms=2.6)
         right.fill_between(own["layer"], own["low"], own["high"], color=colour, alpha=0.12, lw=0)
-    left.set_yscale("log")
+    if (found["value"] > 0).any():  # else there is nothing to draw on such a scale
+        left.set_yscale("log")
     left.set_xlabel("words of the largest pattern, at least")
     left.set_ylabel("share of vectors")
-    left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
     left.legend(frameon=False, fontsize=8)
     right.set_xlabel("layer")
     right.set_ylabel(f"with at least {size} words")

@@ -197,7 +197,7 @@ def _read_patterns(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
 
 
 def _read(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
-    """The lines of a file as it was written or a spreadsheet has saved it, with its sheet and items checked."""
+    """The lines of a file, as it was written or a spreadsheet has saved it, with sheet and items checked."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             head = file.readline()
