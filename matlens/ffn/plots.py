@@ -73,7 +73,8 @@ def concept_shares(results: pd.DataFrame) -> Figure:
     axes[-1].set_xlabel("layer")
     axes[-1].set_xticks(layer_ticks(int(by_layer["layer"].max())))
     figure.supylabel("share of top tokens in a concept", fontsize=10)
-    axes[0].legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=len(classes), loc="outside lower center")
     figure.suptitle(Path(results.iloc[0]["model"]).name, fontsize=10)
     return figure
 
