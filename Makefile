@@ -27,7 +27,8 @@ ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token pap
 	submodule_positions all_positions
 MASKED_ANALYSES := paper_a_fig5_masked
 # These read the weights, or what FFNs write, and share nothing with the others.
-FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance
+FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table1_concept_vectors \
+	paper_b_table2_concepts
 
 .PHONY: demo test check verify bench analyses docs install clean
 .NOTPARALLEL:

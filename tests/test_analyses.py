@@ -24,6 +24,7 @@ from matlens.schemes import wrr
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
+SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
@@ -140,21 +141,129 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", OF_FFNS)
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name != SHEETS])
 def test_analyses_of_ffns_run_on_small_models(
     name: str, model: str, corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    own = {"paper_b_fig4_overlap": ["--random", 9, "--top", 5], "paper_b_fig6_dominance": ["--sentences", 12]}
+    own = {
+        "paper_b_fig4_overlap": ["--random", 9, "--top", 5], "paper_b_fig6_dominance": ["--sentences", 12],
+        "paper_b_table1_concept_vectors": ["--top", 8, "--vectors", 4],
+    }  # fmt: skip
     given = [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
     run(name, "--model", model_folder(model), *given, *own[name], "--device", "cpu", "--out", tmp_path)
     table, told = pd.read_csv(tmp_path / f"{name}.csv"), json.loads((tmp_path / f"{name}.json").read_text())
-    assert set(table["layer"]) == set(range(N_LAYERS))
+    assert set(table["layer"].dropna()) == set(range(N_LAYERS))
     assert table["value"].between(0, 1).all()
     assert told["seed"] == 0
     assert told["model"]["base_model_name_or_path"].endswith(model)
     assert told["command"].startswith(f"{name}.py --model")
     for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / f"{name}.{suffix}").read_bytes().startswith(start)
+
+
+def test_the_vectors_that_were_found_are_written_and_printed(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "paper_b_table1_concept_vectors"
+    options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", "--device", "cpu"]
+    run(name, *options, "--top", 20, "--vectors", 3, "--out", tmp_path)
+    said = capsys.readouterr().out
+    found = pd.read_csv(tmp_path / f"{name}_vectors.csv", keep_default_na=False)
+    table = pd.read_csv(tmp_path / f"{name}.csv")
+    overall = table[table["layer"].isna() & (table["metric"] == "pattern") & (table["k"] == 5)]
+    for method, value, n in overall[["method", "value", "n"]].itertuples(index=False, name=None):
+        if method != "dealt":
+            assert (value > 0) == (method in set(found["method"]))
+        assert f"{value:.3%} ({round(value * n)})" in said
+    for row in found[found["method"] == "values"].itertuples():
+        assert str(row.value) in said
+        assert row.words >= 5
+        tokens = str(row.top).replace("␣", "").split(", ")
+        assert len(tokens) == 20
+        assert set(str(row.pattern).split(", ")) <= set(tokens)
+
+
+def first_run(name: str, model: Path, corpus: Path, out: Path) -> pd.DataFrame:
+    run(
+        name,
+        "--model",
+        model,
+        "--corpus",
+        corpus,
+        "--per-layer",
+        2,
+        "--top",
+        6,
+        "--device",
+        "cpu",
+        "--out",
+        out,
+    )
+    return pd.read_csv(out / f"{name}.csv", keep_default_na=False)
+
+
+def fill(sheets: Path, folder: Path, digits: str) -> None:
+    """Fill in a sheet: tokens that end in some digits are one pattern, semantic."""
+    folder.mkdir()
+    tokens = pd.read_csv(sheets / "tokens.csv", dtype=str, keep_default_na=False)
+    ends = tokens["token"].str.strip("‹›").str[-1:].isin(list(digits))
+    tokens.assign(patterns=ends.map({True: "1", False: ""})).to_csv(folder / "tokens.csv", index=False)
+    patterns = pd.read_csv(sheets / "patterns.csv", dtype=str, keep_default_na=False)
+    patterns.loc[patterns["pattern"] == "1", "class"] = "semantic"
+    patterns.to_csv(folder / "patterns.csv", index=False)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_filled_sheets_of_concepts_give_shares_figure_and_agreement(
+    model: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = first_run(SHEETS, model_folder(model), corpora / "words.txt", tmp_path / "out")
+    assert key.groupby(["kind", "layer"])["item"].nunique().tolist() == [2] * 9
+    sheets = tmp_path / "out" / f"{SHEETS}_sheets"
+    assert sorted(path.name for path in sheets.iterdir()) == ["patterns.csv", "sheet.html", "tokens.csv"]
+    for annotator, digits in (("anna", "0123456"), ("ben", "3456789")):
+        fill(sheets, tmp_path / annotator, digits)
+    capsys.readouterr()
+    filled = ["--filled", tmp_path / "anna", "--filled", tmp_path / "ben"]
+    run(SHEETS, *filled, "--out", tmp_path / "out")
+    said = capsys.readouterr().out
+    found = pd.read_csv(tmp_path / "out" / f"{SHEETS}_shares.csv")
+    expected = []
+    for digits in ("0123456", "3456789"):
+        hits = key["token"].str[-1:].isin(list(digits)).groupby(key["item"]).sum()
+        expected.append(hits.where(hits >= 4, 0) / 6)
+    kinds = key.groupby("item")["kind"].first()
+    for kind in ("values", "random", "updates"):
+        wanted = np.mean([one[kinds == kind].mean() for one in expected])
+        same = found["layer"].isna() & (found["method"] == kind) & (found["metric"] == "covered")
+        assert found[same]["value"].item() == pytest.approx(wanted)
+        assert f"{wanted:.1%}" in said
+    assert "Patterns of fewer than 4 tokens are not counted" in said
+    agreed = pd.read_csv(tmp_path / "out" / f"{SHEETS}_agreement.csv")
+    assert set(agreed["one"] + agreed["other"]) == {"annaben"}
+    assert json.loads((tmp_path / "out" / f"{SHEETS}_shares.json").read_text())["annotators"] == [
+        "anna",
+        "ben",
+    ]
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / "out" / f"{SHEETS}_shares.{suffix}").read_bytes().startswith(start)
+
+
+def test_sheets_of_concepts_that_do_not_belong_are_told(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model in ("gpt2", "llama"):
+        first_run(SHEETS, model_folder(model), corpora / "words.txt", tmp_path / model)
+    fill(tmp_path / "gpt2" / f"{SHEETS}_sheets", tmp_path / "anna", "01234")
+    filled = ["--filled", tmp_path / "anna"]
+    assert "a sheet of another sample" in refused(SHEETS, capsys, *filled, "--out", tmp_path / "llama")
+    assert "no key to the sheets" in refused(SHEETS, capsys, *filled, "--out", tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+    assert not list(tmp_path.glob(f"*/{SHEETS}_shares*"))
 
 
 # What the tables hold: they agree with one another

@@ -1,0 +1,84 @@
+"""Paper B, Table 1: value vectors whose top tokens are one concept, found by search over all of them.
+
+Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens dealt anew
+are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
+(`matlens.ffn.patterns`). Written are the shares of vectors with a pattern, by its size and layer, and as
+``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.
+Expect large patterns among value vectors, most of them in the last third of the layers, and hardly any
+among random ones. The corpus only says which words are used alike: the model is not run on it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from matlens import load, load_corpus, options, provenance
+from matlens.artifacts import system_errors, write_text
+from matlens.ffn.patterns import distinct, search, shares
+from matlens.ffn.plots import pattern_sizes
+from matlens.ffn.usage import Usage
+from matlens.scripts import report, run_script
+
+NAME = "paper_b_table1_concept_vectors"
+
+
+def main(
+    model: options.Model = "smollm2-135m",
+    corpus: options.CorpusName = "wikipedia-sample",
+    vectors: Annotated[int, typer.Option(min=1, help="Value vectors to show.")] = 30,
+    per_layer: Annotated[int, typer.Option(min=1, help="Most of them from one layer.")] = 3,
+    top: Annotated[int, typer.Option(min=4, help="Top tokens of each vector.")] = 30,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
+) -> None:
+    """Search all value vectors for patterns among their top tokens, and compare with random vectors."""
+    texts = load_corpus(corpus)
+    loaded = load(model, device=device)
+    usage = Usage.of(texts.sentences, seed=seed)
+    found = search(loaded, usage, k=top, seed=seed)
+    table = shares(found, str(loaded.cfg.model_name), texts.name, k=top)
+    origin = {"model": provenance.of_model(loaded), "seed": seed}
+    origin |= {"data": {"corpus": texts.name, "fingerprint": texts.fingerprint, "n_words": len(usage.words)}}
+    report(out, NAME, table, origin, pattern_sizes(table, 5))
+    best = {
+        method: distinct(found[method], n=vectors, per_layer=per_layer) for method in ("values", "random")
+    }
+    path = out / f"{NAME}_vectors.csv"
+    with system_errors(path):
+        write_text(
+            path, pd.concat([one.assign(method=method) for method, one in best.items()]).to_csv(index=False)
+        )
+    print(path)
+    show(best["values"], table)
+
+
+def show(best: pd.DataFrame, table: pd.DataFrame) -> None:
+    """Print the value vectors that were found, and how many of each kind have a pattern."""
+    printed = Table(
+        "value", "words", "pattern", "top tokens", title="Each of another concept", title_justify="left"
+    )
+    for row in best.itertuples():
+        first = ", ".join(str(row.top).split(", ")[:10])
+        printed.add_row(str(row.value), str(row.words), escape(str(row.pattern)), escape(first))
+    Console().print(printed)
+    overall = table[table["layer"].isna() & (table["metric"] == "pattern")]
+    counted = Table(
+        "words, at least", *overall["method"].unique(), title="Vectors with a pattern", title_justify="left"
+    )
+    for size, part in overall.groupby("k"):
+        counts = (part["value"] * part["n"]).round().astype(int)
+        pairs = zip(part["value"], counts, strict=True)
+        counted.add_row(str(size), *(f"{value:.3%} ({count})" for value, count in pairs))
+    Console().print(counted)
+
+
+if __name__ == "__main__":
+    run_script(main)
