@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -444,6 +445,13 @@ def test_overlap_is_that_of_the_plain_models_lists(
             (row,) = table[(table["method"] == method) & (table["layer"] == layer)].itertuples()
             assert row.value == pytest.approx(sum(each) / len(each))
             assert row.low <= row.value <= row.high
+
+
+def test_layers_may_be_numpy_integers(small_model: Callable[[str], Any]) -> None:
+    values = Values(small_model("llama"))
+    for layer in np.arange(-N_LAYERS, N_LAYERS):
+        assert torch.equal(values.random(layer, 3), values.random(int(layer), 3))
+        assert torch.equal(values.layer(layer), values.layer(int(layer)))
 
 
 def test_random_vectors_look_like_the_layer_and_are_the_seeds_own(small_model: Callable[[str], Any]) -> None:

@@ -125,7 +125,7 @@ class Values:
                 f"Layer {layer} is out of range: the FFNs of this model are in the layers 0 to "
                 f"{self.n_layers - 1}."
             )
-        return layer % self.n_layers
+        return int(layer) % self.n_layers
 
     def at(self, row: int) -> Value:
         """Which vector a row is, where all of them stand layer after layer."""
