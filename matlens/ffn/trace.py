@@ -25,7 +25,7 @@ from matlens.examples import Examples
 from matlens.ffn.updates import DOMINANT, checked
 from matlens.ffn.values import Values, unembedding
 from matlens.readout import Readout
-from matlens.sites import COEFFICIENTS, STREAM, Site, anatomy
+from matlens.sites import COEFFICIENTS, PARALLEL, STREAM, Site, anatomy
 from matlens.storage import fill, read_rows
 
 if TYPE_CHECKING:
@@ -167,12 +167,15 @@ class _Watch:
         self._k = checked(k, self._values)
         if max(len(self._embedding), self._values.d_mlp) > _EXACT:
             raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
-        kinds = anatomy(model).kinds
-        before = ("mid",) if "mid" in kinds else (STREAM, "attn_out")
-        if not set(before) <= {STREAM, *kinds}:
+        found = anatomy(model)
+        if "mid" in found.kinds:
+            before: tuple[str, ...] = ("mid",)
+        elif found.family is PARALLEL:
+            before = (STREAM, "attn_out")  # as if attention came first
+        else:
             raise InputError(
-                f"The blocks of {model.cfg.architecture} ({anatomy(model).family.name}) have no place that "
-                "is known to be the stream before the FFN, so its updates cannot be traced."
+                f"The blocks of {model.cfg.architecture} ({found.family.name}) have no place that is known "
+                "to be the stream before the FFN, so its updates cannot be traced."
             )
         layers = range(self._values.n_layers)
         self._before = [[str(Site(kind, layer)) for kind in before] for layer in layers]
