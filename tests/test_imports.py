@@ -29,8 +29,8 @@ TOGETHER = (
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     ("ffn.__init__", "ffn.values", "ffn.plots"), ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates"), ("ffn.trace",), ("ffn.events",),
-    ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
+    ("ffn.overlap", "ffn.updates"), ("ffn.trace",), ("ffn.scores",), ("ffn.events",),
+    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 
