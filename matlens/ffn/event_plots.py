@@ -83,11 +83,12 @@ def layers_figure(results: pd.DataFrame) -> Figure:
         _summaries(ax, part)
         ax.set_title(f"top candidate, {chosen}, n = {part['n'].iloc[0]:,}", fontsize=9)
     few = results["n"] < _FEW
+    # Layers without a point break the line.
     for event, (label, colour) in _KINDS.items():
         part = results[(results["examples"] == examples[-1]) & (results["event"] == event) & ~few]
-        line = _line(part, "dominant", "max")
-        last.plot(line["layer"], line["value"], color=colour, lw=1.5, marker="o", ms=2.6, label=label)
-        last.fill_between(line["layer"], line["low"], line["high"], color=colour, alpha=0.13, lw=0)
+        line = _line(part, "dominant", "max").set_index("layer").reindex(range(results["layer"].max() + 1))
+        last.plot(line.index, line["value"], color=colour, lw=1.5, marker="o", ms=2.6, label=label)
+        last.fill_between(line.index, line["low"], line["high"], color=colour, alpha=0.13, lw=0)
     last.set_title(f"max of dominant, {examples[-1]}", fontsize=9)
     last.legend(frameon=False, fontsize=7.5)
     for ax in (*panels, last):
