@@ -28,11 +28,11 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.usage", "ffn.sheets"), ("ffn.words",),
-    ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates", "ffn.patterns"), ("ffn.concepts", "ffn.trace"),
+    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.usage", "ffn.sheets"),
+    ("ffn.words",), ("ffn.projection",),
+    ("ffn.overlap", "ffn.updates", "ffn.patterns"), ("ffn.concepts", "ffn.trace"), ("ffn.scores",),
     ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
-    ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
+    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 
