@@ -18,7 +18,6 @@ from matlens.ffn.exits import (
     Judged,
     OverlapRule,
     active_clusters,
-    by_chance,
     judge,
     leaving,
     parts,
@@ -185,7 +184,8 @@ def test_an_example_leaves_at_its_first_signal_and_at_the_last_layer_without_one
 def test_layers_saved_are_those_of_right_examples() -> None:
     right = np.array([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)
     found = judge(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
-    assert found == Judged(accuracy=0.75, saved=pytest.approx((2 + 3 + 0) / 3), left=0.75)
+    assert (found.accuracy, found.left) == (0.75, 0.75)
+    assert found.saved == pytest.approx((2 + 3 + 0) / 3)
     nobody = judge(np.array([0, 1]), right[:2])
     assert nobody.accuracy == 0
     assert np.isnan(nobody.saved)
@@ -197,22 +197,25 @@ def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers() -> None:
     right[:, -1] = True
     leaves = np.array([0, 3, 1, 1, 2])
     dealt = [judge(np.array(order), right) for order in itertools.permutations(leaves)]
-    found = by_chance(leaves, right)
-    assert found.accuracy == pytest.approx(np.mean([one.accuracy for one in dealt]))
-    assert found.left == pytest.approx(dealt[0].left)
-    saved = np.array([one.saved * one.accuracy for one in dealt]).mean() / found.accuracy
-    assert found.saved == pytest.approx(saved)
-    assert np.isnan(by_chance(np.array([0, 0]), np.array([[False, True]] * 2)).saved)
+    assert len({one.accuracy for one in dealt}) > 2
+    for one in dealt:
+        assert one.chance == pytest.approx(np.mean([one.accuracy for one in dealt]))
 
 
 def test_the_summary_is_mean_and_deviation_over_seeds() -> None:
-    found = {"a": [Judged(0.8, 3, 0.5), Judged(0.9, 5, 0.7)], "b": [Judged(1, 0, 0)]}
+    found = {"a": [Judged(0.8, 3, 0.5, 0.2), Judged(0.9, 5, 0.7, 0.3)], "b": [Judged(1, 0, 0, 1)]}
     a, b = summary(found, 16).to_dict("records")
     assert a == {
         "method": "a", "accuracy": pytest.approx(0.85), "accuracy_sd": pytest.approx(0.1 / 2**0.5),
         "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "left": pytest.approx(0.6),
-        "seeds": 2,
+        "chance": pytest.approx(0.25), "seeds": 2,
     }  # fmt: skip
     assert (b["accuracy"], b["saved"], b["saved_share"], b["seeds"]) == (1, 0, 0, 1)
     assert np.isnan(b["accuracy_sd"])
     assert np.isnan(b["saved_sd"])
+
+
+def test_a_seed_without_a_right_example_has_no_layers_saved() -> None:
+    nothing = judge(np.array([0]), np.array([[False, True]]))
+    (row,) = summary({"a": [nothing, Judged(1, 1, 1, 1)]}, 2).to_dict("records")
+    assert (row["accuracy"], row["saved"]) == (0.5, 1)

@@ -13,6 +13,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
+from matlens.errors import InputError
 from matlens.ffn.exits import Parts
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
@@ -48,6 +49,11 @@ class Classifiers:
     thresholds_
         The probability that each layer has to reach; infinite where it never says so, negative where it
         always does.
+
+    Raises
+    ------
+    InputError
+        A strength is not positive, or there is none.
     """
 
     def __init__(
@@ -58,6 +64,12 @@ class Classifiers:
         folds: int = FOLDS,
         seed: int = 0,
     ) -> None:
+        wrong = [strength for strength in strengths if not 0 < strength < float("inf")]
+        if wrong or not strengths:
+            raise InputError(
+                f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
+                "Expected positive numbers, at least one."
+            )
         self.strengths, self.kinds, self.folds, self.seed = strengths, kinds, folds, seed
 
     def fit(
@@ -141,11 +153,14 @@ def _probability(model: Any, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "
 
 
 def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
-    """The threshold, of the scores there are, with the largest F1; the highest of equals.
+    """The threshold with the largest F1, the highest of equals; from it on a score is taken for true.
 
-    A score is taken for true from the threshold on.
+    It lies midway between the lowest score that is taken and the next one, so that a true one which scores a
+    little less than all that calibrate is taken too.
     """
-    thresholds = np.unique(score)[::-1]
-    taken = score >= thresholds[:, None]
+    known = np.unique(score)[::-1]
+    taken = score >= known[:, None]
     f1 = 2 * (taken & truth).sum(1) / (taken.sum(1) + truth.sum())  # of whole numbers, so equals are equal
-    return float(thresholds[f1.argmax()])
+    lowest, following = np.append(known, known[-1])[f1.argmax() :][:2]
+    middle = (lowest + following) / 2
+    return float(middle if middle > following else lowest)

@@ -1,19 +1,22 @@
 """All ways of leaving early, on the same examples and over the same splits (Table 6).
 
 Beside the rule and the classifiers of the paper stand the confidence exit of paper A and a fixed layer, both
-set on the calibration examples so that there they are right at least as often as the rule is; the rule's own
-layers dealt out at random; and leaving where the prediction is made, which no method can know.
+set on the calibration examples so that there they are right at least as often as the rule is; and leaving
+where the prediction is made, which no method can know.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from scipy.sparse import csr_array
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -27,8 +30,8 @@ from matlens.ffn.events import saturation
 from matlens.ffn.exits import (
     Judged,
     OverlapRule,
+    Parts,
     active_clusters,
-    by_chance,
     judge,
     leaving,
     parts,
@@ -36,13 +39,13 @@ from matlens.ffn.exits import (
 from matlens.ffn.trace import Trace, before_ffn
 from matlens.fitting import fit_samples
 from matlens.readout import Readout
-from matlens.sites import Site, anatomy
+from matlens.sites import STREAM, Site, anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-RULE, BY_LAYER = "sub-updates rule", "rule, others by layer"
-EITHER, CHANCE = "rule, attention's too", "rule's layers at random"
+RULE, EITHER, BY_LAYER = "sub-updates rule", "rule, attention's too", "rule, others by layer"
+CLASSIFIERS = tuple(f"classifiers on {seen}" for seen in ("x", "o", "x and o"))
 FIXED, ORACLE = "fixed layer", "where it is made"
 _WRITTEN = "ffn_out"
 _ENOUGH = 2  # samples for each dimension that maps are fitted on
@@ -110,29 +113,20 @@ def compare(
     made, right = saturation(trace), (trace.after == trace.final[:, None]).numpy()
     layer = made.layer.numpy()
     by_ffn = np.where(made.by_ffn.numpy(), layer, -1)
-    active, features = active_clusters(trace, clusters), _features(model, activations)
+    active, seen = active_clusters(trace, clusters), features(model, activations)
     rules = {
-        RULE: (OverlapRule(), by_ffn),
-        EITHER: (OverlapRule(), layer),
-        BY_LAYER: (OverlapRule(others="by-layer"), by_ffn),
+        RULE: partial(_by_rule, OverlapRule(), active, by_ffn),
+        EITHER: partial(_by_rule, OverlapRule(), active, layer),
+        BY_LAYER: partial(_by_rule, OverlapRule(others="by-layer"), active, by_ffn),
     }
-    readout, last = Readout(model), activations[-1]
-    every = [taking(activations[place]) for place in range(1, trace.n_layers + 1)]
-    plain = confidences(readout, last, every, name="id", progress=progress)
-    positions = torch.from_numpy(trace.examples.positions)
     judged, chosen = defaultdict[str, list[Judged]](list), defaultdict[str, Counter[str]](Counter)
+    sure = _Confident(Readout(model), activations, progress)
     for seed in tqdm(range(seeds), desc="splits", unit="split", disable=not progress, delay=1):
         split = parts(len(trace), seed=seed)
         train, calibration, test = split
-
-        def leave(name: str, learn: Int[np.ndarray, " m"], rows: Int[np.ndarray, " n"]) -> np.ndarray:
-            rule, made_at = rules[name]
-            return leaving(rule.fit(active, made_at, learn).signals(active, rows))
-
-        wanted = right[calibration, leave(RULE, train, calibration)].mean()
-        learn = np.concatenate([train, calibration])
-        leaves = {name: leave(name, learn, test) for name in rules}
-        for name, own in features.items():
+        wanted = float(right[calibration, rules[RULE](train, calibration)].mean())
+        leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
+        for name, own in seen.items():
             learnt = Classifiers(strengths=strengths, kinds=kinds, folds=folds, seed=seed)
             learnt.fit(own, by_ffn, split, progress=progress)
             leaves[name] = leaving(learnt.signals(own, test))
@@ -141,15 +135,8 @@ def compare(
         leaves[ORACLE] = layer[test]
         for name, where in leaves.items():
             judged[name].append(judge(where, right[test]))
-        judged[CHANCE].append(by_chance(leaves[RULE], right[test]))
-        mean_length, rows = float((positions[train] + 1).double().mean()), np.concatenate([calibration, test])
-        exits = {"id": Confidence(plain.difference[rows], plain.right[rows])}
-        mapped = _mapped(readout, activations, train, rows, progress)
-        if mapped is not None:
-            exits["mat"] = mapped
-        for name, confidence in exits.items():
-            found = _confident(confidence, positions[rows], mean_length, len(calibration), wanted)
-            judged[f"confidence, {name}"].append(found)
+        for name, found in sure.judged(split, wanted):
+            judged[name].append(found)
     return Compared(dict(judged), dict(chosen))
 
 
@@ -162,9 +149,7 @@ def _require_same(trace: Trace, activations: Activations) -> None:
         )
 
 
-def _features(
-    model: TransformerBridge, activations: Activations
-) -> dict[str, list[Float[np.ndarray, "n d"]]]:
+def features(model: TransformerBridge, activations: Activations) -> dict[str, list[Float[np.ndarray, "n d"]]]:
     """What classifiers see at each layer: the stream before the FFN, what the FFN writes, and both."""
     layers = range(anatomy(model).n_layers)
     x = [
@@ -173,38 +158,56 @@ def _features(
     ]
     o = [activations[Site(_WRITTEN, layer)].numpy() for layer in layers]
     both = [np.concatenate(pair, axis=1) for pair in zip(x, o, strict=True)]
-    return {"classifiers on x": x, "classifiers on o": o, "classifiers on x and o": both}
+    return dict(zip(CLASSIFIERS, (x, o, both), strict=True))
 
 
-def _mapped(
-    readout: Readout,
-    activations: Activations,
-    train: Int[np.ndarray, " m"],
-    rows: Int[np.ndarray, " n"],
-    progress: bool,
-) -> Confidence | None:
-    """Confidences of ``mat``, fitted on the training examples, where they are enough."""
-    last = int(activations.provenance["model"]["n_layers"])
-    d_model = activations[last].shape[1]
-    if len(train) < _ENOUGH * d_model:
-        return None
-    samples = {f"h.{layer}": activations[layer][train] for layer in range(1, last + 1)}
-    maps = fit_samples(samples, [(layer, last) for layer in range(1, last)])
-    mapped = [linear(activations[linear.source][rows]) for linear in maps]
-    truth = activations[last][rows]
-    return confidences(readout, truth, [*map(taking, mapped), taking(truth)], name="mat", progress=progress)
+def _by_rule(
+    rule: OverlapRule,
+    active: Sequence[csr_array],
+    made_at: Int[np.ndarray, " n"],
+    learn: Int[np.ndarray, " m"],
+    rows: Int[np.ndarray, " r"],
+) -> Int[np.ndarray, " r"]:
+    return leaving(rule.fit(active, made_at, learn).signals(active, rows))
 
 
-def _confident(
-    confidence: Confidence,
-    positions: Int[Tensor, " n"],
-    mean_length: float,
-    n_calibration: int,
-    wanted: float,
-) -> Judged:
-    """Judge the confidence exit on the test examples, which follow those that set its ``lam``."""
-    known, new = slice(n_calibration), slice(n_calibration, None)
-    calibration = Confidence(confidence.difference[known], confidence.right[known])
-    lam = least_lam(calibration, positions[known], mean_length, wanted)
-    left = exit_layers(confidence.difference[new], thresholds(positions[new], lam, mean_length))
-    return judge(left.numpy() - 1, confidence.right[new].numpy())
+class _Confident:
+    """The confidence exit of paper A by ``id``, and by ``mat`` where there are enough examples to fit it."""
+
+    def __init__(self, readout: Readout, activations: Activations, progress: bool) -> None:
+        self._readout, self._activations, self._progress = readout, activations, progress
+        self._layers = range(1, int(activations.provenance["model"]["n_layers"]) + 1)
+        self._positions = torch.from_numpy(activations.examples.positions)
+        self._id = self._read("id", [activations[layer] for layer in self._layers])
+        n_train, d_model = len(parts(activations.n_rows).train), activations[0].shape[1]
+        self._enough = n_train >= _ENOUGH * d_model
+        if not self._enough:
+            tqdm.write(
+                f"mat is left out: {n_train} training examples for {d_model} dimensions. Expected "
+                f"{_ENOUGH * d_model} or more.",
+                file=sys.stderr,
+            )
+
+    def judged(self, split: Parts, wanted: float) -> Iterator[tuple[str, Judged]]:
+        """Judge on the test part with the least ``lam`` that is right often enough on the calibration part."""
+        rows = np.concatenate([split.calibration, split.test])
+        found = {"id": Confidence(*(each[rows] for each in self._id))}
+        if self._enough:
+            last = self._layers[-1]
+            samples = {
+                str(Site(STREAM, layer)): self._activations[layer][split.train] for layer in self._layers
+            }
+            maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
+            mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
+            found["mat"] = self._read("mat", [*mapped, self._activations[last][rows]])
+        mean_length = float((self._positions[split.train] + 1).double().mean())
+        known, new = slice(len(split.calibration)), slice(len(split.calibration), None)
+        at = self._positions[rows]
+        for name, (difference, right) in found.items():
+            lam = least_lam(Confidence(difference[known], right[known]), at[known], mean_length, wanted)
+            left = exit_layers(difference[new], thresholds(at[new], lam, mean_length))
+            yield f"confidence, {name}", judge(left.numpy() - 1, right[new].numpy())
+
+    def _read(self, name: str, vectors: Sequence[Float[Tensor, "n d_model"]]) -> Confidence:
+        substitutes = [taking(each) for each in vectors]
+        return confidences(self._readout, vectors[-1], substitutes, name=name, progress=self._progress)
