@@ -189,7 +189,7 @@ class _Confident:
             )
 
     def judged(self, split: Parts, wanted: float) -> Iterator[tuple[str, Judged]]:
-        """Judge on the test part with the least ``lam`` that is right often enough on the calibration part."""
+        """Judge on the test part, with the least ``lam`` that is right often enough for calibration."""
         rows = np.concatenate([split.calibration, split.test])
         found = {"id": Confidence(*(each[rows] for each in self._id))}
         if self._enough:
