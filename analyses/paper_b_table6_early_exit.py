@@ -45,7 +45,7 @@ def main(
     folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation of classifiers.")] = 4,
     strength: Annotated[
         list[float] | None,
-        typer.Option(help="Inverse strength of a penalty to try; give it once for each."),
+        typer.Option(min=1e-9, help="Inverse strength of a penalty to try; give it once for each."),
     ] = None,
     lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso beside ridge?")] = True,
     seed: options.Seed = 0,

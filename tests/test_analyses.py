@@ -24,6 +24,9 @@ from matlens.schemes import wrr
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
+TRACED = ("paper_b_fig3_events",)  # of these, those that make several tables from one trace
+EXITS = "paper_b_table6_early_exit"  # its table is that of no other
+SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, *TRACED)}
 NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
@@ -140,11 +143,11 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", OF_FFNS)
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (*TRACED, EXITS)])
 def test_analyses_of_ffns_run_on_small_models(
     name: str, model: str, corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    own = {"paper_b_fig4_overlap": ["--random", 9, "--top", 5], "paper_b_fig6_dominance": ["--sentences", 12]}
+    own = {"paper_b_fig4_overlap": ["--random", 9, "--top", 5], **SENTENCES}
     given = [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
     run(name, "--model", model_folder(model), *given, *own[name], "--device", "cpu", "--out", tmp_path)
     table, told = pd.read_csv(tmp_path / f"{name}.csv"), json.loads((tmp_path / f"{name}.json").read_text())
@@ -155,6 +158,115 @@ def test_analyses_of_ffns_run_on_small_models(
     assert told["command"].startswith(f"{name}.py --model")
     for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / f"{name}.{suffix}").read_bytes().startswith(start)
+
+
+EVENT_TABLES = ("paper_b_table4_events", "paper_b_fig3_scores", "paper_b_table9_saturation")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gemma2"])
+def test_events_are_counted_alike_in_all_tables_of_one_trace(
+    model: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", 40]
+    options += ["--dominant", 3, "--device", "cpu", "--out", tmp_path]
+    run("paper_b_fig3_events", *options)
+    events, layers, frequency = (pd.read_csv(tmp_path / f"{name}.csv") for name in EVENT_TABLES)
+    assert set(events["read"]) == set(layers["read"]) == {"score", "lift", "odds"}
+    assert set(layers["layer"]) == set(range(N_LAYERS))
+    for row in events.itertuples():
+        alike = layers[layers["examples"] == row.examples]
+        for column in ("event", "read", "method", "metric"):
+            alike = alike[alike[column] == getattr(row, column)]
+        assert alike["n"].sum() == row.n
+        assert (alike["value"] * alike["n"]).sum() / row.n == pytest.approx(row.value, rel=1e-4, abs=1e-7)
+    by_ffn = frequency[frequency["method"] == "ffn"]["value"].sum()
+    whole = events[(events["event"] == "saturation") & (events["examples"] == "all examples")]
+    assert set(whole["n"]) == {round(40 * by_ffn)}
+    for name in EVENT_TABLES:
+        told = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (told["seed"], told["k"], told["data"]["n"]) == (0, 3, 40)
+        for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+            assert (tmp_path / f"{name}.{suffix}").read_bytes().startswith(start)
+    # Given again, nothing is run: the trace is there.
+    before = [(tmp_path / f"{name}.csv").read_bytes() for name in EVENT_TABLES]
+    monkeypatch.setattr("matlens.ffn.trace.stream", None)
+    run("paper_b_fig3_events", *options)
+    assert [(tmp_path / f"{name}.csv").read_bytes() for name in EVENT_TABLES] == before
+
+
+def test_a_model_without_events_is_told(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its random weights, the small BERT has one candidate from the start."""
+    options = ["--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--sentences", 12]
+    said = refused("paper_b_fig3_events", capsys, *options, "--device", "cpu", "--out", tmp_path)
+    assert "error: There is no saturation event among 12 examples" in said
+    assert not list(tmp_path.glob("paper_b*"))
+
+
+@pytest.mark.parametrize(("model", "sentences"), [("gpt2", 90), ("gemma2", 40), ("gptj", 40)])
+def test_ways_of_leaving_early_are_in_one_table(
+    model: str,
+    sentences: int,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", sentences]
+    options += ["--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--strength", 0.01]
+    options += ["--device", "cpu", "--out", tmp_path]
+    run(EXITS, *options)
+    said = capsys.readouterr()
+    table, told = pd.read_csv(tmp_path / f"{EXITS}.csv"), json.loads((tmp_path / f"{EXITS}.json").read_text())
+    numbers = table.set_index("method")
+    mapped = "confidence, mat" in numbers.index
+    assert mapped == (sentences == 90), "72 training examples are two for each dimension"
+    assert mapped != ("mat is left out: 32 training examples" in said.err)
+    assert numbers.loc["where it is made", "accuracy"] == 1
+    assert (table["n"] == sentences).all()
+    assert (table["seeds"] == 2).all()
+    for name, each in told["accuracy"].items():
+        row = numbers.loc[name]
+        assert row["accuracy"] == pytest.approx(np.mean(each))
+        assert row["accuracy_sd"] == pytest.approx(np.std(each, ddof=1))
+        assert row["chance"] == pytest.approx(np.mean(told["chance"][name]))
+        assert row["saved_share"] == pytest.approx(row["saved"] / N_LAYERS)
+        assert f"{row['accuracy']:.1%}" in said.out
+    assert (told["splits"], told["folds"], told["k"], told["clusters"]["n_clusters"]) == (2, 2, 3, 20)
+    assert all(name.endswith(" 0.01") for chosen in told["penalties"].values() for name in chosen)
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"{EXITS}.{suffix}").read_bytes().startswith(start)
+    # Given again, nothing is run and nothing is clustered: all is there, and the numbers are the same.
+    before = (tmp_path / f"{EXITS}.csv").read_bytes()
+    for place in ("trace.stream", "clusters._cluster"):
+        monkeypatch.setattr(f"matlens.ffn.{place}", None)
+    monkeypatch.setattr("matlens.collecting.stream", None)
+    run(EXITS, *options)
+    assert (tmp_path / f"{EXITS}.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(("option", "told"), [
+    (("--clusters", 1000), "1,000 clusters of 144 value vectors"), (("--strength", 0), "is not in the range"),
+    (("--sentences", 9), "is not in the range"),
+])  # fmt: skip
+def test_a_comparison_that_cannot_be_is_told(
+    option: tuple[str, float],
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", "--sentences", 12]
+    options += ["--clusters", 20, *option, "--device", "cpu", "--out", tmp_path]
+    assert told in refused(EXITS, capsys, *options)
+    assert not list(tmp_path.glob(f"{EXITS}*"))
 
 
 # What the tables hold: they agree with one another
@@ -388,7 +500,7 @@ def test_a_model_that_is_not_there_is_told(
 ) -> None:
     options = ["--model", tmp_path / "absent"]
     options += [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
-    options += {"paper_b_fig6_dominance": ["--sentences", 12]}.get(name, [] if name in OF_FFNS else sizes())
+    options += SENTENCES.get(name, [] if name in OF_FFNS else sizes())
     assert "error: There is no model" in refused(name, capsys, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

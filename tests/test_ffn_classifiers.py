@@ -14,6 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.model_selection import StratifiedKFold
 
+from matlens import InputError
 from matlens.ffn.classifiers import LASSO, RIDGE, Classifiers, best_threshold
 from matlens.ffn.exits import Parts, leaving, parts
 
@@ -211,3 +212,9 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
     made_at = np.where(x[:, 0] > 150, 0, -1)
     learnt = Classifiers(folds=3).fit([x], made_at, parts(200), progress=False)
     assert len(learnt.penalties) == 1
+
+
+@pytest.mark.parametrize("strengths", [[], [0.1, 0.0], [-1.0], [float("inf")], [float("nan")]], ids=str)
+def test_strengths_have_to_be_positive(strengths: list[float]) -> None:
+    with pytest.raises(InputError, match="Expected positive numbers, at least one"):
+        Classifiers(strengths=strengths)
