@@ -19,11 +19,11 @@ from typing import Annotated
 import pandas as pd
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from matlens import collect, options
 from matlens.ffn import comparison
-from matlens.ffn.classifiers import LASSO, RIDGE, STRENGTHS
+from matlens.ffn.classifiers import FEWEST, LASSO, RIDGE, STRENGTHS
 from matlens.ffn.clusters import CLUSTERS, Clusters
 from matlens.ffn.exit_plots import exits_figure
 from matlens.ffn.exits import summary
@@ -43,6 +43,10 @@ def main(
     clusters: Annotated[int, typer.Option(min=1, help="Clusters of the value vectors.")] = CLUSTERS,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation of classifiers.")] = 4,
+    fewest: Annotated[
+        int,
+        typer.Option(min=2, help="Events of a layer to learn from, and to calibrate on; else none leave."),
+    ] = FEWEST,
     strength: Annotated[
         list[float] | None,
         typer.Option(min=1e-9, help="Inverse strength of a penalty to try; give it once for each."),
@@ -59,14 +63,15 @@ def main(
     place = out / "traces" / f"{name}--{slug(corpus)}--{sentences}-seed{seed}-stream"
     activations = collect(loaded, trace.examples, comparison.wanted_sites(loaded), folder=place)
     found = comparison.compare(
-        loaded, trace, groups, activations, seeds=splits, folds=folds,
+        loaded, trace, groups, activations, seeds=splits, folds=folds, fewest=fewest,
         strengths=strength or STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
     )  # fmt: skip
     table = summary(found.judged, trace.n_layers)
     show(table, trace.n_layers)
     told = {"model": values.model_name, "corpus": trace.provenance["data"]["corpus"], "n": len(trace)}
     origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
-        "clusters": groups.provenance, "splits": splits, "folds": folds, "penalties": found.penalties,
+        "clusters": groups.provenance, "splits": splits, "folds": folds, "fewest": fewest,
+        "penalties": found.penalties,
         "accuracy": {method: [one.accuracy for one in each] for method, each in found.judged.items()},
         "chance": {method: [one.chance for one in each] for method, each in found.judged.items()},
     }  # fmt: skip
@@ -75,8 +80,8 @@ def main(
 
 def show(table: pd.DataFrame, n_layers: int) -> None:
     """Print the table as people read it."""
-    titles = "method", "accuracy", f"layers saved of {n_layers}", "share", "leave early", "by chance"
-    printed = Table(*titles)
+    titles = "method", "accuracy", f"saved of {n_layers}", "share", "leave", "chance"
+    printed = Table(*(Column(title, no_wrap=True) for title in titles))
     for row in table.itertuples():
         printed.add_row(
             str(row.method), f"{row.accuracy:.1%} ± {row.accuracy_sd:.1%}",

@@ -219,7 +219,8 @@ def test_ways_of_leaving_early_are_in_one_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", sentences]
-    options += ["--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--strength", 0.01]
+    options += ["--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--fewest", 2]
+    options += ["--strength", 0.01]
     options += ["--device", "cpu", "--out", tmp_path]
     run(EXITS, *options)
     said = capsys.readouterr()

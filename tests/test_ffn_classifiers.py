@@ -36,7 +36,11 @@ def layers_of(n: int, n_layers: int, d: int, noise: float, seed: int = 0) -> tup
 def test_features_that_separate_are_left_at_the_right_layer() -> None:
     features, made_at = layers_of(400, 4, 6, noise=0.2)
     split = parts(400)
-    signals = Classifiers(folds=3).fit(features, made_at, split, progress=False).signals(features, split.test)
+    signals = (
+        Classifiers(folds=3, fewest=2)
+        .fit(features, made_at, split, progress=False)
+        .signals(features, split.test)
+    )
     assert (signals == (made_at[split.test, None] == np.arange(4))).all()
     expected = np.where(made_at < 0, 3, made_at)[split.test]
     assert leaving(signals).tolist() == expected.tolist()
@@ -51,7 +55,7 @@ def test_noise_tells_nothing() -> None:
         features = [generator.normal(size=(n, 5))]
         made_at = np.where(generator.random(n) < 0.3, 0, -1)
         split = parts(n, seed=seed)
-        learnt = Classifiers(folds=3, seed=seed).fit(features, made_at, split, progress=False)
+        learnt = Classifiers(folds=3, fewest=2, seed=seed).fit(features, made_at, split, progress=False)
         signals = learnt.signals(features, split.test)[:, 0]
         hits, said = hits + int((signals & (made_at[split.test] == 0)).sum()), said + int(signals.sum())
         events.append((made_at[split.test] == 0).mean())
@@ -98,7 +102,7 @@ def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int,
     x, truth = one_of_many(seed)
     n = len(x)
     split = Parts(np.arange(100), np.arange(100, 125), np.arange(125, n))
-    learnt = Classifiers(strengths=STRENGTHS, kinds=kinds, folds=4, seed=seed)
+    learnt = Classifiers(strengths=STRENGTHS, kinds=kinds, folds=4, fewest=2, seed=seed)
     learnt.fit([x], np.where(truth, 0, -1), split, progress=False)
     penalty, expected = by_loops(x[:100], truth[:100], kinds, 4, seed)
     assert learnt.penalties == [penalty]
@@ -117,7 +121,7 @@ def test_rare_events_weigh_as_much_as_all_others() -> None:
     n = 1200
     truth = np.arange(n) % 20 == 0
     x = generator.normal(size=(n, 1)) + 2 * truth[:, None]
-    learnt = Classifiers(strengths=[1.0], kinds=[RIDGE], folds=3)
+    learnt = Classifiers(strengths=[1.0], kinds=[RIDGE], folds=3, fewest=2)
     learnt.fit([x], np.where(truth, 0, -1), parts(n), progress=False)
     halfway = learnt.models_[0].predict_proba(np.array([[1.0]]))[0, 1]
     assert halfway == pytest.approx(0.5, abs=0.12)
@@ -152,7 +156,7 @@ def test_the_threshold_is_set_on_the_calibration_part() -> None:
     x = generator.normal(size=(300, 1))
     truth = x[:, 0] + generator.normal(size=300) > 1
     split = parts(300)
-    learnt = Classifiers(folds=3).fit([x], np.where(truth, 0, -1), split, progress=False)
+    learnt = Classifiers(folds=3, fewest=2).fit([x], np.where(truth, 0, -1), split, progress=False)
     score = learnt.models_[0].predict_proba(x)[:, 1]
     assert learnt.thresholds_ == [best_threshold(score[split.calibration], truth[split.calibration])]
     said = learnt.signals([x], split.test)[:, 0]
@@ -161,22 +165,25 @@ def test_the_threshold_is_set_on_the_calibration_part() -> None:
 
 
 def test_layers_without_enough_of_a_class_are_not_learnt() -> None:
-    """Too few events: never. Too few others: always."""
+    """Too few events to learn from or to calibrate on: never. Too few others: always."""
     n = 100
     x = np.random.default_rng(0).normal(size=(n, 2))
     split = Parts(np.arange(60), np.arange(60, 80), np.arange(80, n))
-    made_at = np.full(n, 2)
-    made_at[:7] = 0  # one too few
-    made_at[60:65] = 0
-    made_at[10:20] = 1  # none of the calibration part
-    learnt = Classifiers(folds=3).fit([x, x, x, x], made_at, split, progress=False)
-    assert [model is None for model in learnt.models_] == [True, True, False, True]
-    made_at[:20] = 2
-    learnt.fit([x, x, x, x], made_at, split, progress=False)
-    signals = learnt.signals([x, x, x, x], split.test)
-    assert signals.all(0).tolist() == [False, False, True, False]
-    assert not signals[:, [0, 1, 3]].any()
-    assert learnt.penalties == []
+
+    def learnt(events: int, calibrating: int) -> Classifiers:
+        made_at = np.full(n, -1)
+        made_at[:events] = made_at[60 : 60 + calibrating] = 0
+        return Classifiers(folds=3, fewest=5).fit([x], made_at, split, progress=False)
+
+    for events, calibrating, model, always in (
+        (5, 5, True, False), (4, 5, False, False), (5, 4, False, False), (0, 0, False, False),
+        (55, 5, True, False), (56, 5, False, True), (60, 20, False, True), (60, 4, False, False),
+    ):  # fmt: skip
+        found = learnt(events, calibrating)
+        assert (found.models_[0] is not None) == model
+        assert len(found.penalties) == model
+        if not model:
+            assert found.signals([x], split.test)[:, 0].tolist() == [always] * 20
 
 
 @pytest.mark.parametrize("events", [8, 9, 52])
@@ -196,7 +203,7 @@ def test_a_seed_gives_the_same_numbers_and_another_other_folds() -> None:
     split = parts(200)
 
     def scores(seed: int) -> np.ndarray:
-        learnt = Classifiers(folds=3, seed=seed).fit(features, made_at, split, progress=False)
+        learnt = Classifiers(folds=3, fewest=2, seed=seed).fit(features, made_at, split, progress=False)
         return np.array([model.cv_results_["mean_test_score"] for model in learnt.models_])
 
     assert (scores(0) == scores(0)).all()
@@ -210,7 +217,7 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
     x += generator.normal(size=x.shape)
     x[:, 3] = 7.0  # a coordinate that does not vary
     made_at = np.where(x[:, 0] > 150, 0, -1)
-    learnt = Classifiers(folds=3).fit([x], made_at, parts(200), progress=False)
+    learnt = Classifiers(folds=3, fewest=2).fit([x], made_at, parts(200), progress=False)
     assert len(learnt.penalties) == 1
 
 
@@ -218,3 +225,16 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
 def test_strengths_have_to_be_positive(strengths: list[float]) -> None:
     with pytest.raises(InputError, match="Expected positive numbers, at least one"):
         Classifiers(strengths=strengths)
+
+
+@pytest.mark.parametrize("options", [{"folds": 1}, {"fewest": 1}], ids=str)
+def test_fewer_than_two_folds_or_events_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="are too few"):
+        Classifiers(**options)
+
+
+def test_a_layer_where_all_look_alike_lets_all_go_or_none() -> None:
+    """The largest F1 is had by taking all, so that a new one with the same score is taken too."""
+    x, made_at = np.zeros((100, 2)), np.where(np.arange(100) % 3 == 0, 0, -1)
+    learnt = Classifiers(folds=3, fewest=2).fit([x], made_at, parts(100), progress=False)
+    assert learnt.signals([x], np.arange(100)).all()

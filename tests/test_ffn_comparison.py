@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {
     "strengths": [1e-2],
     "kinds": [RIDGE],
     "folds": 2,
+    "fewest": 2,
     "progress": False,
 }
 
@@ -229,7 +230,7 @@ def test_classifiers_learn_events_of_ffns_from_the_training_part(made: Callable[
     for seed in range(SEEDS):
         split = parts(MANY, seed=seed)
         for method, own in features(study.model, study.activations).items():
-            learnt = Classifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, seed=seed)
+            learnt = Classifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, fewest=2, seed=seed)
             learnt.fit(own, made_at, split, progress=False)
             left = leaving(learnt.signals(own, split.test))
             assert study.found.judged[method][seed] == judge(left, study.right[split.test])

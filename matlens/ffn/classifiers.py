@@ -17,10 +17,9 @@ from matlens.errors import InputError
 from matlens.ffn.exits import Parts
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
-FOLDS = 8
+FOLDS, FEWEST = 8, 8
 RIDGE, LASSO = 0, 1
 _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
-_FEWEST = 8  # examples of a class that a classifier can learn it from
 
 
 class Classifiers:
@@ -28,8 +27,9 @@ class Classifiers:
 
     Features are standardised, classes weighed against their frequency; the penalty, lasso or ridge, and its
     strength are chosen by cross-validated average precision, and the threshold is the one with the largest
-    F1 on the calibration examples. A layer with fewer than eight events to learn from, or none to calibrate
-    on, never says so; one with fewer than eight other examples always does.
+    F1 on the calibration examples. A layer with too few events to learn from or to calibrate on never says
+    so: a threshold that is set on one or two events may let nearly all examples go. One with too few other
+    examples always says so.
 
     Parameters
     ----------
@@ -39,6 +39,9 @@ class Classifiers:
         Of penalties that are tried, ``RIDGE`` or ``LASSO``, as scikit-learn's ``l1_ratio`` has them.
     folds
         Of the cross-validation, fewer where a class has fewer examples.
+    fewest
+        Events of a layer that are not too few, in the training and in the calibration part each; and other
+        examples, in the training part.
     seed
         Of the folds and of the solver.
 
@@ -53,7 +56,7 @@ class Classifiers:
     Raises
     ------
     InputError
-        A strength is not positive, or there is none.
+        A strength is not positive, or there is none; ``folds`` or ``fewest`` is less than 2.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Classifiers:
         strengths: Sequence[float] = STRENGTHS,
         kinds: Sequence[int] = (RIDGE, LASSO),
         folds: int = FOLDS,
+        fewest: int = FEWEST,
         seed: int = 0,
     ) -> None:
         wrong = [strength for strength in strengths if not 0 < strength < float("inf")]
@@ -70,7 +74,10 @@ class Classifiers:
                 f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
                 "Expected positive numbers, at least one."
             )
-        self.strengths, self.kinds, self.folds, self.seed = strengths, kinds, folds, seed
+        if min(folds, fewest) < 2:
+            raise InputError(f"{folds} folds and {fewest} events are too few. Expected 2 or more of each.")
+        self.strengths, self.kinds, self.folds = strengths, kinds, folds
+        self.fewest, self.seed = fewest, seed
 
     def fit(
         self,
@@ -121,13 +128,13 @@ class Classifiers:
     def _learn(
         self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: Parts
     ) -> tuple[Any, float]:
-        events = int(truth[split.train].sum())
-        fewest = min(events, len(split.train) - events)
-        if events < _FEWEST or not truth[split.calibration].any():
+        events, calibrating = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
+        others = len(split.train) - events
+        if min(events, calibrating) < self.fewest:
             return None, float("inf")
-        if fewest < _FEWEST:
+        if others < self.fewest:
             return None, -1.0
-        folds = StratifiedKFold(min(self.folds, fewest), shuffle=True, random_state=self.seed)
+        folds = StratifiedKFold(min(self.folds, events, others), shuffle=True, random_state=self.seed)
         search = GridSearchCV(
             make_pipeline(
                 StandardScaler(),

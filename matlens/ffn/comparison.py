@@ -24,7 +24,7 @@ from matlens.activations import Activations
 from matlens.errors import InputError
 from matlens.evaluation import taking
 from matlens.exits import Confidence, confidences, exit_layers, least_lam, thresholds
-from matlens.ffn.classifiers import FOLDS, LASSO, RIDGE, STRENGTHS, Classifiers
+from matlens.ffn.classifiers import FEWEST, FOLDS, LASSO, RIDGE, STRENGTHS, Classifiers
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import saturation
 from matlens.ffn.exits import (
@@ -83,6 +83,7 @@ def compare(
     strengths: Sequence[float] = STRENGTHS,
     kinds: Sequence[int] = (RIDGE, LASSO),
     folds: int = FOLDS,
+    fewest: int = FEWEST,
     progress: bool = True,
 ) -> Compared:
     """Judge every way of leaving, once for each seed of the split.
@@ -101,7 +102,7 @@ def compare(
         `wanted_sites` at the same examples.
     seeds
         How many splits, from seed 0 on.
-    strengths, kinds, folds
+    strengths, kinds, folds, fewest
         See `Classifiers`.
 
     Raises
@@ -127,7 +128,7 @@ def compare(
         wanted = float(right[calibration, rules[RULE](train, calibration)].mean())
         leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
         for name, own in seen.items():
-            learnt = Classifiers(strengths=strengths, kinds=kinds, folds=folds, seed=seed)
+            learnt = Classifiers(strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed)
             learnt.fit(own, by_ffn, split, progress=progress)
             leaves[name] = leaving(learnt.signals(own, test))
             chosen[name].update(learnt.penalties)

@@ -8,8 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-_COLOURS = ("#1f5fa8", "#c8553d", "#3f8f5f", "#8a5fb0", "#c79a2a", "#4aa3b5", "#7a7a7a")
-_MARKS = ("o", "s", "^", "D", "v", "P", "X")
+_MARKS = "os^Dv*<P>X"
 
 
 def exits_figure(table: pd.DataFrame) -> Figure:
@@ -26,7 +25,7 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     ax = figure.subplots()
     lines = table.to_dict("records")
     for i, row in enumerate(lines):
-        colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i // len(_COLOURS) + i % len(_MARKS)]
+        colour, mark = f"C{i}", _MARKS[i % len(_MARKS)]
         ax.plot([row["saved"]] * 2, [row["accuracy"], row["chance"]], ":", color=colour, lw=0.9, zorder=1)
         ax.plot(row["saved"], row["chance"], mark, color=colour, ms=4, mfc="white", zorder=2)
         ax.errorbar(
