@@ -80,13 +80,13 @@ def main(
 
 def show(table: pd.DataFrame, n_layers: int) -> None:
     """Print the table as people read it."""
-    titles = "method", "accuracy", f"saved of {n_layers}", "share", "leave", "chance"
+    titles = "method", "accuracy, %", f"saved of {n_layers}", "share", "leave", "chance"
     printed = Table(*(Column(title, no_wrap=True) for title in titles))
-    for row in table.itertuples():
+    for row in table.to_dict("records"):
         printed.add_row(
-            str(row.method), f"{row.accuracy:.1%} ± {row.accuracy_sd:.1%}",
-            f"{row.saved:.2f} ± {row.saved_sd:.2f}", f"{row.saved_share:.1%}", f"{row.left:.1%}",
-            f"{row.chance:.1%}",
+            row["method"], f"{100 * row['accuracy']:.1f} ± {100 * row['accuracy_sd']:.1f}",
+            f"{row['saved']:.2f} ± {row['saved_sd']:.2f}", f"{row['saved_share']:.1%}", f"{row['left']:.1%}",
+            f"{row['chance']:.1%}",
         )  # fmt: skip
     Console().print(printed)
 

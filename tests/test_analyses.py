@@ -238,7 +238,7 @@ def test_ways_of_leaving_early_are_in_one_table(
         assert row["accuracy_sd"] == pytest.approx(np.std(each, ddof=1))
         assert row["chance"] == pytest.approx(np.mean(told["chance"][name]))
         assert row["saved_share"] == pytest.approx(row["saved"] / N_LAYERS)
-        assert f"{row['accuracy']:.1%}" in said.out
+        assert f"{100 * row['accuracy']:.1f} ± " in said.out
     assert (told["splits"], told["folds"], told["k"], told["clusters"]["n_clusters"]) == (2, 2, 3, 20)
     assert all(name.endswith(" 0.01") for chosen in told["penalties"].values() for name in chosen)
     for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
