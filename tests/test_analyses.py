@@ -245,11 +245,13 @@ def test_ways_of_leaving_early_are_in_one_table(
         assert (tmp_path / f"{EXITS}.{suffix}").read_bytes().startswith(start)
     # Given again, nothing is run and nothing is clustered: all is there, and the numbers are the same.
     before = (tmp_path / f"{EXITS}.csv").read_bytes()
-    for place in ("trace.stream", "clusters._cluster"):
-        monkeypatch.setattr(f"matlens.ffn.{place}", None)
-    monkeypatch.setattr("matlens.collecting.stream", None)
+    (labels,) = tmp_path.glob("clusters/*/labels.npy")
+    written = labels.stat().st_mtime_ns
+    for place in ("ffn.trace.stream", "collecting.stream"):
+        monkeypatch.setattr(f"matlens.{place}", None)
     run(EXITS, *options)
     assert (tmp_path / f"{EXITS}.csv").read_bytes() == before
+    assert labels.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(("option", "told"), [
