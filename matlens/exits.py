@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,13 +19,14 @@ from tqdm.auto import tqdm
 from matlens import metrics
 from matlens.activations import Activations
 from matlens.errors import InputError
-from matlens.evaluation import COLUMNS, chunks, row
+from matlens.evaluation import COLUMNS, Substitute, chunks, row
 from matlens.maps import MapSet
 from matlens.readout import Readout
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
 SWEEP_ID = tuple(sorted({*SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
+_STEPS = np.linspace(-0.112, 1.112, 613)  # from everyone at once to nobody
 _METHODS = {"mat": SWEEP, "id": SWEEP_ID}
 
 
@@ -58,6 +59,65 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
     return passed.to(torch.uint8).argmax(1) + 1
 
 
+class Confidence(NamedTuple):
+    """What every layer says, and how sure it is of it.
+
+    Attributes
+    ----------
+    difference
+        ``p1 - p2`` of each layer's distribution.
+    right
+        Whether its most probable token is that of the last layer.
+    """
+
+    difference: Float[Tensor, "n n_layers"]
+    right: Bool[Tensor, "n n_layers"]
+
+
+def confidences(
+    readout: Readout,
+    truth: Float[Tensor, "n d_model"],
+    substitutes: Sequence[Substitute],
+    *,
+    name: str,
+    progress: bool = True,
+) -> Confidence:
+    """Read out what stands in for ``h^L`` at every layer.
+
+    Parameters
+    ----------
+    readout
+        Of the model.
+    truth
+        ``h^L`` itself.
+    substitutes
+        One for each layer that one can leave at, from the first to the last.
+    name
+        Of the method, for the progress bar.
+    """
+    n, n_layers = len(truth), len(substitutes)
+    found = Confidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
+    for part in tqdm(list(chunks(n)), desc=f"confidence of {name}", disable=not progress, delay=1):
+        true = readout.log_probs(truth[part])
+        for i, substitute in enumerate(substitutes):
+            logits = readout.logits(substitute(part))
+            p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
+            found.difference[part, i] = (p1 - p2).float().cpu()
+            found.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
+    return found
+
+
+def least_lam(
+    confidence: Confidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
+) -> float:
+    """Find the least ``lam``, of steps of 0.002, whose early exit has at least the wanted Precision@1."""
+    for lam in _STEPS:
+        left = exit_layers(confidence.difference, thresholds(positions, lam, mean_length))
+        if float(confidence.right.gather(1, left[:, None] - 1).double().mean()) >= wanted:
+            return float(lam)
+    return float(_STEPS[-1])  # all layers are run, and all examples right
+
+
 def early_exit(
     readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
 ) -> pd.DataFrame:
@@ -75,34 +135,30 @@ def early_exit(
     positions = torch.from_numpy(validation.examples.positions)
     rows: list[dict[str, Any]] = []
     for method, sweep in _METHODS.items():
-        confidence, hits = _read(readout, maps, validation, method, progress)
+        substitutes = [_substitute(readout, maps, validation, method, layer) for layer in range(1, last + 1)]
+        found = confidences(readout, validation[last], substitutes, name=method, progress=progress)
         for layer in range(1, last + 1):
-            fixed = metrics.proportion(hits[:, layer - 1])
+            fixed = metrics.proportion(found.right[:, layer - 1])
             rows.append(row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan})
         for lam in sweep:
-            left = exit_layers(confidence, thresholds(positions, lam))
-            precision = metrics.proportion(hits.gather(1, left[:, None] - 1))
+            left = exit_layers(found.difference, thresholds(positions, lam))
+            precision = metrics.proportion(found.right.gather(1, left[:, None] - 1))
             mean = float(left.double().mean())
             rows.append(row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam})
     return pd.DataFrame(rows, columns=[*COLUMNS, "lam"])
 
 
-def _read(
-    readout: Readout, maps: MapSet, validation: Activations, method: str, progress: bool
-) -> tuple[Float[Tensor, "n n_layers"], Bool[Tensor, "n n_layers"]]:
-    """``p1 - p2`` of what each layer says, and whether it says what the last one does."""
-    n, last = validation.n_rows, int(validation.provenance["model"]["n_layers"])
-    confidence, hits = torch.empty(n, last), torch.empty(n, last, dtype=torch.bool)
-    to_last = {layer: maps[layer, last] for layer in range(1, last)} if method == "mat" else {}
-    for part in tqdm(list(chunks(n)), desc=f"confidence of {method}", disable=not progress, delay=1):
-        true = readout.log_probs(validation[last][part])
-        for layer in range(1, last + 1):
-            h = validation[layer][part].to(readout.device)
-            logits = readout.logits(to_last[layer](h) if layer in to_last else h)
-            p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
-            confidence[part, layer - 1] = (p1 - p2).float().cpu()
-            hits[part, layer - 1] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
-    return confidence, hits
+def _substitute(
+    readout: Readout, maps: MapSet, validation: Activations, method: str, layer: int
+) -> Substitute:
+    last = int(validation.provenance["model"]["n_layers"])
+    mapped = maps[layer, last] if method == "mat" and layer < last else None
+
+    def substitute(part: slice) -> Tensor:
+        h = validation[layer][part].to(readout.device)
+        return h if mapped is None else mapped(h)
+
+    return substitute
 
 
 def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> float:

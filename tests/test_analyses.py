@@ -26,7 +26,8 @@ OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit 
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events",)  # of these, those that make several tables from one trace
-SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", *TRACED)}
+EXITS = "paper_b_table6_early_exit"  # its table is that of no other
+SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, *TRACED)}
 NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
@@ -143,7 +144,7 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, *TRACED)])
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, EXITS, *TRACED)])
 def test_analyses_of_ffns_run_on_small_models(
     name: str, model: str, corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -209,6 +210,70 @@ def test_a_model_without_events_is_told(
     said = refused("paper_b_fig3_events", capsys, *options, "--device", "cpu", "--out", tmp_path)
     assert "error: There is no saturation event among 12 examples" in said
     assert not list(tmp_path.glob("paper_b*"))
+
+
+@pytest.mark.parametrize(("model", "sentences"), [("gpt2", 90), ("gemma2", 40), ("gptj", 40)])
+def test_ways_of_leaving_early_are_in_one_table(
+    model: str,
+    sentences: int,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", sentences]
+    options += ["--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--fewest", 2]
+    options += ["--strength", 0.01]
+    options += ["--device", "cpu", "--out", tmp_path]
+    run(EXITS, *options)
+    said = capsys.readouterr()
+    table, told = pd.read_csv(tmp_path / f"{EXITS}.csv"), json.loads((tmp_path / f"{EXITS}.json").read_text())
+    numbers = table.set_index("method")
+    mapped = "confidence, mat" in numbers.index
+    assert mapped == (sentences == 90), "72 training examples are two for each dimension"
+    assert mapped != ("mat is left out: 32 training examples" in said.err)
+    assert numbers.loc["where it is made", "accuracy"] == 1
+    assert (table["n"] == sentences).all()
+    assert (table["seeds"] == 2).all()
+    for name, each in told["accuracy"].items():
+        row = numbers.loc[name]
+        assert row["accuracy"] == pytest.approx(np.mean(each))
+        assert row["accuracy_sd"] == pytest.approx(np.std(each, ddof=1))
+        assert row["chance"] == pytest.approx(np.mean(told["chance"][name]))
+        assert row["saved_share"] == pytest.approx(row["saved"] / N_LAYERS)
+        assert f"{100 * row['accuracy']:.1f} ± " in said.out
+    assert (told["splits"], told["folds"], told["k"], told["clusters"]["n_clusters"]) == (2, 2, 3, 20)
+    assert all(name.endswith(" 0.01") for chosen in told["penalties"].values() for name in chosen)
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"{EXITS}.{suffix}").read_bytes().startswith(start)
+    # Given again, nothing is run and nothing is clustered: all is there, and the numbers are the same.
+    before = (tmp_path / f"{EXITS}.csv").read_bytes()
+    (labels,) = tmp_path.glob("clusters/*/labels.npy")
+    written = labels.stat().st_mtime_ns
+    for place in ("ffn.trace.stream", "collecting.stream"):
+        monkeypatch.setattr(f"matlens.{place}", None)
+    run(EXITS, *options)
+    assert (tmp_path / f"{EXITS}.csv").read_bytes() == before
+    assert labels.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(("option", "told"), [
+    (("--clusters", 1000), "1,000 clusters of 144 value vectors"), (("--strength", 0), "Invalid value"),
+    (("--sentences", 9), "Invalid value"),
+])  # fmt: skip
+def test_a_comparison_that_cannot_be_is_told(
+    option: tuple[str, float],
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", "--sentences", 12]
+    options += ["--clusters", 20, *option, "--device", "cpu", "--out", tmp_path]
+    assert told in refused(EXITS, capsys, *options)
+    assert not list(tmp_path.glob(f"{EXITS}*"))
 
 
 # What the tables hold: they agree with one another

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from matlens import Activations, InputError, LinearMap, MapSet, Readout, collect, make_examples
 from matlens import prediction_quality as quality
-from matlens.evaluation import COLUMNS
-from matlens.exits import early_exit, exit_layers, layers_saved, thresholds
+from matlens.evaluation import COLUMNS, taking
+from matlens.exits import (
+    Confidence,
+    confidences,
+    early_exit,
+    exit_layers,
+    layers_saved,
+    least_lam,
+    thresholds,
+)
 
 MODELS = ("gpt2", "llama", "bert")
 Studies = Callable[[str], tuple[Readout, MapSet, Activations]]
@@ -226,6 +234,48 @@ def test_maps_of_another_model_are_refused(study: Studies) -> None:
     readout, _, data = study("gpt2")
     with pytest.raises(InputError, match="were fitted on the model"):
         early_exit(readout, study("llama")[1], data, progress=False)
+
+
+def confident(difference: list[list[float]], right: list[list[int]]) -> Confidence:
+    return Confidence(torch.tensor(difference), torch.tensor(right, dtype=torch.bool))
+
+
+def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
+    """All at position 0 of sentences of one token: the threshold is 0.9 lam + 0.1."""
+    at = torch.zeros(4, dtype=torch.long)
+    found = confident(
+        [[0.2, 0.9, 0.9], [0.3, 0.9, 0.9], [0.5, 0.9, 0.9], [0.7, 0.8, 0.9]],
+        [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1]],
+    )
+    for wanted, gap in ((0.5, 0.0), (0.51, 0.2), (0.75, 0.2), (0.76, 0.3), (1.0, 0.3)):
+        lam = least_lam(found, at, 1.0, wanted)
+        if not gap:
+            assert lam == pytest.approx(-0.112)
+            continue
+        # The first step whose threshold that example's confidence does not exceed.
+        assert 0.9 * lam + 0.1 >= gap - 1e-6
+        assert 0.9 * (lam - 0.002) + 0.1 < gap
+
+
+def test_no_lam_but_the_last_is_right_where_only_the_last_layer_is() -> None:
+    found = confident([[1.0, 1.0], [1.0, 0.0]], [[0, 1], [0, 1]])
+    lam = least_lam(found, torch.tensor([0, 3]), 2.5, 1.0)
+    assert exit_layers(found.difference, thresholds(torch.tensor([0, 3]), lam, 2.5)).tolist() == [2, 2]
+    assert lam <= 1.112
+
+
+def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
+    readout, _, data = study("llama")
+    given = [taking(data[layer]) for layer in (2, 0, N_LAYERS)]
+    found = confidences(readout, data[N_LAYERS], given, name="some", progress=False)
+    for i, layer in enumerate((2, 0, N_LAYERS)):
+        p = readout.logits(data[layer]).double().softmax(-1)
+        first, second = p.topk(2).values.T
+        torch.testing.assert_close(found.difference[:, i].double(), first - second, atol=1e-6, rtol=0)
+        said = p.argmax(-1) == readout.logits(data[N_LAYERS]).argmax(-1)
+        assert found.right[:, i].tolist() == said.tolist()
+    assert found.right[:, 2].all()
+    assert not found.right[:, 1].all()
 
 
 # Layers saved

@@ -28,10 +28,13 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.usage", "ffn.sheets"),
+    (
+        "ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.exit_plots", "ffn.usage",
+        "ffn.sheets",
+    ),
     ("ffn.words",), ("ffn.projection",),
     ("ffn.overlap", "ffn.updates", "ffn.patterns"), ("ffn.concepts", "ffn.trace"), ("ffn.scores",),
-    ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
+    ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"), ("ffn.classifiers",), ("ffn.comparison",),
     ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 

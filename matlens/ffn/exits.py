@@ -2,38 +2,32 @@
 
 Saturation events of training examples say at which layers one could have left. The rule needs no more
 training than that: it compares the clusters of an example's dominant sub-updates with those that were
-seen at saturation events of a layer, and with those seen otherwise. Beside it stand classifiers of the
-stream and of the FFN's output, and the confidence exit of paper A. All are judged alike: by the share of
-examples for which the layer they leave at gives the model's own prediction, and the layers saved on these.
+seen at saturation events of a layer, and with those seen otherwise. Every way of leaving is judged alike: by
+the share of examples for which the layer it leaves at gives the model's own prediction, and by the layers
+that are saved on these. To leave at layer ``l`` is to read the prediction from the stream after its FFN, so
+``n_layers - 1 - l`` layers are not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import precision_recall_curve
-from sklearn.model_selection import GridSearchCV, StratifiedKFold
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
-from matlens.ffn.values import Values
 
-PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse strengths that are tried
-FOLDS = 8
-_FEWEST = 8  # saturation events of a layer that a classifier of it can be trained on
+Others = Literal["together", "by-layer"]
+_FEWEST = 10  # examples that three parts can be made of
 
 
 class Parts(NamedTuple):
-    """Which examples are for what: to learn from, to calibrate thresholds on, and to judge by."""
+    """Which examples are for what: to learn from, to calibrate on, and to judge by."""
 
     train: Int[np.ndarray, " n_train"]
     calibration: Int[np.ndarray, " n_calibration"]
@@ -48,38 +42,55 @@ def parts(n: int, *, seed: int = 0) -> Parts:
     InputError
         There are fewer than 10 examples.
     """
-    if n < 10:
-        raise InputError(f"{n} examples cannot be split into training, calibration and test. Expected 10.")
+    if n < _FEWEST:
+        raise InputError(
+            f"{n} examples cannot be split into training, calibration and test. Expected {_FEWEST} or more."
+        )
     order, tenth = np.random.default_rng(seed).permutation(n), n // 10
     return Parts(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
 
 
-def leaving(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]:
-    """First layer with a signal; the last one where there is none."""
-    return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
+def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
+    """For each layer ``[n, n_clusters]``: 1 where a dominant sub-update of the example is of the cluster.
 
-
-def active_clusters(trace: Trace, values: Values, clusters: Clusters) -> list[csr_array]:
-    """For each layer ``[n, n_clusters]``: 1 where a dominant sub-update of the example is of the cluster."""
-    active = []
-    for layer in range(trace.n_layers):
-        own = clusters.labels[layer * values.d_mlp + trace.index["dominant"][:, layer].numpy()]
-        rows = np.repeat(np.arange(len(own)), own.shape[1])
-        ones = np.ones(own.size, dtype=np.float32)
-        counted = csr_array((ones, (rows, own.ravel())), shape=(len(own), len(clusters)))
-        counted.sum_duplicates()
-        counted.data[:] = 1  # a set: several of one cluster are there once
-        active.append(counted)
-    return active
+    Raises
+    ------
+    InputError
+        The clusters are of another model.
+    """
+    models = [one.provenance["model"]["fingerprint"] for one in (trace, clusters)]
+    if models[0] != models[1]:
+        raise InputError(
+            f"The clusters are of the model {models[1]}, and the trace of {models[0]}. Cluster the value "
+            "vectors of the model that is traced."
+        )
+    rows, shape = np.repeat(np.arange(len(trace)), trace.k), (len(trace), len(clusters))
+    ones = np.ones(len(rows), dtype=np.float32)
+    of_layer = clusters.labels.reshape(trace.n_layers, -1)
+    own = [
+        labels[index.flatten().numpy()]
+        for labels, index in zip(of_layer, trace.index["dominant"].unbind(1), strict=True)
+    ]
+    # A set: several of one cluster, which add up here, are there once.
+    return [csr_array((ones, (rows, columns)), shape=shape).sign() for columns in own]
 
 
 class OverlapRule:
     """Leave where the clusters look like those of saturation events.
 
-    At each layer the clusters of the example are compared with the sets of all training examples whose
-    prediction was made there, and with the sets of all others. The signal is that both the mean and the
+    At each layer the clusters of an example are compared with the sets of the training examples whose
+    prediction was made there, and with the sets of the others. The signal is that both the mean and the
     maximal size of the intersection with the first exceed those with the second.
+
+    Parameters
+    ----------
+    others
+        ``together``: all others are one group. ``by-layer``: they are grouped by the layer that their own
+        prediction was made at, and every group has to be exceeded (the paper's footnote 7).
     """
+
+    def __init__(self, *, others: Others = "together") -> None:
+        self.others = others
 
     def fit(
         self, active: Sequence[csr_array], made_at: Int[np.ndarray, " n"], rows: Int[np.ndarray, " m"]
@@ -91,126 +102,55 @@ class OverlapRule:
         active
             Of all examples, see `active_clusters`.
         made_at
-            The layer whose FFN has made each example's prediction; -1 where none has.
+            The layer that each example's prediction was made at; -1 where none counts.
         rows
             The training examples.
         """
-        self.inside_ = [each[rows[made_at[rows] == layer]] for layer, each in enumerate(active)]
-        self.outside_ = [each[rows[made_at[rows] != layer]] for layer, each in enumerate(active)]
+        self.sets_, self.made_at_ = [each[rows] for each in active], made_at[rows]
         return self
 
     def signals(
         self, active: Sequence[csr_array], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the prediction of an example is made."""
+        """Whether each layer says that the prediction of an example is made.
+
+        A layer at which no prediction of the training examples was made never says so; one at which all
+        were always does.
+        """
         found = np.zeros((len(rows), len(active)), dtype=bool)
         for layer, each in enumerate(active):
-            inside, outside = self.inside_[layer], self.outside_[layer]
-            if not inside.shape[0]:
-                continue
-            if not outside.shape[0]:
-                found[:, layer] = True
-                continue
-            (mean_in, most_in), (mean_out, most_out) = (
-                _overlap(each[rows], sets) for sets in (inside, outside)
-            )
-            found[:, layer] = (mean_in > mean_out) & (most_in > most_out)
+            inside = self.made_at_ == layer
+            if inside.any():
+                sizes = (each[rows] @ self.sets_[layer].T).toarray()
+                found[:, layer] = np.all(
+                    [_exceeds(sizes, inside, group) for group in self._groups(inside)], 0
+                )
         return found
 
-
-def _overlap(own: csr_array, sets: csr_array) -> tuple[np.ndarray, np.ndarray]:
-    sizes = (own @ sets.T).toarray()
-    return sizes.mean(1, dtype=np.float64), sizes.max(1)
-
-
-class Classifiers:
-    """A logistic regression for each layer, of whether the prediction is made there.
-
-    Features are standardised, classes weighed against their frequency; the penalty, lasso or ridge, and its
-    strength are chosen by cross-validated average precision, and the threshold is the one with the largest
-    F1 on the calibration examples. A layer with too few events to learn from never says so.
-
-    Parameters
-    ----------
-    penalties
-        Inverse strengths that are tried.
-    kinds
-        Of penalties that are tried: 0 for ridge, 1 for lasso.
-    folds
-        Of the cross-validation, fewer where there are fewer events.
-    seed
-        Of the folds.
-    """
-
-    def __init__(
-        self,
-        *,
-        penalties: Sequence[float] = PENALTIES,
-        kinds: Sequence[int] = (0, 1),
-        folds: int = FOLDS,
-        seed: int = 0,
-    ) -> None:
-        self.penalties, self.kinds, self.folds, self.seed = penalties, kinds, folds, seed
-
-    def fit(
-        self,
-        features: Sequence[Float[np.ndarray, "n d"]],
-        made_at: Int[np.ndarray, " n"],
-        split: Parts,
-    ) -> Classifiers:
-        """Train a classifier for each layer and calibrate its threshold."""
-        self.models_: list[Any] = []
-        self.thresholds_: list[float] = []
-        for layer, x in enumerate(features):
-            truth = made_at == layer
-            model, threshold = None, float("inf")
-            if truth[split.train].sum() >= _FEWEST and truth[split.calibration].any():
-                model = self._search(int(truth[split.train].sum()))
-                model.fit(x[split.train], truth[split.train])
-                score = model.predict_proba(x[split.calibration])[:, 1]
-                threshold = best_threshold(score, truth[split.calibration])
-            self.models_.append(model)
-            self.thresholds_.append(threshold)
-        return self
-
-    def signals(
-        self, features: Sequence[Float[np.ndarray, "n d"]], rows: Int[np.ndarray, " m"]
-    ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the prediction of an example is made."""
-        found = np.zeros((len(rows), len(features)), dtype=bool)
-        for layer, (x, model, threshold) in enumerate(
-            zip(features, self.models_, self.thresholds_, strict=True)
-        ):
-            if model is not None:
-                found[:, layer] = model.predict_proba(x[rows])[:, 1] >= threshold
-        return found
-
-    def _search(self, n_events: int) -> GridSearchCV:
-        grid = [
-            {
-                "logisticregression__C": list(self.penalties),
-                "logisticregression__l1_ratio": [kind],
-                "logisticregression__solver": ["liblinear" if kind else "lbfgs"],
-            }
-            for kind in self.kinds
-        ]
-        model = LogisticRegression(class_weight="balanced", max_iter=2000, random_state=self.seed)
-        folds = StratifiedKFold(min(self.folds, n_events), shuffle=True, random_state=self.seed)
-        return GridSearchCV(
-            make_pipeline(StandardScaler(), model), grid, cv=folds, scoring="average_precision"
-        )
+    def _groups(self, inside: Bool[np.ndarray, " n"]) -> Iterator[Bool[np.ndarray, " n"]]:
+        if self.others == "together":
+            yield ~inside
+        else:
+            yield from (self.made_at_ == layer for layer in np.unique(self.made_at_[~inside]))
 
 
-def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
-    """The threshold, of the scores there are, with the largest F1; the highest of equals."""
-    precision, recall, thresholds = precision_recall_curve(truth, score)
-    both = precision[:-1] + recall[:-1]
-    f1 = 2 * precision[:-1] * recall[:-1] / np.where(both > 0, both, 1)
-    return float(thresholds[len(f1) - 1 - int(f1[::-1].argmax())])
+def _exceeds(
+    sizes: Float[np.ndarray, "m n"], inside: Bool[np.ndarray, " n"], outside: Bool[np.ndarray, " n"]
+) -> Bool[np.ndarray, " m"]:
+    if not outside.any():
+        return np.ones(len(sizes), dtype=bool)
+    own, other = sizes[:, inside], sizes[:, outside]
+    more = own.mean(1, dtype=np.float64) > other.mean(1, dtype=np.float64)
+    return more & (own.max(1) > other.max(1))
+
+
+def leaving(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]:
+    """First layer with a signal; the last one where there is none."""
+    return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
 
 
 class Judged(NamedTuple):
-    """How an exit does.
+    """How a way of leaving does.
 
     Attributes
     ----------
@@ -218,30 +158,39 @@ class Judged(NamedTuple):
         Share of examples for which the layer it leaves at gives the model's prediction.
     saved
         Mean number of layers that are not run, over these examples; NaN where there are none.
+    left
+        Share of examples, right or not, that leave before the last layer.
+    chance
+        The accuracy if the same layers are dealt out among the examples at random, on average over all ways
+        to deal them. What is above it is owed to knowing which examples to let go.
     """
 
     accuracy: float
     saved: float
+    left: float
+    chance: float
 
 
 def judge(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> Judged:
     """Judge the layers that examples leave at by which layers predict what the last one does."""
-    hits = right[np.arange(len(leaves)), leaves]
-    saved = right.shape[1] - 1 - leaves[hits]
-    return Judged(float(hits.mean()), float(saved.mean()) if len(saved) else float("nan"))
+    n, n_layers = right.shape
+    hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
+    mean = float(saved[hits].mean()) if hits.any() else float("nan")
+    return Judged(float(hits.mean()), mean, float((saved > 0).mean()), float(right.mean(0)[leaves].mean()))
 
 
-def summary(found: dict[str, list[Judged]], n_layers: int) -> pd.DataFrame:
+def summary(found: Mapping[str, Sequence[Judged]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
-    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, seeds``; ``sd`` is the standard
-    deviation over the seeds, the share is that of all layers.
+    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, seeds``; ``sd``
+    is the standard deviation over the seeds, NaN for one; ``saved_share`` is that of all layers. A seed
+    without a right example has no layers saved and does not count for these.
     """
     rows = []
     for method, each in found.items():
-        accuracy, saved = (np.array([getattr(one, name) for one in each]) for name in Judged._fields)
-        sd = [float(column.std(ddof=1)) if len(each) > 1 else float("nan") for column in (accuracy, saved)]
-        mean = float(saved.mean())
-        rows.append((method, float(accuracy.mean()), sd[0], mean, sd[1], mean / n_layers, len(each)))
-    columns = ["method", "accuracy", "accuracy_sd", "saved", "saved_sd", "saved_share", "seeds"]
-    return pd.DataFrame(rows, columns=columns)
+        numbers = pd.DataFrame(each)
+        mean, sd = numbers.mean(), numbers.std()
+        told = (mean["accuracy"], sd["accuracy"], mean["saved"], sd["saved"], mean["saved"] / n_layers)
+        rows.append((method, *told, mean["left"], mean["chance"], len(each)))
+    means = ["accuracy", "accuracy_sd", "saved", "saved_sd", "saved_share", "left", "chance"]
+    return pd.DataFrame(rows, columns=["method", *means, "seeds"])

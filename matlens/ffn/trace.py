@@ -171,6 +171,25 @@ class Trace:
         return cls(rows, Examples(**arrays, provenance=request["data"]), {**request, **config["more"]})
 
 
+def before_ffn(model: TransformerBridge, layer: int) -> list[str]:
+    """Sites that add up to the stream before the FFN of a layer.
+
+    Raises
+    ------
+    InputError
+        There are none that are known.
+    """
+    found = anatomy(model)
+    if "mid" in found.kinds:
+        return [str(Site("mid", layer))]
+    if found.family is PARALLEL:
+        return [str(Site(kind, layer)) for kind in (STREAM, "attn_out")]  # as if attention came first
+    raise InputError(
+        f"The blocks of {model.cfg.architecture} ({found.family.name}) have no place that is known to be the "
+        "stream before the FFN, so its updates cannot be traced."
+    )
+
+
 class _Watch:
     """What is read off a batch, in the layout of the rows that are stored."""
 
@@ -179,18 +198,8 @@ class _Watch:
         self._k = checked(k, self._values)
         if max(len(self._embedding), self._values.d_mlp) > _EXACT:
             raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
-        found = anatomy(model)
-        if "mid" in found.kinds:
-            before: tuple[str, ...] = ("mid",)
-        elif found.family is PARALLEL:
-            before = (STREAM, "attn_out")  # as if attention came first
-        else:
-            raise InputError(
-                f"The blocks of {model.cfg.architecture} ({found.family.name}) have no place that is known "
-                "to be the stream before the FFN, so its updates cannot be traced."
-            )
         layers = range(self._values.n_layers)
-        self._before = [[str(Site(kind, layer)) for kind in before] for layer in layers]
+        self._before = [before_ffn(model, layer) for layer in layers]
         self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
         one = {site for sites in self._before for site in sites}
