@@ -29,7 +29,7 @@ TOGETHER = (
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     ("ffn.__init__", "ffn.values", "ffn.plots"), ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates"), ("ffn.trace",), ("ffn.events", "ffn.clusters"),
+    ("ffn.overlap", "ffn.updates", "ffn.agglomeration"), ("ffn.trace",), ("ffn.events", "ffn.clusters"),
     ("ffn.extremes", "ffn.exits"),
     ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip

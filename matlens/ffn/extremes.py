@@ -132,7 +132,7 @@ def extreme_clusters(
     pairs = table[["cluster", "sign"]].drop_duplicates().to_numpy().tolist()
     for cluster, sign in pairs:
         own = table[(table["cluster"] == cluster) & (table["sign"] == sign)]
-        ids = projection.top(sign * clusters.direction(values, cluster)[None], TOP).ids[0]
+        ids = projection.top(sign * clusters.directions(values, [cluster]), TOP).ids[0]
         layers = own["layer"]
         texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids[:10].tolist())))
         told = (len(own), len(own) / len(table), int(own["up"].sum()))
