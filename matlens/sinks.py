@@ -37,7 +37,7 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
     layers = [site for site in samples if Site.parse(site).kind == STREAM]
     if not layers:
         raise InputError("The samples hold no layer of the stream, by which sinks are known.")
-    return _huge(torch.stack([samples[site].norm(dim=1) for site in layers], 1), factor)
+    return huge(torch.stack([samples[site].norm(dim=1) for site in layers], 1), factor=factor)
 
 
 def find_sinks(
@@ -63,9 +63,10 @@ def find_sinks(
     found = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
     places = torch.from_numpy(examples.places)
     sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
-    found[sentence, places] = _huge(norms, factor)
+    found[sentence, places] = huge(norms, factor=factor)
     return found
 
 
-def _huge(norms: Float[Tensor, "n layers"], factor: float) -> Bool[Tensor, " n"]:
+def huge(norms: Float[Tensor, "n layers"], *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
+    """Which rows are, at some layer, ``factor`` times as long as the median row there."""
     return (norms > factor * norms.median(0).values).any(1)

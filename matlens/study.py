@@ -71,7 +71,7 @@ class Study:
         sentences = load_corpus(corpus)
         sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
         loaded = load(model, device=device) if isinstance(model, str) else model
-        folder = out / "studies" / f"{_slug(loaded.cfg.model_name)}--{_slug(corpus)}"
+        folder = out / "studies" / f"{slug(loaded.cfg.model_name)}--{slug(corpus)}"
         return cls(loaded, sentences, folder, n_train, n_validation, seed)
 
     @cached_property
@@ -150,8 +150,8 @@ class Study:
         return self.corpus.split(n_train=self.n_train, n_validation=self.n_validation, seed=self.seed)[0]
 
 
-def _slug(name: str) -> str:
-    """A name for a folder; files of one name in different folders get different ones."""
+def slug(name: str) -> str:
+    """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
     path = Path(name)
     if not path.exists():
         return re.sub(r"[^\w.-]+", "-", name)

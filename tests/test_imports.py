@@ -28,10 +28,10 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("ffn.__init__", "ffn.values", "ffn.plots"), ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates", "ffn.agglomeration"), ("ffn.trace",), ("ffn.events", "ffn.clusters"),
-    ("ffn.extremes", "ffn.exits"),
-    ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
+    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots"), ("ffn.words",), ("ffn.projection",),
+    ("ffn.overlap", "ffn.updates", "ffn.agglomeration"), ("ffn.trace",), ("ffn.scores",),
+    ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
+    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 

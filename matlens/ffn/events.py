@@ -8,21 +8,24 @@ promoted to the top, and pushed down, or only overtaken.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import InputError
 from matlens.evaluation import COLUMNS
+from matlens.ffn.scores import Scores
 from matlens.ffn.trace import GROUPS, Trace
 
-EXPERIMENT, FREQUENCY, TOP_CANDIDATE = "events", "saturation_frequency", "top_candidate"
-SUMMARIES = ("max", "mean", "min")
-EVENTS = ("saturation", "elimination")
+EXPERIMENT, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"
+QUANTILES = (5, 50, 95)  # per cent
+_DOES = {"saturation": "makes a prediction for good", "elimination": "takes a candidate from the top"}
 
 
 class Saturation(NamedTuple):
@@ -38,7 +41,7 @@ class Saturation(NamedTuple):
     """
 
     layer: Int[Tensor, " n"]
-    by_ffn: Tensor
+    by_ffn: Bool[Tensor, " n"]
 
 
 def saturation(trace: Trace) -> Saturation:
@@ -55,71 +58,116 @@ def saturation(trace: Trace) -> Saturation:
 
 
 class Events(NamedTuple):
-    """Events of one kind: which examples, at which layers, with which reference token."""
+    """Updates of one kind: in which examples, at which layers, with which reference of the scores."""
 
     example: Int[Tensor, " m"]
     layer: Int[Tensor, " m"]
-    token: Int[Tensor, " m"]
+    reference: str
+
+    def among(self, rows: Bool[Tensor, " n"] | None) -> Events:
+        """Those in the chosen examples."""
+        if rows is None:
+            return self
+        kept = rows[self.example]
+        return Events(self.example[kept], self.layer[kept], self.reference)
 
 
 def events(trace: Trace) -> dict[str, Events]:
     """The saturation and elimination events of FFNs, at most one of each in an example.
 
-    Saturation: the FFN that brings the predicted token to the top, for good. Elimination: of all the FFNs
-    that take the top candidate from the top, the one that leaves it on the lowest rank, the first of equals.
+    Saturation: the FFN that brings the predicted token to the top, for good; the scores are those of the
+    final token. Elimination: of all the FFNs that take the top candidate from the top, the one that leaves it
+    on the lowest rank, the first of equals; the scores are those of that candidate.
     """
     made = saturation(trace)
     (saturated,) = made.by_ffn.nonzero(as_tuple=True)
     rank, layer = trace.rank.max(1)
     (eliminated,) = (rank > 0).nonzero(as_tuple=True)
-    lowest = layer[eliminated]
     return {
-        "saturation": Events(saturated, made.layer[saturated], trace.final[saturated]),
-        "elimination": Events(eliminated, lowest, trace.before[eliminated, lowest]),
+        "saturation": Events(saturated, made.layer[saturated], "final"),
+        "elimination": Events(eliminated, layer[eliminated], "before"),
     }
 
 
-def event_scores(trace: Trace) -> pd.DataFrame:
+def updates(trace: Trace) -> dict[str, Events]:
+    """Every update by what it does to the top candidate, and the events among them.
+
+    ``update`` is every one, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
+    then the two of `events`.
+    """
+    falls = trace.rank > 0
+    found = {}
+    for kind, hits in (("update", torch.ones_like(falls)), ("stays", ~falls), ("falls", falls)):
+        example, layer = hits.nonzero(as_tuple=True)
+        found[kind] = Events(example, layer, "before")
+    return found | events(trace)
+
+
+def event_scores(
+    trace: Trace, *, scores: Scores | None = None, rows: Bool[Tensor, " n"] | None = None
+) -> pd.DataFrame:
     """Maximal, mean and minimal score of the reference token at events, means over the events (Table 4).
 
     A tidy table with one more column, ``event``. The methods are ``dominant`` and ``random`` sub-updates, the
     metrics ``max``, ``mean`` and ``min`` over the ``k`` of an update; ``layer`` is the mean layer of the
     events, ``n`` how many there are.
 
+    Parameters
+    ----------
+    trace
+        Of the examples.
+    scores
+        Other scores than the trace's own, such as `lift` gives.
+    rows
+        Which examples count, such as ``~trace.sinks``; by default all.
+
     Raises
     ------
     InputError
         There is no event of one kind.
     """
-    rows = []
-    for (event, found), reference in zip(events(trace).items(), ("final", "before"), strict=True):
+    scores, table = trace.score if scores is None else scores, []
+    for event, every in events(trace).items():
+        found = every.among(rows)
         if not len(found.example):
             raise InputError(
-                f"There is no {event} event among {len(trace)} examples: no FFN "
-                + (
-                    "makes a prediction for good"
-                    if event == "saturation"
-                    else "takes a candidate from the top"
-                )
-                + ". Expected at least one; run more sentences."
+                f"There is no {event} event among {len(trace) if rows is None else int(rows.sum())} "
+                f"examples: no FFN {_DOES[event]}. Expected at least one; run more sentences."
             )
         layer = float(found.layer.double().mean())
         for group in GROUPS:
-            scores = trace.score[group, reference][found.example, found.layer]
-            rows += _rows(trace, EXPERIMENT, group, layer, scores, event=event)
-    return pd.DataFrame(rows)
+            chosen = scores[group, found.reference][found.example, found.layer]
+            for metric, values in _over(chosen).items():
+                row = _row(trace, EXPERIMENT, group, layer, metric, metrics.mean(values))
+                table.append({"event": event, **row})
+    return pd.DataFrame(table)
 
 
-def candidate_scores(trace: Trace) -> pd.DataFrame:
-    """Scores that sub-updates give to the top candidate before each update, layer by layer (Figure 3).
+def update_scores(
+    trace: Trace, *, scores: Scores | None = None, rows: Bool[Tensor, " n"] | None = None
+) -> pd.DataFrame:
+    """The same layer by layer, for every update and by what it does to the top candidate (Figure 3).
 
-    As `event_scores`, without events, a row for each layer.
+    As `event_scores`, with the kinds of `updates` in the column ``event``, and without rows where a layer has
+    none of a kind. Beside ``max``, ``mean`` and ``min`` there are their quantiles over the updates, such as
+    ``max_p95``, for the kind ``update``.
     """
-    rows = []
+    scores, table = trace.score if scores is None else scores, []
+    kinds = {event: every.among(rows) for event, every in updates(trace).items()}
     for layer in range(trace.n_layers):
-        for group in GROUPS:
-            rows += _rows(trace, TOP_CANDIDATE, group, layer, trace.score[group, "before"][:, layer])
-    return pd.DataFrame(rows)
+        for event, found in kinds.items():
+            example = found.example[found.layer == layer]
+            if not len(example):
+                continue
+            for group in GROUPS:
+                for metric, values in _over(scores[group, found.reference][example, layer]).items():
+                    told = {metric: metrics.mean(values)}
+                    if event == "update":
+                        told |= _quantiles(metric, values)
+                    for name, estimate in told.items():
+                        row = _row(trace, UPDATES, group, layer, name, estimate)
+                        table.append({"event": event, **row})
+    return pd.DataFrame(table)
 
 
 def saturation_frequency(trace: Trace) -> pd.DataFrame:
@@ -138,14 +186,16 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _rows(
-    trace: Trace, experiment: str, group: str, layer: float, scores: Float[Tensor, "m k"], **more: Any
-) -> list[dict[str, Any]]:
-    over = {"max": scores.amax(1), "mean": scores.mean(1), "min": scores.amin(1)}
-    return [
-        more | _row(trace, experiment, group, layer, name, metrics.mean(values))
-        for name, values in over.items()
-    ]
+def _over(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
+    return {"max": scores.amax(1), "mean": scores.mean(1), "min": scores.amin(1)}
+
+
+def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Estimate]:
+    found = np.quantile(values.double().numpy(), [percent / 100 for percent in QUANTILES])
+    return {
+        f"{metric}_p{percent:02}": metrics.Estimate(float(value), math.nan, math.nan, len(values))
+        for percent, value in zip(QUANTILES, found, strict=True)
+    }
 
 
 def _row(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import provenance
@@ -25,7 +25,8 @@ from matlens.examples import Examples
 from matlens.ffn.updates import DOMINANT, checked
 from matlens.ffn.values import Values, unembedding
 from matlens.readout import Readout
-from matlens.sites import COEFFICIENTS, STREAM, Site, anatomy
+from matlens.sinks import huge
+from matlens.sites import COEFFICIENTS, PARALLEL, STREAM, Site, anatomy
 from matlens.storage import fill, read_rows
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Trace:
     rank
         ``[n, n_layers]``, how many tokens are above the candidate ``before`` after the update; 0 where it
         stays on top.
+    norm
+        ``[n, n_layers]``, the length of ``x~``, by which attention sinks are known.
     index, coefficient
         By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, which sub-updates, and their ``m_i``.
     score
@@ -67,6 +70,7 @@ class Trace:
         self.examples, self.provenance = examples, dict(provenance)
         self.n_layers, self.k = int(self.provenance["model"]["n_layers"]), int(self.provenance["k"])
         self.before, self.after, self.rank = (rows[name].long() for name in ("before", "after", "rank"))
+        self.norm = rows["norm"]
         self.index = {group: self._apart(rows[f"index.{group}"]).long() for group in GROUPS}
         self.coefficient = {group: self._apart(rows[f"coefficient.{group}"]) for group in GROUPS}
         self.score = {
@@ -82,6 +86,14 @@ class Trace:
     def final(self) -> Int[Tensor, " n"]:
         """The token that the model predicts."""
         return self.after[:, -1]
+
+    @property
+    def sinks(self) -> Bool[Tensor, " n"]:
+        """Which examples are read at an attention sink, by the rule of `matlens.sinks`.
+
+        Their sub-updates are hundreds of times those of all others, and means over all examples are theirs.
+        """
+        return huge(self.norm)
 
     def _apart(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), self.n_layers, self.k)
@@ -167,12 +179,15 @@ class _Watch:
         self._k = checked(k, self._values)
         if max(len(self._embedding), self._values.d_mlp) > _EXACT:
             raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
-        kinds = anatomy(model).kinds
-        before = ("mid",) if "mid" in kinds else (STREAM, "attn_out")
-        if not set(before) <= {STREAM, *kinds}:
+        found = anatomy(model)
+        if "mid" in found.kinds:
+            before: tuple[str, ...] = ("mid",)
+        elif found.family is PARALLEL:
+            before = (STREAM, "attn_out")  # as if attention came first
+        else:
             raise InputError(
-                f"The blocks of {model.cfg.architecture} ({anatomy(model).family.name}) have no place that "
-                "is known to be the stream before the FFN, so its updates cannot be traced."
+                f"The blocks of {model.cfg.architecture} ({found.family.name}) have no place that is known "
+                "to be the stream before the FFN, so its updates cannot be traced."
             )
         layers = range(self._values.n_layers)
         self._before = [[str(Site(kind, layer)) for kind in before] for layer in layers]
@@ -186,7 +201,7 @@ class _Watch:
         n = self._values.n_layers
         several = [f"{name}.{group}" for name in ("index", "coefficient") for group in GROUPS]
         several += [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
-        self.widths = dict.fromkeys(("before", "after", "rank"), n) | dict.fromkeys(several, n * k)
+        self.widths = dict.fromkeys(("before", "after", "rank", "norm"), n) | dict.fromkeys(several, n * k)
 
     @torch.inference_mode()
     def rows(self, batch: Rows) -> dict[str, Tensor]:
@@ -202,6 +217,7 @@ class _Watch:
                 found["before"][part, layer, 0] = before.float().cpu()
                 found["after"][part, layer, 0] = logits.argmax(-1).float().cpu()
                 found["rank"][part, layer, 0] = above.sum(1).float().cpu()
+                found["norm"][part, layer, 0] = batch.vectors[self._after[layer]][part].norm(dim=1)
         final = found["after"][:, -1, 0].long()
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]

@@ -1,0 +1,55 @@
+"""One model on one corpus, traced once: what all analyses of what FFNs do to predictions share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matlens.corpora import load_corpus
+from matlens.examples import make_examples
+from matlens.ffn.trace import Trace
+from matlens.ffn.updates import DOMINANT
+from matlens.models import load
+from matlens.study import slug
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+def traced(
+    model: str | TransformerBridge,
+    corpus: str,
+    out: Path,
+    *,
+    sentences: int,
+    seed: int = 0,
+    k: int = DOMINANT,
+    device: str | None = None,
+) -> tuple[TransformerBridge, Trace]:
+    """Load a model and trace it over a corpus, or open what another script has left in the output folder.
+
+    The trace is in ``traces/<model>--<corpus>--<sentences>-seed<seed>-k<k>/``; one that was broken off is
+    gone on with.
+
+    Parameters
+    ----------
+    model, corpus
+        By name; a model may be loaded already.
+    out
+        The output folder.
+    sentences, seed
+        How many, drawn as the validation part of `Corpus.split`; the seed is of the positions and of the
+        random sub-updates too.
+    k
+        How many sub-updates are dominant.
+
+    Raises
+    ------
+    InputError
+        Something is not there, the corpus is too small, or the model cannot be traced.
+    """
+    _, part = load_corpus(corpus).split(n_train=1, n_validation=sentences, seed=seed)
+    loaded = load(model, device=device) if isinstance(model, str) else model
+    name = f"{slug(loaded.cfg.model_name)}--{slug(corpus)}--{sentences}-seed{seed}-k{k}"
+    examples = make_examples(loaded, part, seed=seed)
+    return loaded, Trace.of(loaded, examples, k=k, seed=seed, folder=out / "traces" / name)
