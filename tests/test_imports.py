@@ -28,9 +28,10 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots"), ("ffn.words",), ("ffn.projection",),
+    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.cluster_plots", "ffn.commonness"),
+    ("ffn.words",), ("ffn.projection",),
     ("ffn.overlap", "ffn.updates", "ffn.agglomeration"), ("ffn.trace",), ("ffn.scores",),
-    ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
+    ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"), ("ffn.groups",),
     ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 

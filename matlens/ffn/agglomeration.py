@@ -29,6 +29,11 @@ def distances_gib(n: int) -> float:
     return _COPIES * 8 * (n * (n - 1) // 2) / 2**30
 
 
+def method_within(n: int, memory: float) -> str:
+    """``exact`` if the distances of ``n`` vectors take no more than ``memory`` GiB, else ``neighbours``."""
+    return EXACT if distances_gib(n) <= memory else NEIGHBOURS
+
+
 def agglomerate(unit: Float[np.ndarray, "n d"], n_clusters: int, method: str) -> Int[np.ndarray, " n"]:
     """Which cluster each vector is in, clusters numbered by size and those of one size by their first vector.
 

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from matlens import provenance
 from matlens.artifacts import Workplace, read_config, write_bytes
 from matlens.errors import InputError
-from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, distances_gib
+from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, distances_gib, method_within
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import Name, Values
 from matlens.ffn.words import token_texts
@@ -98,8 +98,7 @@ class Clusters:
             raise InputError(
                 f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
             )
-        needed = distances_gib(n)
-        method = EXACT if needed <= memory else NEIGHBOURS
+        method = method_within(n, memory)
         request = {
             "holds": HOLDS, "model": {"name": values.model_name, "fingerprint": values.fingerprint},
             "n_clusters": n_clusters, "method": method,
@@ -110,7 +109,7 @@ class Clusters:
                 size = "more than" if method == NEIGHBOURS else "at most"
                 tqdm.write(
                     f"Clustering {n:,} value vectors, {_DOES[method]}: the distances of exact clusters take "
-                    f"{needed:.1f} GiB, {size} the {memory:g} they may.",
+                    f"{distances_gib(n):.1f} GiB, {size} the {memory:g} they may.",
                     file=sys.stderr,
                 )
             return agglomerate(_units(values), n_clusters, method)
