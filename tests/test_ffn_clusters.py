@@ -246,7 +246,7 @@ def test_clusters_of_another_model_are_refused(small_model: Callable[[str], Any]
     values, other = Values(small_model("llama")), Values(small_model("gemma3"))
     clusters = made(values, [0] * len(values))
     for use in (clusters.holding, clusters.directions):
-        with pytest.raises(InputError, match="clusters of the model .*llama.* this model's is"):
+        with pytest.raises(InputError, match=r"clusters of the model .*llama.* this model's is"):
             use(other, ["L0D0"] if use == clusters.holding else [0])
 
 

@@ -32,7 +32,8 @@ TOGETHER = (
     ("ffn.words",), ("ffn.projection",),
     ("ffn.overlap", "ffn.updates", "ffn.agglomeration"), ("ffn.trace",), ("ffn.scores",),
     ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"), ("ffn.groups",),
-    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
+    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.terminal",),
+    ("ffn.update_command", "ffn.cluster_command"), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 
