@@ -164,7 +164,7 @@ def cluster_activity(
     ).reset_index()  # fmt: skip
     chosen = table["cluster"].tolist()
     directions = clusters.directions(values, chosen)
-    signs = torch.from_numpy(table["sign"].to_numpy()).to(directions)
+    signs = directions.new_tensor(table["sign"].tolist())
     ids = projection.top(signs[:, None] * directions, TOP).ids.numpy()
     common, unseen = commonness.shares(ids)
     texts = [", ".join(map(shown, token_texts(projection.tokenizer, own[:10]))) for own in ids.tolist()]
