@@ -317,9 +317,10 @@ def test_groups_are_told_as_a_loop_finds_them(
             means = 0.0
             for layer in range(N_LAYERS):
                 own_idle = [quantity(*one) for one in idle if one[1] == layer]
-                times = sum(one[1] == layer for one in active)
-                means += times * sum(own_idle) / len(own_idle)
-            expected[f"{name}_else"] = (means / len(active), len(idle))
+                if times := sum(one[1] == layer for one in active):
+                    means += times * sum(own_idle) / len(own_idle)
+            beside_them = [one for one in idle if one[1] in {layer for _, layer in active}]
+            expected[f"{name}_else"] = (means / len(active), len(beside_them))
         assert set(told.index) == set(expected)
         for metric, (value, n) in expected.items():
             assert told["value"][metric] == pytest.approx(value, abs=1e-6), (method, metric)
