@@ -8,8 +8,8 @@ near zero at elimination, and far smaller scores of random sub-updates. The pape
 
 The first two tables have the definition's score first, and then two readings that leave out what moves no
 probability: ``lift``, above the mean over the vocabulary, and ``odds``, against the token that the candidate
-competes with. Rows of ``no sinks`` leave out the examples whose position is an attention sink. The trace that
-all is read off is kept in the output folder, for other analyses too.
+competes with. In the rows of ``sinks left out`` the examples whose position is an attention sink do not
+count. The trace that all is read off is kept in the output folder, for other analyses too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(
     """Trace what FFNs do to predictions over a corpus, and tell where they are made and who pushes them."""
     loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, k=dominant, device=device)
     reads = {"score": trace.score, "lift": lift(trace, loaded), "odds": odds(trace, loaded)}
-    chosen = {"all": None, "no sinks": ~trace.sinks} if trace.sinks.any() else {"all": None}
+    chosen = {"all examples": None} | ({"sinks left out": ~trace.sinks} if trace.sinks.any() else {})
     tables = {
         name: pd.concat(
             make(trace, scores=scores, rows=rows).assign(examples=examples, read=read)

@@ -24,6 +24,11 @@ from matlens.schemes import wrr
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
+TRACED = (
+    "paper_b_fig3_events",
+    "paper_b_sec5_clusters",
+)  # of these, those that make several tables from one trace
+SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", *TRACED)}
 NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
@@ -140,11 +145,11 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", OF_FFNS)
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in TRACED])
 def test_analyses_of_ffns_run_on_small_models(
     name: str, model: str, corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    own = {"paper_b_fig4_overlap": ["--random", 9, "--top", 5], "paper_b_fig6_dominance": ["--sentences", 12]}
+    own = {"paper_b_fig4_overlap": ["--random", 9, "--top", 5], **SENTENCES}
     given = [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
     run(name, "--model", model_folder(model), *given, *own[name], "--device", "cpu", "--out", tmp_path)
     table, told = pd.read_csv(tmp_path / f"{name}.csv"), json.loads((tmp_path / f"{name}.json").read_text())
@@ -155,6 +160,119 @@ def test_analyses_of_ffns_run_on_small_models(
     assert told["command"].startswith(f"{name}.py --model")
     for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / f"{name}.{suffix}").read_bytes().startswith(start)
+
+
+EVENT_TABLES = ("paper_b_table4_events", "paper_b_fig3_scores", "paper_b_table9_saturation")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gemma2"])
+def test_events_are_counted_alike_in_all_tables_of_one_trace(
+    model: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", 40]
+    options += ["--dominant", 3, "--device", "cpu", "--out", tmp_path]
+    run("paper_b_fig3_events", *options)
+    events, layers, frequency = (pd.read_csv(tmp_path / f"{name}.csv") for name in EVENT_TABLES)
+    assert set(events["read"]) == set(layers["read"]) == {"score", "lift", "odds"}
+    assert set(layers["layer"]) == set(range(N_LAYERS))
+    for row in events.itertuples():
+        alike = layers[layers["examples"] == row.examples]
+        for column in ("event", "read", "method", "metric"):
+            alike = alike[alike[column] == getattr(row, column)]
+        assert alike["n"].sum() == row.n
+        assert (alike["value"] * alike["n"]).sum() / row.n == pytest.approx(row.value, rel=1e-4, abs=1e-7)
+    by_ffn = frequency[frequency["method"] == "ffn"]["value"].sum()
+    whole = events[(events["event"] == "saturation") & (events["examples"] == "all examples")]
+    assert set(whole["n"]) == {round(40 * by_ffn)}
+    for name in EVENT_TABLES:
+        told = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (told["seed"], told["k"], told["data"]["n"]) == (0, 3, 40)
+        for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+            assert (tmp_path / f"{name}.{suffix}").read_bytes().startswith(start)
+    # Given again, nothing is run: the trace is there.
+    before = [(tmp_path / f"{name}.csv").read_bytes() for name in EVENT_TABLES]
+    monkeypatch.setattr("matlens.ffn.trace.stream", None)
+    run("paper_b_fig3_events", *options)
+    assert [(tmp_path / f"{name}.csv").read_bytes() for name in EVENT_TABLES] == before
+
+
+def test_a_model_without_events_is_told(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its random weights, the small BERT has one candidate from the start."""
+    options = ["--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--sentences", 12]
+    said = refused("paper_b_fig3_events", capsys, *options, "--device", "cpu", "--out", tmp_path)
+    assert "error: There is no saturation event among 12 examples" in said
+    assert not list(tmp_path.glob("paper_b*"))
+
+
+CLUSTER_TABLES = ("paper_b_sec5_clusters", "paper_b_sec5_groups")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
+def test_extreme_sub_updates_are_counted_alike_by_cluster_and_by_group(
+    model: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", 20]
+    options += ["--clusters", 30, "--beside", 50, "--device", "cpu", "--out", tmp_path]
+    run("paper_b_sec5_clusters", *options)
+    clusters, groups = (pd.read_csv(tmp_path / f"{name}.csv") for name in CLUSTER_TABLES)
+    for read in ("score", "lift"):
+        own, told = (table[table["read"] == read] for table in (clusters, groups))
+        extreme, drawn = (own[own["sub_updates"] == name] for name in ("extreme", "drawn"))
+        assert extreme["extremes"].sum() == 6  # a hundredth of 20 x 3 x 10
+        assert drawn["extremes"].sum() == 50
+        for table in (extreme, drawn):
+            assert table["share"].sum() == pytest.approx(1)
+        for kind in told["method"].unique():
+            values = told[told["method"] == kind].set_index("metric")["value"]
+            part = extreme if kind == "all" else extreme[extreme["kind"] == kind]
+            assert values["share"] == pytest.approx(part["share"].sum())
+            assert values["clusters"] == part["cluster"].nunique()
+            assert values["raised"] == pytest.approx(
+                (part["raised"] * part["share"]).sum() / part["share"].sum()
+            )
+    for name in CLUSTER_TABLES:
+        origin = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (origin["n_clusters"], origin["method"], origin["data"]["n"]) == (30, "exact", 20)
+        assert origin["thresholds"]["score"] > 0
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"{CLUSTER_TABLES[0]}.{suffix}").read_bytes().startswith(start)
+    # Given again, nothing is traced or clustered: both are there.
+    before = [(tmp_path / f"{name}.csv").read_bytes() for name in CLUSTER_TABLES]
+    monkeypatch.setattr("matlens.ffn.trace.stream", None)
+    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", None)
+    run("paper_b_sec5_clusters", *options)
+    assert [(tmp_path / f"{name}.csv").read_bytes() for name in CLUSTER_TABLES] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--clusters", 385], "385 clusters of 384 value vectors: expected 1 to 384"),
+        (["--clusters", 30, "--threshold", 1e9], "No score passes 1e+09 either way: the largest is"),
+        (["--clusters", 30, "--threshold", 0], "The threshold is 0.0. Expected a positive number"),
+    ],
+)
+def test_what_gives_no_extreme_clusters_is_told(
+    options: list[object],
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", model_folder("gpt2"), "--corpus", corpora / "words.txt", "--sentences", 12]
+    assert told in refused("paper_b_sec5_clusters", capsys, *given, *options, "--out", tmp_path)
+    assert not list(tmp_path.glob("paper_b*"))
 
 
 # What the tables hold: they agree with one another
@@ -388,7 +506,7 @@ def test_a_model_that_is_not_there_is_told(
 ) -> None:
     options = ["--model", tmp_path / "absent"]
     options += [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
-    options += {"paper_b_fig6_dominance": ["--sentences", 12]}.get(name, [] if name in OF_FFNS else sizes())
+    options += SENTENCES.get(name, [] if name in OF_FFNS else sizes())
     assert "error: There is no model" in refused(name, capsys, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -7,17 +7,21 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from matlens.plots import layer_ticks
 
 _SUMMARIES = {"max": "#1f5fa8", "mean": "#555555", "min": "#c8553d"}
+_LINES = tuple(
+    (method, event) for method in ("dominant", "random") for event in ("saturation", "elimination")
+)
 _KINDS = {
     "saturation": ("predicted token, where it is made", "#1f5fa8"),
     "stays": ("candidate that stays", "#999999"),
     "falls": ("candidate that falls", "#c8553d"),
 }
 _READS = {"score": "score", "lift": "score above the vocabulary's mean", "odds": "log-odds against the rival"}
+_FEW = 10  # updates; a mean of fewer is not drawn
 _BY = {"ffn": "#1f5fa8", "attention": "#e0a458"}
 
 
@@ -44,19 +48,17 @@ def events_figure(results: pd.DataFrame) -> Figure:
 
 
 def _events(ax: Axes, part: pd.DataFrame) -> None:
-    lines = part[["method", "event"]].drop_duplicates().sort_values("method", kind="stable")
-    names = [f"{event}, {method}" for method, event in lines.itertuples(index=False)]
+    by_line = part.set_index(["method", "event"]).sort_index()
     for metric, colour in _SUMMARIES.items():
-        own = (
-            part[part["metric"] == metric].set_index(["method", "event"]).loc[list(map(tuple, lines.values))]
-        )
+        own = by_line[by_line["metric"] == metric].loc[list(_LINES)]
         errors = [own["value"] - own["low"], own["high"] - own["value"]]
-        ax.errorbar(
-            own["value"], range(len(own)), xerr=errors, fmt="o", ms=4, color=colour, label=metric, lw=1
-        )
-    ax.set_yticks(range(len(names)), names, fontsize=8)
-    ax.set_ylim(len(names) - 0.5, -0.5)
+        places = range(len(own))
+        ax.errorbar(own["value"], places, xerr=errors, fmt="o", ms=4, color=colour, label=metric, lw=1)
+    ax.set_yticks(range(len(_LINES)), [f"{event}, {method}" for method, event in _LINES], fontsize=8)
+    ax.set_ylim(len(_LINES) - 0.5, -0.5)
     ax.set_xscale("symlog", linthresh=1)
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.tick_params(axis="x", labelsize=8)
     ax.axvline(0, color="#999999", lw=0.8)
     _plain(ax)
 
@@ -65,7 +67,8 @@ def layers_figure(results: pd.DataFrame) -> Figure:
     """Scores of the top candidate over layers, and the maximum by what an update does (Figure 3).
 
     A panel for each choice of examples has the mean over the examples with a band from the 5th to the 95th
-    percentile; the last panel is of the last choice.
+    percentile. The last panel is of the last choice; a layer with fewer than ten updates of a kind has no
+    point there.
 
     Parameters
     ----------
@@ -73,36 +76,45 @@ def layers_figure(results: pd.DataFrame) -> Figure:
         Of `update_scores` for one reading, with the column ``examples`` beside.
     """
     examples = list(results["examples"].unique())
-    figure = Figure(figsize=(4.2 * (len(examples) + 1), 3.9), layout="constrained")
+    figure = Figure(figsize=(4.2 * (len(examples) + 1), 4.1), layout="constrained")
     *panels, last = figure.subplots(1, len(examples) + 1)
     for ax, chosen in zip(panels, examples, strict=True):
         part = results[(results["examples"] == chosen) & (results["event"] == "update")]
-        for metric, colour in _SUMMARIES.items():
-            line = _line(part, "dominant", metric)
-            low, high = (_line(part, "dominant", f"{metric}_{p}")["value"] for p in ("p05", "p95"))
-            ax.plot(line["layer"], line["value"], color=colour, lw=1.5, label=f"{metric} of dominant")
-            ax.fill_between(line["layer"], low, high, color=colour, alpha=0.13, lw=0)
-        for metric, colour in _SUMMARIES.items():
-            if metric != "mean":
-                line = _line(part, "random", metric)
-                ax.plot(line["layer"], line["value"], color=colour, lw=1, ls=":", label=f"{metric} of random")
+        _summaries(ax, part)
         ax.set_title(f"top candidate, {chosen}, n = {part['n'].iloc[0]:,}", fontsize=9)
+    few = results["n"] < _FEW
+    # Layers without a point break the line.
     for event, (label, colour) in _KINDS.items():
-        part = results[(results["examples"] == examples[-1]) & (results["event"] == event)]
-        line = _line(part, "dominant", "max")
-        last.plot(line["layer"], line["value"], color=colour, lw=1.5, marker="o", ms=2.6, label=label)
-        last.fill_between(line["layer"], line["low"], line["high"], color=colour, alpha=0.13, lw=0)
+        part = results[(results["examples"] == examples[-1]) & (results["event"] == event) & ~few]
+        line = _line(part, "dominant", "max").set_index("layer").reindex(range(results["layer"].max() + 1))
+        last.plot(line.index, line["value"], color=colour, lw=1.5, marker="o", ms=2.6, label=label)
+        last.fill_between(line.index, line["low"], line["high"], color=colour, alpha=0.13, lw=0)
     last.set_title(f"max of dominant, {examples[-1]}", fontsize=9)
+    last.legend(frameon=False, fontsize=7.5)
     for ax in (*panels, last):
         ax.set_yscale("symlog", linthresh=1)
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ax.axhline(0, color="#999999", lw=0.8)
         ax.set_xlabel("layer")
         ax.set_xticks(layer_ticks(int(results["layer"].max())))
-        ax.legend(frameon=False, fontsize=7)
         _plain(ax)
+    last.set_ylim(bottom=0)
     panels[0].set_ylabel(_READS[results["read"].iloc[0]])
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=5, frameon=False, fontsize=8)
     _title(figure, results)
     return figure
+
+
+def _summaries(ax: Axes, part: pd.DataFrame) -> None:
+    for metric, colour in _SUMMARIES.items():
+        line = _line(part, "dominant", metric)
+        low, high = (_line(part, "dominant", f"{metric}_{p}")["value"] for p in ("p05", "p95"))
+        ax.plot(line["layer"], line["value"], color=colour, lw=1.5, label=f"{metric} of dominant")
+        ax.fill_between(line["layer"], low, high, color=colour, alpha=0.13, lw=0)
+    for metric in ("max", "min"):
+        line, colour = _line(part, "random", metric), _SUMMARIES[metric]
+        ax.plot(line["layer"], line["value"], color=colour, lw=1, ls=":", label=f"{metric} of random")
 
 
 def saturation_figure(results: pd.DataFrame) -> Figure:
