@@ -25,14 +25,14 @@ from matlens.ffn.cluster_plots import extremes_figure, model_title
 from matlens.ffn.clusters import CLUSTERS, MEMORY
 from matlens.ffn.commonness import Commonness
 from matlens.ffn.extremes import cluster_activity, drawn, extremes, usual_threshold
-from matlens.ffn.groups import confidence, group_table
+from matlens.ffn.groups import confidence, group_table, place_table
 from matlens.ffn.projection import Projection
 from matlens.ffn.scores import lift
 from matlens.ffn.studies import clustered, traced
 from matlens.ffn.values import Values
 from matlens.scripts import report, run_script
 
-NAME, GROUPS = "paper_b_sec5_clusters", "paper_b_sec5_groups"
+NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
 
 
 def main(
@@ -55,7 +55,7 @@ def main(
     of_model = clustered(values, out, clusters, memory=memory)
     commonness = Commonness.of(load_corpus(corpus), loaded.tokenizer, len(projection.unembedding))
     confident = confidence(loaded, trace.examples)
-    tables, groups, thresholds = [], [], {}
+    tables, groups, places, thresholds = [], [], [], {}
     for read, scores in (("score", trace.score), ("lift", lift(trace, loaded))):
         thresholds[read] = usual_threshold(scores) if threshold is None else threshold
         found = extremes(trace, values, scores=scores, threshold=thresholds[read])
@@ -66,8 +66,10 @@ def main(
             for name, each in both.items()
         ]
         tables += [table.assign(read=read) for table in own]
-        told = group_table(found, others, pd.concat(own), of_model, values, trace, confident)
+        kind_of = pd.concat(own)
+        told = group_table(found, others, kind_of, of_model, values, trace, confident)
         groups.append(told.assign(read=read))
+        places.append(place_table(found, kind_of, of_model, trace).assign(read=read))
     table = pd.concat(tables, ignore_index=True)
     origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
         "n_clusters": clusters, "method": of_model.method, "thresholds": thresholds,
@@ -77,6 +79,7 @@ def main(
     title = model_title(origin["model"]["base_model_name_or_path"], corpus, len(trace))
     report(out, NAME, table, origin, extremes_figure(table, title))
     report(out, GROUPS, pd.concat(groups, ignore_index=True), origin)
+    report(out, PLACES, pd.concat(places, ignore_index=True), origin)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def test_a_model_without_events_is_told(
     assert not list(tmp_path.glob("paper_b*"))
 
 
-CLUSTER_TABLES = ("paper_b_sec5_clusters", "paper_b_sec5_groups")
+CLUSTER_TABLES = ("paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places")
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
@@ -224,9 +224,10 @@ def test_extreme_sub_updates_are_counted_alike_by_cluster_and_by_group(
     options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", 20]
     options += ["--clusters", 30, "--beside", 50, "--device", "cpu", "--out", tmp_path]
     run("paper_b_sec5_clusters", *options)
-    clusters, groups = (pd.read_csv(tmp_path / f"{name}.csv") for name in CLUSTER_TABLES)
+    clusters, groups, places = (pd.read_csv(tmp_path / f"{name}.csv") for name in CLUSTER_TABLES)
     for read in ("score", "lift"):
-        own, told = (table[table["read"] == read] for table in (clusters, groups))
+        own, told, at = (table[table["read"] == read] for table in (clusters, groups, places))
+        assert (at["per_example"] * at["examples"]).sum() == pytest.approx(6)
         extreme, drawn = (own[own["sub_updates"] == name] for name in ("extreme", "drawn"))
         assert extreme["extremes"].sum() == 6  # a hundredth of 20 x 3 x 10
         assert drawn["extremes"].sum() == 50

@@ -20,7 +20,7 @@ from matlens.evaluation import COLUMNS
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.commonness import KINDS, Commonness, kinds
 from matlens.ffn.extremes import cluster_activity, drawn, extremes, usual_threshold
-from matlens.ffn.groups import confidence, group_table
+from matlens.ffn.groups import confidence, group_table, place_table
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.scores import lift
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
@@ -303,6 +303,7 @@ def test_groups_are_told_as_a_loop_finds_them(
             "clusters": (len(chosen), len(chosen)),
             "vectors": (sum(sizes) / len(values), len(chosen)),
             "cosine": (float(np.median(cosines)), len(chosen)),
+            "active": (len({row for _, _, row, *_ in own}) / len(values), len(own)),
             "raised": (sum(score > 0 for _, _, _, _, score, _ in own) / len(own), len(own)),
             "at_sinks": (sum(example < 2 for example, *_ in own) / len(own), len(own)),
         }
@@ -345,6 +346,36 @@ def test_layers_where_all_updates_have_one_are_set_beside_nothing(
     only = extremes(trace, values, threshold=5.0)
     told = group_table(only, only, table, clusters, values, trace, confident)
     assert not {"stays", "stays_else", "place"} & set(told["metric"])
+
+
+def test_places_are_counted_as_a_loop_counts_them(
+    values: Values, commonness: Commonness, small_model: Callable[[str], Any]
+) -> None:
+    trace, clusters = make_trace(values), make_clusters(values, 9)
+    trace.examples.positions[:] = [0, 1, 2, 3, 4, 5, 9, 10, 19, 20, 39, 40, 55, 0]
+    found = extremes(trace, values, threshold=0.9)
+    projection = Projection.of(small_model("llama"))
+    table = cluster_activity(found, clusters, trace, values, projection, commonness)
+    told = place_table(found, table, clusters, trace)
+    ranges = [(1, 1), (2, 2), (3, 3), (4, 5), (6, 10), (11, 20), (21, 40), (41, 56)]
+    assert told[["first_place", "last_place"]].drop_duplicates().to_numpy().tolist() == list(
+        map(list, ranges)
+    )
+    kind_of = {(row.cluster, row.sign): row.kind for row in table.itertuples()}
+    for row in told.itertuples():
+        examples = [
+            example for example in range(N)
+            if row.first_place <= trace.examples.positions[example] + 1 <= row.last_place
+        ]  # fmt: skip
+        own = [
+            example for example, _, vector, coefficient, _ in as_rows(found)
+            if kind_of[int(clusters.labels[vector]), 1 if coefficient > 0 else -1] == row.kind
+        ]  # fmt: skip
+        assert row.examples == len(examples)
+        assert row.per_example == pytest.approx(sum(map(own.count, examples)) / len(examples))
+    assert (told["per_example"] * told["examples"]).sum() == pytest.approx(len(found.row))
+    trace.examples.positions[:] = 2
+    assert set(place_table(found, table, clusters, trace)["first_place"]) == {3}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])

@@ -8,11 +8,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from matlens.plots import layer_ticks
+from matlens.plots import layer_ticks, literal
 
 _RAISED, _LOWERED, _DRAWN = "#1f5fa8", "#c8553d", "#b5b5b5"
 _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
-_NAMED = 6  # clusters of each panel that are named
+_NAMED = 8  # clusters of each panel that are named
+_APART, _LONGEST = 0.14, 34  # of the names: least distance on the axis, and characters
+_LINE = {"arrowstyle": "-", "color": "#777777", "lw": 0.5, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
 _READS = {"score": "by score", "lift": "by score above the vocabulary's mean"}
 
 
@@ -21,7 +23,8 @@ def extremes_figure(clusters: pd.DataFrame, title: str) -> Figure:
 
     A panel for each reading of scores. The area of a dot is the share of the extreme sub-updates that are of
     the cluster, blue where most of these raise the top candidate and red where most lower it. Grey are the
-    clusters of drawn sub-updates. The largest are named by their number and the sign of the coefficients.
+    clusters of drawn sub-updates. The largest are named: their number, the sign of the coefficients, and the
+    tokens that they promote.
 
     Parameters
     ----------
@@ -31,13 +34,14 @@ def extremes_figure(clusters: pd.DataFrame, title: str) -> Figure:
         Of the figure.
     """
     reads = list(clusters["read"].unique())
-    figure = Figure(figsize=(4.6 * len(reads), 4.4), layout="constrained")
+    figure = Figure(figsize=(5.6 * len(reads), 4.4), layout="constrained")
     panels = figure.subplots(1, len(reads), sharey=True, squeeze=False)[0]
     for ax, read in zip(panels, reads, strict=True):
         own = clusters[clusters["read"] == read]
         _panel(ax, own[own["sub_updates"] == "extreme"], own[own["sub_updates"] == "drawn"])
         ax.set_title(_READS[read], fontsize=9)
         ax.set_xticks(layer_ticks(int(clusters["last_layer"].max())))
+        _named(ax, own[own["sub_updates"] == "extreme"])
     panels[0].set_ylabel("share of common tokens less share of unseen tokens")
     handles = [
         panels[0].scatter([], [], s=30, color=colour, alpha=0.6, lw=0, label=label)
@@ -65,16 +69,32 @@ def _panel(ax: Axes, extreme: pd.DataFrame, drawn: pd.DataFrame) -> None:
         lw=0,
         clip_on=False,
     )
-    for cluster, sign, layer, y in zip(
-        extreme["cluster"][:_NAMED], extreme["sign"], extreme["layer"], height, strict=False
-    ):
-        name = f"{cluster}{'+' if sign > 0 else '−'}"
-        ax.annotate(name, (layer, y), xytext=(4, 5), textcoords="offset points", fontsize=7.5)
     ax.axhline(0, color="#999999", lw=0.8)
     ax.set_ylim(-1.06, 1.06)
     ax.set_xlabel("mean layer of the sub-updates")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def _named(ax: Axes, extreme: pd.DataFrame) -> None:
+    """Names of the largest on the right of the panel, so far from each other that all can be read."""
+    first = extreme.head(_NAMED)
+    heights = (first["common"] - first["unseen"]).to_numpy()
+    order = heights.argsort(kind="stable")
+    free = -1.0
+    for place, row in enumerate(order):
+        one = first.iloc[row]
+        above = _APART * (len(first) - 1 - place)  # room for those that follow
+        free = min(max(float(heights[row]), free), 1.0 - above)
+        name = (
+            f"{one['cluster']}{'+' if one['sign'] > 0 else '−'}  {', '.join(one['tokens'].split(', ')[:3])}"
+        )
+        ax.annotate(
+            literal(name[:_LONGEST]), (one["layer"], heights[row]), xytext=(1.03, free),
+            textcoords=("axes fraction", "data"), fontsize=7, va="center", annotation_clip=False,
+            arrowprops=_LINE,
+        )  # fmt: skip
+        free += _APART
 
 
 def model_title(model: str, corpus: str, n: int) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "extreme_groups"
 _READ = 256  # rows that are read out at once
+_PLACES = (1, 2, 3, 4, 6, 11, 21, 41)  # where a range of places begins
 
 
 @torch.inference_mode()
@@ -56,8 +57,9 @@ def group_table(
     The methods are the kinds, and ``all``; ``layer`` is the mean layer of the extreme sub-updates. Metrics:
 
     - ``share`` of the extreme sub-updates that are of the kind, and ``share_drawn``, the same for others;
-    - ``clusters`` that they are of, the share of the model's value ``vectors`` that these clusters hold, and
-      ``cosine``, the median over them of the mean cosine between two of their vectors;
+    - ``clusters`` that they are of, the share of the model's value ``vectors`` that these clusters hold, the
+      share that is ``active``, of which there are extreme sub-updates, and ``cosine``, the median over the
+      clusters of the mean cosine between two of their vectors;
     - ``raised`` and ``at_sinks``, shares of the extreme sub-updates that raise the candidate and that are
       at attention sinks;
     - ``place`` of the token in its sentence, from 1, ``confidence``, the probability of the prediction, and
@@ -79,7 +81,7 @@ def group_table(
     """
     kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
     own, other = (by_cluster(each, clusters).merge(kinds, "left") for each in (found, beside))
-    own = own.assign(sink=trace.sinks[found.example].numpy())
+    own = own.assign(sink=trace.sinks[found.example].numpy(), row=found.row.numpy())
     shape = trace.rank.shape
     quantities = {
         "place": np.broadcast_to(trace.examples.positions[:, None] + 1.0, shape),
@@ -100,7 +102,8 @@ def group_table(
             "share": (len(part) / len(own), len(own)),
             "share_drawn": (drawn, len(other)),
             "clusters": (len(chosen), len(chosen)),
-            "vectors": (clusters.sizes[chosen].sum() / len(clusters.labels), len(chosen)),
+            "vectors": (clusters.sizes[chosen].sum() / len(values), len(chosen)),
+            "active": (part["row"].nunique() / len(values), len(part)),
             "cosine": (float(np.median(cosines)) if len(cosines) else math.nan, len(cosines)),
             "raised": (part["raised"].mean(), len(part)),
             "at_sinks": (part["sink"].mean(), len(part)),
@@ -112,6 +115,28 @@ def group_table(
         for metric, (value, n) in told.items():
             rows.append(_row(trace, kind, float(part["layer"].mean()), metric, float(value), n))
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
+    """How many extreme sub-updates an example has, by the place of its token in the sentence.
+
+    The columns are ``kind, first_place, last_place, per_example, examples``, places from 1; of decoders that
+    is how many tokens the model has read. Sinks count as what they are, which is first tokens mostly.
+
+    Parameters
+    ----------
+    found, kind_of, clusters, trace
+        As in `group_table`.
+    """
+    kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
+    own, place = by_cluster(found, clusters).merge(kinds, "left"), trace.examples.positions + 1
+    rows = []
+    for first, last in zip(_PLACES, (*(start - 1 for start in _PLACES[1:]), int(place.max())), strict=True):
+        chosen = (place >= first) & (place <= last)
+        for kind in KINDS if chosen.any() else ():
+            n = int(chosen[own.loc[own["kind"] == kind, "example"]].sum())
+            rows.append((kind, first, last, n / int(chosen.sum()), int(chosen.sum())))
+    return pd.DataFrame(rows, columns=["kind", "first_place", "last_place", "per_example", "examples"])
 
 
 def _beside(
