@@ -27,7 +27,8 @@ ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token pap
 	submodule_positions all_positions
 MASKED_ANALYSES := paper_a_fig5_masked
 # These read the weights, or what FFNs write, and share nothing with the others.
-FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table9_saturation
+FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table9_saturation \
+	paper_b_sec5_clusters
 
 .PHONY: demo test check verify bench analyses docs install clean
 .NOTPARALLEL:
@@ -54,7 +55,7 @@ analyses: $(patsubst %,$(ANALYSES_OUT)/%.csv,$(ANALYSES) $(MASKED_ANALYSES) $(FF
 $(ANALYSES_OUT)/paper_b_%.csv: | install
 	$(BIN)/python analyses/paper_b_$*.py --out $(ANALYSES_OUT) $(OPTIONS)
 
-$(ANALYSES_OUT)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
+$(ANALYSES_OUT)/paper_b_fig6_dominance.csv $(ANALYSES_OUT)/paper_b_sec5_clusters.csv: OPTIONS = --sentences $(SENTENCES)
 
 # The last of its three tables.
 $(ANALYSES_OUT)/paper_b_table9_saturation.csv: | install
