@@ -13,7 +13,7 @@ from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import adjusted_rand_score
 
-from matlens.ffn.agglomeration import EXACT, NEAR, NEIGHBOURS, agglomerate, distances_gib, method_within
+from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, distances_gib, method_within
 
 METHODS = (EXACT, NEIGHBOURS)
 
@@ -49,7 +49,7 @@ def ward_of_neighbours(unit: np.ndarray, n_clusters: int) -> np.ndarray:
     graph = lil_array(cosines.shape)
     for row in range(len(unit)):
         others = [other for other in np.argsort(-cosines[row], kind="stable") if other != row]
-        for other in others[:NEAR]:
+        for other in others[:10]:
             graph[row, other] = graph[other, row] = 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -55,7 +55,7 @@ def agglomerate(unit: Float[np.ndarray, "n d"], n_clusters: int, method: str) ->
 
 def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
     graph = kneighbors_graph(unit, min(NEAR, len(unit) - 1), mode="connectivity", include_self=False)
-    ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph.maximum(graph.T))
+    ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)
     with warnings.catch_warnings():
         # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is what
         # one wants of bundles that have no neighbours outside; who reads of it could do nothing about it.

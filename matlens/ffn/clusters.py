@@ -191,9 +191,9 @@ class Clusters:
         self.require_model(values)
         means = []
         for cluster in chosen:
-            vectors = values.vectors(map(values.at, self.members(cluster).tolist()))
+            vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
             means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0))
-        return torch.stack(means)
+        return torch.stack(means).float()
 
     def cosines(
         self, directions: Float[Tensor, "m d_model"], chosen: Sequence[int]
@@ -203,7 +203,7 @@ class Clusters:
         1 where all point the same way, about 0 where they have nothing to do with each other.
         """
         size = self.sizes[list(chosen)].astype(float)
-        squared = directions.double().square().sum(1).cpu().numpy()
+        squared = directions.double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
 
