@@ -28,7 +28,7 @@ ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token pap
 MASKED_ANALYSES := paper_a_fig5_masked
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table1_concept_vectors \
-	paper_b_table2_concepts paper_b_table9_saturation paper_b_table6_early_exit
+	paper_b_table2_concepts paper_b_table9_saturation paper_b_sec5_clusters paper_b_table6_early_exit
 
 .PHONY: demo test check verify bench analyses analyses-ffn docs install clean
 .NOTPARALLEL:
@@ -57,7 +57,8 @@ analyses-ffn: $(patsubst %,$(ANALYSES_OUT)/%.csv,$(FFN_ANALYSES))
 $(ANALYSES_OUT)/paper_b_%.csv: | install
 	$(BIN)/python analyses/paper_b_$*.py --out $(ANALYSES_OUT) $(OPTIONS)
 
-$(ANALYSES_OUT)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
+$(ANALYSES_OUT)/paper_b_fig6_dominance.csv $(ANALYSES_OUT)/paper_b_sec5_clusters.csv: \
+OPTIONS = --sentences $(SENTENCES)
 # On few sentences: the rule and the classifiers learn little, and mat is left out.
 $(ANALYSES_OUT)/paper_b_table6_early_exit.csv: OPTIONS = --sentences $(SENTENCES) --folds 2
 

@@ -24,10 +24,10 @@ from rich.table import Column, Table
 from matlens import collect, options
 from matlens.ffn import comparison
 from matlens.ffn.classifiers import FEWEST, LASSO, RIDGE, STRENGTHS
-from matlens.ffn.clusters import CLUSTERS, Clusters
+from matlens.ffn.clusters import CLUSTERS
 from matlens.ffn.exit_plots import exits_figure
 from matlens.ffn.exits import summary
-from matlens.ffn.studies import traced
+from matlens.ffn.studies import clustered, traced
 from matlens.ffn.values import Values
 from matlens.scripts import report, run_script
 from matlens.study import slug
@@ -59,7 +59,7 @@ def main(
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
     loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, k=dominant, device=device)
     values, name = Values(loaded), slug(loaded.cfg.model_name)
-    groups = Clusters.of(values, clusters, folder=out / "clusters" / f"{name}--{clusters}")
+    groups = clustered(values, out, clusters)
     place = out / "traces" / f"{name}--{slug(corpus)}--{sentences}-seed{seed}-stream"
     activations = collect(loaded, trace.examples, comparison.wanted_sites(loaded), folder=place)
     found = comparison.compare(

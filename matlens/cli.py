@@ -13,7 +13,7 @@ from rich.table import Table
 
 from matlens.artifacts import system_errors
 from matlens.errors import InputError
-from matlens.ffn import commands
+from matlens.ffn import commands, update_command
 from matlens.options import (
     BatchTokens,
     CorpusName,
@@ -235,7 +235,7 @@ def plot(folder: Folder) -> None:
     _say_paths(workflow.plot(folder))
 
 
-app.command()(commands.update)
+app.command()(update_command.update)
 
 
 def main() -> None:

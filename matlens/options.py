@@ -48,6 +48,9 @@ Patched = Annotated[
     int,
     typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on."),
 ]
+Memory = Annotated[
+    float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
+]
 Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of the split and of the positions.")]
 Special = Annotated[

@@ -151,10 +151,8 @@ def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axes = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for ax, (prompt, table) in zip(axes, tables.items(), strict=True):
         ax.set_axis_off()
-        ax.set_title(
-            f"Input: {_literal(prompt, 'italic')}", fontsize=8, loc="left", style="italic", wrap=True
-        )
-        cells = [[_literal(str(token)) for token in line] for line in table.to_numpy()]
+        ax.set_title(f"Input: {literal(prompt, 'italic')}", fontsize=8, loc="left", style="italic", wrap=True)
+        cells = [[literal(str(token)) for token in line] for line in table.to_numpy()]
         drawn = ax.table(
             cells, colLabels=list(table.columns), loc="center", cellLoc="left", edges="horizontal"
         )
@@ -167,8 +165,8 @@ def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def _literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
-    """Text that is no formula; what the font cannot draw is told by its code point."""
+def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
+    """Write text that is no formula; what the font cannot draw is told by its code point."""
     font = get_font(findfont(FontProperties(style=style)))
     drawn = (c if font.get_char_index(ord(c)) or c == "\n" else f"\\u{ord(c):04x}" for c in text)
     return "".join(drawn).replace("$", r"\$")

@@ -25,7 +25,7 @@ SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "anal
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
-TRACED = ("paper_b_fig3_events",)  # of these, those that make several tables from one trace
+TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, *TRACED)}
 NO_CORPUS = ("paper_b_fig4_overlap",)
@@ -209,6 +209,72 @@ def test_a_model_without_events_is_told(
     options = ["--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--sentences", 12]
     said = refused("paper_b_fig3_events", capsys, *options, "--device", "cpu", "--out", tmp_path)
     assert "error: There is no saturation event among 12 examples" in said
+    assert not list(tmp_path.glob("paper_b*"))
+
+
+CLUSTER_TABLES = ("paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
+def test_extreme_sub_updates_are_counted_alike_by_cluster_and_by_group(
+    model: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--model", model_folder(model), "--corpus", corpora / "words.txt", "--sentences", 20]
+    options += ["--clusters", 30, "--beside", 50, "--device", "cpu", "--out", tmp_path]
+    run("paper_b_sec5_clusters", *options)
+    clusters, groups, places = (pd.read_csv(tmp_path / f"{name}.csv") for name in CLUSTER_TABLES)
+    for read in ("score", "lift"):
+        own, told, at = (table[table["read"] == read] for table in (clusters, groups, places))
+        assert (at["per_example"] * at["examples"]).sum() == pytest.approx(6)
+        extreme, drawn = (own[own["sub_updates"] == name] for name in ("extreme", "drawn"))
+        assert extreme["extremes"].sum() == 6  # a hundredth of 20 x 3 x 10
+        assert drawn["extremes"].sum() == 50
+        for table in (extreme, drawn):
+            assert table["share"].sum() == pytest.approx(1)
+        for kind in told["method"].unique():
+            values = told[told["method"] == kind].set_index("metric")["value"]
+            part = extreme if kind == "all" else extreme[extreme["kind"] == kind]
+            assert values["share"] == pytest.approx(part["share"].sum())
+            assert values["clusters"] == part["cluster"].nunique()
+            assert values["raised"] == pytest.approx(
+                (part["raised"] * part["share"]).sum() / part["share"].sum()
+            )
+    for name in CLUSTER_TABLES:
+        origin = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (origin["n_clusters"], origin["method"], origin["data"]["n"]) == (30, "exact", 20)
+        assert origin["thresholds"]["score"] > 0
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"{CLUSTER_TABLES[0]}.{suffix}").read_bytes().startswith(start)
+    # Given again, nothing is traced or clustered: both are there.
+    before = [(tmp_path / f"{name}.csv").read_bytes() for name in CLUSTER_TABLES]
+    monkeypatch.setattr("matlens.ffn.trace.stream", None)
+    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", None)
+    run("paper_b_sec5_clusters", *options)
+    assert [(tmp_path / f"{name}.csv").read_bytes() for name in CLUSTER_TABLES] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--clusters", 385], "385 clusters of 384 value vectors: expected 1 to 384"),
+        (["--clusters", 30, "--threshold", 1e9], "No score passes 1e+09 either way: the largest is"),
+        (["--clusters", 30, "--threshold", 0], "The threshold is 0.0. Expected a positive number"),
+    ],
+)
+def test_what_gives_no_extreme_clusters_is_told(
+    options: list[object],
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", model_folder("gpt2"), "--corpus", corpora / "words.txt", "--sentences", 12]
+    assert told in refused("paper_b_sec5_clusters", capsys, *given, *options, "--out", tmp_path)
     assert not list(tmp_path.glob("paper_b*"))
 
 

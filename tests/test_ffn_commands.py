@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,20 @@ import pytest
 from conftest import N_LAYERS
 
 from matlens import cli, make_prompts
+from matlens.ffn import cluster_command
+from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters, cluster_table
 from matlens.ffn.projection import Projection, holding, promoting, token_table, top_of_all
 from matlens.ffn.updates import Updates, dominant_table
 from matlens.ffn.values import Values
 
 Matlens = Callable[..., str]
-COMMANDS = (("values", "show"), ("values", "search"), ("values", "promoting"), ("update",))
+COMMANDS = (
+    ("values", "show"),
+    ("values", "search"),
+    ("values", "promoting"),
+    ("values", "cluster"),
+    ("update",),
+)
 
 
 @pytest.fixture
@@ -118,6 +127,75 @@ def test_promoting_prints_those_that_raise_the_words_most(
     assert [row[:3] for row in cells(printed)] == wanted
 
 
+def cluster_cells(found: Any) -> list[list[str]]:
+    """Numbers of a table of clusters as they are printed."""
+    return [
+        [
+            str(one.cluster),
+            str(one.size),
+            str(one.first_layer) if one.layers == 1 else f"{one.first_layer}-{one.last_layer}",
+            "–" if one.size == 1 else f"{one.cosine:.2f}",
+        ]
+        for one in found.itertuples()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "how"), [([], "exactly"), (["--memory", "0"], "by near neighbours")], ids=["exact", "near"]
+)
+@pytest.mark.parametrize("read", ["plain", "norm"])
+def test_cluster_prints_the_largest_clusters_and_keeps_them(
+    memory: list[str],
+    how: str,
+    read: str,
+    run_matlens: Matlens,
+    options: Callable[[str], list[object]],
+    small_model: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small_model("llama")
+    given = ["--clusters", 40, "--limit", 3, "--tokens", 2, "--read", read, "--out", tmp_path, *memory]
+    printed = run_matlens("values", "cluster", *given, *options("llama"))
+    clusters = Clusters.of(Values(model), 40, memory=0 if memory else MEMORY, progress=False)
+    projection = Projection.of(model) if read == "plain" else Projection.after_norm(model)
+    expected = cluster_table(Values(model), projection, clusters, range(3), n_tokens=2)
+    assert [row[:4] for row in cells(printed)] == cluster_cells(expected)
+    assert [row[5] for row in cells(printed)] == expected["tokens"].tolist()
+    for row, members in zip(cells(printed), expected["members"], strict=True):
+        told = members.split()[:3]
+        assert row[4] == f"{' '.join(told)} +{len(members.split()) - 3}"
+    assert f"144 value vectors in 40 clusters, {how}" in printed
+    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", lambda *_: 1 / 0)
+    assert run_matlens("values", "cluster", *given, *options("llama")) == printed
+
+
+def test_cluster_prints_the_clusters_of_value_vectors(
+    run_matlens: Matlens,
+    options: Callable[[str], list[object]],
+    small_model: Callable[[str], Any],
+    tmp_path: Path,
+) -> None:
+    values = Values(small_model("gpt2"))
+    clusters = Clusters.of(values, 120, progress=False)
+    largest = [str(values.at(row)) for row in clusters.members(0).tolist()]
+    alone = str(values.at(int(clusters.members(119)[0])))
+    assert len(largest) > 4
+    assert clusters.sizes[119] == 1
+    given = [alone, *largest[-4:], "--clusters", 120, "--limit", 1, "--out", tmp_path]
+    printed = run_matlens("values", "cluster", *given, *options("gpt2"))
+    expected = cluster_table(values, Projection.of(small_model("gpt2")), clusters, [119, 0])
+    assert [row[:4] for row in cells(printed)] == cluster_cells(expected)
+    assert cells(printed)[0][4] == alone
+    assert cells(printed)[1][4] == f"{' '.join(largest[-4:])} +{len(largest) - 4}"
+
+
+def test_defaults_of_the_command_are_those_of_clusters() -> None:
+    parameters = inspect.signature(cluster_command.cluster).parameters
+    assert parameters["clusters"].default == CLUSTERS
+    assert parameters["memory"].default == MEMORY
+
+
 @pytest.mark.parametrize(
     ("name", "prompt"), [("gpt2", "w1 w2 w3"), ("llama", "w4"), ("bert", "w1 [MASK] w3")]
 )
@@ -165,6 +243,12 @@ def test_update_shows_the_sub_updates_of_a_layer_at_a_position(
         (["values", "show", "L0D1", "--tokens", "61"], "61 tokens were asked for. Expected 1 to 60"),
         (["values", "search", "w1 w2"], "The word 'w1 w2' is 2 tokens: 'w1', 'w2'"),
         (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
+        (["values", "cluster", "L0D128", "--clusters", "9"], "Index 128 of L0D128 is out of range"),
+        (["values", "cluster", "--clusters", "9", "some"], "'some' is not a value vector. Expected L{layer}"),
+        (["values", "cluster"], "10,000 clusters of 384 value vectors: expected 1 to 384"),
+        (["values", "cluster", "--clusters", "0"], "Invalid value for '--clusters'"),
+        (["values", "cluster", "--clusters", "9", "--memory", "-1"], "Invalid value for '--memory'"),
+        (["values", "cluster", "--clusters", "9", "--tokens", "61"], "61 tokens were asked for. Expected 1"),
         (["update", ""], "The prompt '' cannot be read out"),
         (["update", "w1", "--layer", "3"], "Layer 3 is out of range: the FFNs of this model"),
         (["update", "w1", "--position", "1"], "Position 1 is out of range: the prompt has the tokens 0 to 0"),
@@ -173,13 +257,22 @@ def test_update_shows_the_sub_updates_of_a_layer_at_a_position(
     ],
 )  # fmt: skip
 def test_bad_input_is_told(
-    arguments: list[str], told: str, run_matlens: Matlens, options: Callable[[str], list[object]]
+    arguments: list[str],
+    told: str,
+    run_matlens: Matlens,
+    options: Callable[[str], list[object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert told in run_matlens(*arguments, *options("gpt2"), code=2)
+    if "--tokens" not in arguments:
+        assert not list(tmp_path.iterdir()), "something was written before the input was looked at"
 
 
 @pytest.mark.parametrize(
-    "command", [("values", "show", "L0D1"), ("values", "search", "w1"), ("update", "w1")]
+    "command",
+    [("values", "show", "L0D1"), ("values", "search", "w1"), ("values", "cluster"), ("update", "w1")],
 )
 def test_models_that_cannot_be_read_are_told(
     command: tuple[str, ...],

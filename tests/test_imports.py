@@ -29,13 +29,15 @@ TOGETHER = (
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     (
-        "ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.exit_plots", "ffn.usage",
-        "ffn.sheets",
+        "ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.exit_plots", "ffn.cluster_plots",
+        "ffn.commonness", "ffn.usage", "ffn.sheets",
     ),
     ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates", "ffn.patterns"), ("ffn.concepts", "ffn.trace"), ("ffn.scores",),
-    ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"), ("ffn.classifiers",), ("ffn.comparison",),
-    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
+    ("ffn.overlap", "ffn.updates", "ffn.patterns", "ffn.agglomeration"), ("ffn.concepts", "ffn.trace"),
+    ("ffn.scores",), ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
+    ("ffn.groups", "ffn.classifiers"), ("ffn.comparison",),
+    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.terminal",),
+    ("ffn.update_command", "ffn.cluster_command"), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
 

@@ -1,15 +1,13 @@
 """Clusters of value vectors that point the same way (section 5.2).
 
-Value vectors are clustered by agglomeration on their cosine distances. While the matrix of all distances
-fits a limit of memory that is exact: average linkage on the whole matrix. Past it two clusters are merged
-only where one holds a near neighbour of the other, and the merge is the one that moves the unit vectors'
-cosine distances to their cluster's mean least (Ward); average linkage over the few distances that such a
-graph has would chain thousands of vectors together.
+Value vectors are clustered by agglomeration on their cosine distances: exactly while the distances of all
+pairs fit a limit of memory, and past it by near neighbours, see `matlens.ffn.agglomeration`.
 """
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,25 +17,20 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from scipy.cluster.hierarchy import linkage
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
-from sklearn.cluster import AgglomerativeClustering
-from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from matlens import provenance
 from matlens.artifacts import Workplace, read_config, write_bytes
 from matlens.errors import InputError
+from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, distances_gib, method_within
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import Name, Values
 from matlens.ffn.words import token_texts
 from matlens.tokens import shown
 
 HOLDS, CLUSTERS, MEMORY = "clusters", 10_000, 4.0
-EXACT, NEIGHBOURS = "exact", "neighbours"
-_BLOCK = 512  # rows whose distances are made at once
-_NEAR = 10  # neighbours of each vector in the graph
-_COPIES = 2  # of the distances, in float64, that scipy holds
+_DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
 
 
 class Clusters:
@@ -50,21 +43,22 @@ class Clusters:
         size, the largest first, and those of one size by their first vector.
     method
         ``exact`` or ``neighbours``.
+    sizes
+        ``[n_clusters]``, how many value vectors each cluster has.
     provenance
         The model and what was asked for.
     """
 
     def __init__(self, labels: Int[np.ndarray, " n"], provenance: dict[str, Any]) -> None:
         self.labels, self.provenance = labels, provenance
-        self.method = str(provenance["method"])
+        self.method, self.sizes = str(provenance["method"]), np.bincount(labels)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     @cached_property
-    def sizes(self) -> Int[np.ndarray, " n_clusters"]:
-        """How many value vectors each cluster has."""
-        return np.bincount(self.labels)
+    def _members(self) -> list[np.ndarray]:
+        return np.split(np.argsort(self.labels, kind="stable"), np.cumsum(self.sizes)[:-1])
 
     @classmethod
     def of(
@@ -74,8 +68,11 @@ class Clusters:
         *,
         memory: float = MEMORY,
         folder: str | Path | None = None,
+        progress: bool = True,
     ) -> Clusters:
         """Cluster all value vectors of a model.
+
+        Before it begins, a line on the standard error says by which method, and why.
 
         Parameters
         ----------
@@ -84,9 +81,12 @@ class Clusters:
         n_clusters
             The paper has 10,000 of 36,864 vectors of GPT-2.
         memory
-            Most GiB that distances may take. GPT-2's exact clusters take 11, past the default.
+            Most GiB that exact clusters may take for their distances, ``8 n (n - 1)`` bytes. The default is
+            enough for 23,000 vectors; those of GPT-2 take 10.1 GiB, those of SmolLM2-135M 15.8.
         folder
             Where the answer is kept, and read from if it is there.
+        progress
+            Say so.
 
         Raises
         ------
@@ -98,21 +98,31 @@ class Clusters:
             raise InputError(
                 f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
             )
-        needed = _COPIES * 8 * (n * (n - 1) // 2) / 2**30
-        method = EXACT if needed <= memory else NEIGHBOURS
+        method = method_within(n, memory)
         request = {
             "holds": HOLDS, "model": {"name": values.model_name, "fingerprint": values.fingerprint},
             "n_clusters": n_clusters, "method": method,
         }  # fmt: skip
+
+        def labels() -> Int[np.ndarray, " n"]:
+            if progress:
+                size = "more than" if method == NEIGHBOURS else "at most"
+                tqdm.write(
+                    f"Clustering {n:,} value vectors, {_DOES[method]}: the distances of exact clusters take "
+                    f"{distances_gib(n):.1f} GiB, {size} the {memory:g} they may.",
+                    file=sys.stderr,
+                )
+            return agglomerate(_units(values), n_clusters, method)
+
         if folder is None:
-            return cls(_cluster(values, n_clusters, method), request)
+            return cls(labels(), request)
         place = Workplace(folder, request)
         with place.working():
             if not place.finished:
                 buffer = io.BytesIO()
-                np.save(buffer, _cluster(values, n_clusters, method))
+                np.save(buffer, labels())
                 write_bytes(place.folder / "labels.npy", buffer.getbuffer())
-                place.finish()
+                place.finish(software=provenance.of_software(), command=provenance.of_command())
         return cls.load(folder)
 
     @classmethod
@@ -122,16 +132,31 @@ class Clusters:
         Raises
         ------
         InputError
-            The folder holds no clusters.
+            The folder holds no clusters, or they are damaged.
         """
         config = read_config(folder, HOLDS)
         try:
-            return cls(np.load(Path(folder) / "labels.npy"), config["request"])
+            labels, expected = np.load(Path(folder) / "labels.npy"), config["request"]["n_clusters"]
+            if labels.ndim != 1 or not np.array_equal(np.unique(labels), np.arange(expected)):
+                raise ValueError(f"expected one row of labels from 0 to {expected - 1}")
         except (OSError, ValueError, EOFError) as error:
-            raise InputError(f"The clusters in {folder} are damaged: {error}. Remove that folder.") from error
+            raise InputError(
+                f"The clusters in {folder} are damaged: {error}. Remove that folder and cluster again."
+            ) from error
+        return cls(labels, config["request"])
+
+    def require_model(self, values: Values) -> None:
+        """Refuse to be used with value vectors other than those that were clustered."""
+        own = self.provenance["model"]
+        if own["fingerprint"] != values.fingerprint:
+            raise InputError(
+                f"These are clusters of the model {own['name']!r} with the fingerprint {own['fingerprint']}, "
+                f"and this model's is {values.fingerprint}. Cluster this model's value vectors, or load the "
+                "model that these belong to."
+            )
 
     def members(self, cluster: int) -> Int[np.ndarray, " m"]:
-        """Rows of a cluster's value vectors.
+        """Rows of a cluster's value vectors, in their order.
 
         Raises
         ------
@@ -140,18 +165,46 @@ class Clusters:
         """
         if not 0 <= cluster < len(self):
             raise InputError(f"There is no cluster {cluster}: expected 0 to {len(self) - 1}.")
-        return np.flatnonzero(self.labels == cluster)
+        return self._members[cluster]
 
     def holding(self, values: Values, names: Iterable[Name]) -> list[int]:
-        """The clusters of value vectors, each once."""
+        """The clusters of value vectors, each once, in the order of the names.
+
+        Raises
+        ------
+        InputError
+            A name does not exist in this model, or the clusters are those of another.
+        """
+        self.require_model(values)
         found = [values.resolve(name) for name in names]
         rows = [value.layer * values.d_mlp + value.index for value in found]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
-    def direction(self, values: Values, cluster: int) -> Float[Tensor, " d_model"]:
-        """Mean of the cluster's unit vectors, which is what its vectors have in common."""
-        vectors = values.vectors([values.at(int(row)) for row in self.members(cluster)])
-        return (vectors / vectors.norm(dim=1, keepdim=True)).mean(0)
+    def directions(self, values: Values, chosen: Iterable[int]) -> Float[Tensor, "m d_model"]:
+        """Mean of the unit vectors of each cluster, which is what its vectors have in common.
+
+        Raises
+        ------
+        InputError
+            There is no such cluster, or the clusters are those of another model.
+        """
+        self.require_model(values)
+        means = []
+        for cluster in chosen:
+            vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
+            means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0))
+        return torch.stack(means).float()
+
+    def cosines(
+        self, directions: Float[Tensor, "m d_model"], chosen: Sequence[int]
+    ) -> Float[np.ndarray, " m"]:
+        """Mean cosine between two vectors of each cluster, from its direction; NaN where it has only one.
+
+        1 where all point the same way, about 0 where they have nothing to do with each other.
+        """
+        size = self.sizes[list(chosen)].astype(float)
+        squared = directions.double().square().sum(1).numpy()
+        return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
 
 def cluster_table(
@@ -159,65 +212,31 @@ def cluster_table(
 ) -> pd.DataFrame:
     """What clusters are made of and promote, one row each.
 
-    Columns are ``cluster, size, layers, first_layer, last_layer, cohesion, members, tokens``: how many
-    layers its vectors are from, the first and the last of these, the length of the mean of its unit vectors
-    (1 where all point the same way), the vectors' names, and the top tokens of that mean, as people see
-    them.
+    Columns are ``cluster, size, layers, first_layer, last_layer, cosine, members, tokens``: how many layers
+    its vectors are from, the first and the last of these, the mean cosine between two of its vectors, the
+    vectors' names, and the top tokens of its direction, as people see them.
     """
+    directions = clusters.directions(values, chosen)
+    top = projection.top(directions, n_tokens).ids.tolist()
     rows = []
-    for cluster in chosen:
-        members = [values.at(int(row)) for row in clusters.members(cluster)]
-        direction = clusters.direction(values, cluster)
+    for cluster, cosine, ids in zip(chosen, clusters.cosines(directions, chosen), top, strict=True):
+        members = [values.at(row) for row in clusters.members(cluster).tolist()]
         layers = sorted({value.layer for value in members})
-        ids = projection.top(direction[None], n_tokens).ids[0]
-        texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids.tolist())))
+        texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids)))
         names = " ".join(map(str, members))
-        told = (len(members), len(layers), layers[0], layers[-1], float(direction.norm()), names, texts)
+        told = (len(members), len(layers), layers[0], layers[-1], float(cosine), names, texts)
         rows.append((cluster, *told))
-    columns = ["cluster", "size", "layers", "first_layer", "last_layer", "cohesion", "members", "tokens"]
+    columns = ["cluster", "size", "layers", "first_layer", "last_layer", "cosine", "members", "tokens"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def _cluster(values: Values, n_clusters: int, method: str) -> Int[np.ndarray, " n"]:
-    vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)])
+def _units(values: Values) -> Float[np.ndarray, "n d_model"]:
+    vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
-    if not bool((lengths > 0).all()):
-        row = int((lengths[:, 0] == 0).nonzero()[0])
-        raise InputError(f"The value vector {values.at(row)} is zero, and has no direction to cluster by.")
-    unit = (vectors / lengths).numpy()
-    if n_clusters == len(unit):
-        return np.arange(len(unit))
-    if method == EXACT:
-        return _by_size(_cut(linkage(_distances(unit), "average"), n_clusters))
-    graph = kneighbors_graph(unit, min(_NEAR, len(unit) - 1), mode="connectivity", include_self=False)
-    both = graph.maximum(graph.T)
-    found = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=both)
-    return _by_size(found.fit_predict(unit))
-
-
-def _distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " pairs"]:
-    """Cosine distances of all pairs, as scipy wants them: row by row above the diagonal, in float64."""
-    n = len(unit)
-    distances, start = np.empty(n * (n - 1) // 2), 0
-    for first in range(0, n, _BLOCK):
-        block = 1 - unit[first : first + _BLOCK] @ unit.T
-        for row, own in enumerate(block, start=first):
-            distances[start : start + n - 1 - row] = own[row + 1 :]
-            start += n - 1 - row
-    return distances
-
-
-def _cut(merges: Float[np.ndarray, "n_minus_1 4"], n_clusters: int) -> Int[np.ndarray, " n"]:
-    """Clusters that are left when exactly so many are."""
-    n = len(merges) + 1
-    done = merges[: n - n_clusters, :2].astype(int)
-    made = np.repeat(np.arange(n, n + len(done)), 2)
-    edges = coo_array((np.ones(done.size), (done.ravel(), made)), shape=(2 * n, 2 * n))
-    return connected_components(edges, directed=False)[1][:n]
-
-
-def _by_size(labels: np.ndarray) -> Int[np.ndarray, " n"]:
-    _, first, own, size = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
-    number = np.empty_like(first)
-    number[np.lexsort((first, -size))] = np.arange(len(first))
-    return number[own]
+    wrong = (~(lengths > 0) | lengths.isinf()).nonzero()
+    if len(wrong):
+        raise InputError(
+            f"The value vector {values.at(int(wrong[0, 0]))} is zero or not finite, so it has no "
+            f"direction to cluster by, nor do {len(wrong) - 1} more. Expected a model without such weights."
+        )
+    return vectors.div_(lengths).numpy()

@@ -19,130 +19,163 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
+from matlens.ffn.commonness import Commonness, kinds
 from matlens.ffn.projection import TOP, Projection
+from matlens.ffn.scores import Scores
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import Values
 from matlens.ffn.words import token_texts
 from matlens.tokens import shown
 
 SHARE = 0.01  # of the dominant sub-updates that count as extreme where no threshold is given
-_HALF = 0.5
+COLUMNS = (
+    "cluster", "sign", "kind", "size", "cosine", "extremes", "share", "raised", "at_sinks", "examples",
+    "layer", "first_layer", "last_layer", "common", "unseen", "members", "tokens",
+)  # fmt: skip
 
 
-class Extremes(NamedTuple):
-    """Sub-updates whose score for the top candidate passes the threshold either way.
+class SubUpdates(NamedTuple):
+    """Chosen dominant sub-updates of a trace, in the order of its examples and layers.
 
     Attributes
     ----------
+    example, layer
+        Of which update.
     row
         Which value vector, as in `Values.at`.
-    layer
-        Of it.
     coefficient, score
-        ``m_i``, and ``e_w . m_i v_i`` of the top candidate before the update.
-    threshold
-        Which was passed.
-    n
-        How many dominant sub-updates were looked at.
+        ``m_i``, and the score of the top candidate before the update.
     """
 
-    row: Int[Tensor, " m"]
+    example: Int[Tensor, " m"]
     layer: Int[Tensor, " m"]
+    row: Int[Tensor, " m"]
     coefficient: Float[Tensor, " m"]
     score: Float[Tensor, " m"]
-    threshold: float
-    n: int
 
 
-def extremes(trace: Trace, values: Values, *, threshold: float | None = None) -> Extremes:
-    """Find the dominant sub-updates that move the top candidate most.
+def usual_threshold(scores: Scores) -> float:
+    """What the size of a score has to pass so that one in a hundred dominant sub-updates does."""
+    return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
+
+
+def extremes(
+    trace: Trace, values: Values, *, scores: Scores | None = None, threshold: float | None = None
+) -> SubUpdates:
+    """Find the dominant sub-updates whose score for the top candidate passes a threshold either way.
 
     Parameters
     ----------
     trace, values
         Of one model.
+    scores
+        Other scores than the trace's own, such as `scores.lift` gives.
     threshold
-        What the size of a score has to pass; by default one in a hundred does.
+        What the size of a score has to pass, see `usual_threshold`.
 
     Raises
     ------
     InputError
-        The threshold is not positive, or no score passes it.
+        The trace is of another model, the threshold is not positive, or no score passes it.
     """
-    score = trace.score["dominant", "before"]
-    if threshold is None:
-        threshold = float(np.quantile(score.abs().numpy(), 1 - SHARE))
-    if not 0 < threshold < float("inf"):
-        raise InputError(f"The threshold is {threshold}. Expected a positive number.")
-    at = (score.abs() > threshold).nonzero(as_tuple=True)
-    if not len(at[0]):
+    read = trace.score if scores is None else scores
+    least, size = usual_threshold(read) if threshold is None else threshold, read["dominant", "before"].abs()
+    if not 0 < least < float("inf"):
+        raise InputError(f"The threshold is {least}. Expected a positive number.")
+    if not bool((size > least).any()):
         raise InputError(
-            f"No score passes {threshold:g} either way: the largest is {float(score.abs().max()):g}. "
-            "Expected a threshold below that."
+            f"No score passes {least:g} either way: the largest is {float(size.max()):g}. Expected a "
+            "threshold below that."
         )
-    row = at[1] * values.d_mlp + trace.index["dominant"][at]
-    return Extremes(row, at[1], trace.coefficient["dominant"][at], score[at], threshold, score.numel())
+    return _at((size > least).nonzero(), trace, values, read)
 
 
-class Commonness:
-    """How common tokens are in a text.
+def drawn(trace: Trace, values: Values, n: int, *, scores: Scores | None = None, seed: int = 0) -> SubUpdates:
+    """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones.
 
-    Parameters
-    ----------
-    tokens
-        The running text.
-    d_vocab
-        How many tokens there are.
+    Raises
+    ------
+    InputError
+        The trace is of another model.
     """
-
-    def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
-        self.counts = np.bincount(tokens, minlength=d_vocab)
-        order = np.argsort(-self.counts, kind="stable")
-        running = np.cumsum(self.counts[order])
-        self.common = np.zeros(d_vocab, dtype=bool)
-        self.common[order[: int(np.searchsorted(running, _HALF * running[-1])) + 1]] = True
-
-    def of(self, ids: Int[Tensor, " k"]) -> tuple[float, float]:
-        """Shares of tokens that are common, and that do not occur.
-
-        Common are the fewest tokens that make half of the running text.
-        """
-        own = ids.numpy()
-        return float(self.common[own].mean()), float((self.counts[own] == 0).mean())
+    read = trace.score if scores is None else scores
+    shape = read["dominant", "before"].shape
+    chosen = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
+    places = np.stack(np.unravel_index(np.sort(chosen), shape), axis=1)
+    return _at(torch.from_numpy(places), trace, values, read)
 
 
-def extreme_clusters(
-    found: Extremes, clusters: Clusters, values: Values, projection: Projection, commonness: Commonness
-) -> pd.DataFrame:
-    """The clusters of extreme sub-updates, those with most first.
-
-    Columns are ``cluster, sign, size, extremes, share, raised, layer, first_layer, last_layer, common,
-    unseen, tokens``: the sign of the coefficients; the cluster's vectors; how many extreme sub-updates are of
-    it, and what share that is of all; how many of them raised the candidate; the mean, first and last layer
-    of these; the shares of the ``30`` tokens it promotes with such coefficients that are common, and that do
-    not occur in the text; and the first ten of them, as people see them.
-    """
-    table = pd.DataFrame(
-        {
-            "cluster": clusters.labels[found.row.numpy()], "layer": found.layer.numpy(),
-            "sign": torch.sign(found.coefficient).int().numpy(), "up": (found.score > 0).numpy(),
-        }
-    )  # fmt: skip
-    rows = []
-    pairs = table[["cluster", "sign"]].drop_duplicates().to_numpy().tolist()
-    for cluster, sign in pairs:
-        own = table[(table["cluster"] == cluster) & (table["sign"] == sign)]
-        ids = projection.top(sign * clusters.direction(values, cluster)[None], TOP).ids[0]
-        layers = own["layer"]
-        texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids[:10].tolist())))
-        told = (len(own), len(own) / len(table), int(own["up"].sum()))
-        where = (float(layers.mean()), int(layers.min()), int(layers.max()))
-        rows.append((cluster, sign, int(clusters.sizes[cluster]), *told, *where, *commonness.of(ids), texts))
-    columns = [
-        "cluster", "sign", "size", "extremes", "share", "raised", "layer", "first_layer", "last_layer",
-        "common", "unseen", "tokens",
-    ]  # fmt: skip
-    order = ["extremes", "cluster", "sign"]
-    return pd.DataFrame(rows, columns=columns).sort_values(
-        order, ascending=[False, True, True], ignore_index=True
+def _at(places: Int[Tensor, "m 3"], trace: Trace, values: Values, scores: Scores) -> SubUpdates:
+    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
+        raise InputError(
+            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
+        )
+    at = example, layer, _ = places.unbind(1)
+    row = layer * values.d_mlp + trace.index["dominant"][at]
+    return SubUpdates(
+        example, layer, row, trace.coefficient["dominant"][at], scores["dominant", "before"][at]
     )
+
+
+def by_cluster(found: SubUpdates, clusters: Clusters) -> pd.DataFrame:
+    """Each sub-update with its ``cluster`` and the ``sign`` of its coefficient, 1 or -1, one row each.
+
+    Further columns are ``example, layer, raised``.
+    """
+    return pd.DataFrame(
+        {
+            "cluster": clusters.labels[found.row.numpy()],
+            "sign": np.where(found.coefficient.numpy() < 0, -1, 1),
+            "example": found.example.numpy(),
+            "layer": found.layer.numpy(),
+            "raised": (found.score > 0).numpy(),
+        }
+    )
+
+
+def cluster_activity(
+    found: SubUpdates,
+    clusters: Clusters,
+    trace: Trace,
+    values: Values,
+    projection: Projection,
+    commonness: Commonness,
+) -> pd.DataFrame:
+    """The clusters of sub-updates, those with most first, one row for each sign of the coefficients.
+
+    Columns are `COLUMNS`: the cluster and the sign; the kind, see `commonness.kinds`; how many value vectors
+    the cluster has, and the mean cosine between two of them; how many of the sub-updates are of it, and what
+    share of all that is; the share of these that raise the candidate, and that are at attention sinks; the
+    share of the trace's examples in which there is one; their mean, first and last layer; the shares of the
+    30 tokens promoted with such coefficients that are common and that do not occur; the names of the value
+    vectors; and the first ten of the tokens, as people see them.
+
+    Raises
+    ------
+    InputError
+        The clusters are those of another model.
+    """
+    each = by_cluster(found, clusters).assign(sink=trace.sinks[found.example].numpy())
+    grouped = each.groupby(["cluster", "sign"])
+    table = grouped.agg(
+        extremes=("layer", "size"), raised=("raised", "mean"), at_sinks=("sink", "mean"),
+        examples=("example", "nunique"), layer=("layer", "mean"), first_layer=("layer", "min"),
+        last_layer=("layer", "max"),
+    ).reset_index()  # fmt: skip
+    chosen = table["cluster"].tolist()
+    directions = clusters.directions(values, chosen)
+    signs = directions.new_tensor(table["sign"].tolist())
+    ids = projection.top(signs[:, None] * directions, TOP).ids.numpy()
+    common, unseen = commonness.shares(ids)
+    texts = [", ".join(map(shown, token_texts(projection.tokenizer, own[:10]))) for own in ids.tolist()]
+    table = table.assign(
+        kind=kinds(common, unseen), size=clusters.sizes[chosen], cosine=clusters.cosines(directions, chosen),
+        share=table["extremes"] / len(each), examples=table["examples"] / len(trace), common=common,
+        unseen=unseen, members=[_names(values, clusters, cluster) for cluster in chosen], tokens=texts,
+    )  # fmt: skip
+    order = ["extremes", "cluster", "sign"]
+    return table[list(COLUMNS)].sort_values(order, ascending=[False, True, True], ignore_index=True)
+
+
+def _names(values: Values, clusters: Clusters, cluster: int) -> str:
+    return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())

@@ -1,4 +1,4 @@
-"""One model on one corpus, traced once: what all analyses of what FFNs do to predictions share."""
+"""What analyses of FFNs share in an output folder: one model on one corpus traced once, clustered once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 from matlens.corpora import load_corpus
 from matlens.examples import make_examples
+from matlens.ffn.agglomeration import method_within
+from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
+from matlens.ffn.values import Values
 from matlens.models import load
 from matlens.study import slug
 
@@ -53,3 +56,17 @@ def traced(
     name = f"{slug(loaded.cfg.model_name)}--{slug(corpus)}--{sentences}-seed{seed}-k{k}"
     examples = make_examples(loaded, part, seed=seed)
     return loaded, Trace.of(loaded, examples, k=k, seed=seed, folder=out / "traces" / name)
+
+
+def clustered(values: Values, out: Path, n_clusters: int = CLUSTERS, *, memory: float = MEMORY) -> Clusters:
+    """Cluster a model's value vectors, or open the clusters that are in the output folder.
+
+    They are in ``clusters/<model>--<n_clusters>-<method>/``, see `Clusters.of`.
+
+    Raises
+    ------
+    InputError
+        More clusters than vectors, or a vector without a direction.
+    """
+    name = f"{slug(values.model_name)}--{n_clusters}-{method_within(len(values), memory)}"
+    return Clusters.of(values, n_clusters, memory=memory, folder=out / "clusters" / name)
