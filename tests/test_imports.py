@@ -28,8 +28,10 @@ TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
     ("collecting",),
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    ("ffn.__init__", "ffn.values", "ffn.plots"), ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates"),
+    ("ffn.__init__", "ffn.values", "ffn.plots", "ffn.attributes", "ffn.prompts"), ("ffn.words",),
+    ("ffn.projection",), ("ffn.overlap", "ffn.updates"),
+    ("ffn.control", "ffn.choosing", "ffn.baselines", "ffn.perspective"),
+    ("ffn.generation", "ffn.perplexity", "ffn.graders"), ("ffn.toxicity",),
     ("workflow",), ("study",), ("options",), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip
 
