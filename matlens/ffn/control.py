@@ -37,9 +37,9 @@ def controlled(
     """Set the coefficients of value vectors at all positions, for as long as the context lasts.
 
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache of keys
-    and values. In gated FFNs the coefficient is the product of gate and up, so the sub-update is ``value * v_i``
-    there too. Contexts can be nested, and combined with `matlens.patched` where that leaves the FFNs of these
-    layers in place. Whatever happens inside, the model is as before afterwards.
+    and values. In gated FFNs the coefficient is the product of gate and up, so that the sub-update is
+    ``value * v_i`` there too. Contexts can be nested, and combined with `matlens.patched` where that leaves
+    the FFNs of these layers in place. Whatever happens inside, the model is as before afterwards.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ def continue_prompts(
     n_samples: int | None = None,
     seed: int = 0,
     processor: LogitsProcessor | None = None,
-    batch_size: int = 16,
+    batch_size: int = 32,
     use_cache: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:

@@ -39,7 +39,12 @@ class Perspective:
     retries
         How often a request is repeated.
     backoff
-        Seconds; pauses between repetitions are none, then twice this, and twice as long from one to the next.
+        Seconds: pauses between repetitions are none, then twice this, and twice as long from one to the next.
+
+    Raises
+    ------
+    InputError
+        The key can be none.
     """
 
     name = "perspective"
@@ -54,6 +59,11 @@ class Perspective:
         retries: int = 6,
         backoff: float = 1.0,
     ) -> None:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise InputError(
+                "What is given as the key of the Perspective API is none: expected letters, digits and signs "
+                "of ASCII without a space."
+            )
         self._url, self._pause, self._last = url, 1 / per_second, -float("inf")
         again = Retry(
             total=retries, backoff_factor=backoff, status_forcelist=_BUSY, allowed_methods=("POST",),
@@ -76,6 +86,10 @@ class Perspective:
         rows = [self._scores(text) if text.strip() else dict.fromkeys(ATTRIBUTES, 0.0) for text in bar]
         return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in ATTRIBUTES}
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._session.close()
+
     def _scores(self, text: str) -> dict[str, float]:
         asked = {
             "comment": {"text": text},
@@ -97,11 +111,11 @@ class Perspective:
         time.sleep(max(self._last + self._pause - time.monotonic(), 0))
         try:
             answer = self._session.post(self._url, json=asked, timeout=_SECONDS, allow_redirects=False)
-        except requests.RequestException as error:
+        except requests.RequestException as failure:
             raise InputError(
-                f"The Perspective API does not answer: {type(error).__name__}. Expected a connection to "
+                f"The Perspective API does not answer: {type(failure).__name__}. Expected a connection to "
                 f"{self._url}. The grader profanity-check needs none."
-            ) from error
+            ) from failure
         finally:
             self._last = time.monotonic()
         try:
@@ -110,7 +124,8 @@ class Perspective:
             content = None
         if answer.ok:
             return content
-        reason = content.get("error", {}).get("message", "") if isinstance(content, dict) else ""
+        error = content.get("error") if isinstance(content, dict) else None
+        reason = str(error.get("message", "")) if isinstance(error, dict) else ""
         advice = {
             400: "Is the key valid?", 401: "Is the key valid?",
             403: "Is the key valid, and the API enabled for it?",

@@ -68,18 +68,19 @@ def share(hits: Any) -> Estimate:
     """Share of true entries of ``[prompts, samples]``, with its 95% Wilson interval; ``n`` counts prompts.
 
     Hits of one prompt are alike, so they count as fewer: as many as, drawn independently, would leave the
-    share as uncertain as the means of the prompts do. With one sample a prompt it is the plain Wilson
-    interval.
+    share as uncertain as the means of the prompts do; where there are none, or nothing else, each prompt
+    counts once. With one sample a prompt it is the plain Wilson interval.
     """
     prompts, samples = hits.shape
     p = float(hits.mean())
-    n, between = float(prompts * samples), float(np.var(hits.mean(1)))
-    if between > 0:
-        n = min(p * (1 - p) * prompts / between, n)
+    n, between = float(prompts), float(np.var(hits.mean(1)))
+    if 0 < p < 1:
+        n = min(p * (1 - p) * prompts / between, n * samples) if between else n * samples
     z = float(stats.norm.ppf(0.975))
     centre, spread = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = ((centre + sign * spread) / (1 + z * z / n) for sign in (-1, 1))
-    return Estimate(p, max(float(low), 0.0), min(float(high), 1.0), prompts)
+    # At 0 and 1 the bounds are these numbers themselves, but for rounding.
+    return Estimate(p, min(max(float(low), 0.0), p), max(min(float(high), 1.0), p), prompts)
 
 
 def _by_prompt(texts: pd.DataFrame, attribute: str) -> Float[np.ndarray, "prompts samples"]:
