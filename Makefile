@@ -27,7 +27,7 @@ ANALYSES := paper_a_fig10_submodules paper_a_fig2_r2 paper_a_fig4_next_token pap
 	submodule_positions all_positions
 MASKED_ANALYSES := paper_a_fig5_masked
 # These read the weights, or what FFNs write, and share nothing with the others.
-FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance
+FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table5_control
 
 .PHONY: demo test check verify bench analyses docs install clean
 .NOTPARALLEL:
@@ -55,6 +55,8 @@ $(ANALYSES_OUT)/paper_b_%.csv: | install
 	$(BIN)/python analyses/paper_b_$*.py --out $(ANALYSES_OUT) $(OPTIONS)
 
 $(ANALYSES_OUT)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
+# Self-Debiasing reads everything once more for each announcement.
+$(ANALYSES_OUT)/paper_b_table5_control.csv: OPTIONS = --samples 1 --sentences 80 --announce toxicity --announce profanity
 
 $(ANALYSES_OUT)/%.csv: | install
 	$(BIN)/python analyses/$*.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(ANALYSES_OUT) $(OPTIONS)
