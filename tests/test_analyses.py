@@ -444,8 +444,8 @@ def test_a_model_that_is_not_there_is_told(
 ) -> None:
     options = ["--model", tmp_path / "absent"]
     options += [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
-    few = dict.fromkeys(("paper_b_fig6_dominance", "paper_b_table5_control"), ["--sentences", 12])
-    options += few.get(name, [] if name in OF_FFNS else sizes())
+    few = ("paper_b_fig6_dominance", "paper_b_table5_control")
+    options += ["--sentences", 12] if name in few else [] if name in OF_FFNS else sizes()
     assert "error: There is no model" in refused(name, capsys, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -197,6 +197,16 @@ def test_prompts_of_different_lengths_go_on_as_the_plain_model_finds_likeliest(
         assert torch.equal(sentence[-N_NEW:], own.argmax(-1))
 
 
+def test_hooks_around_it_keep_the_coefficients_that_the_model_had(small_model: Models) -> None:
+    model, kept = small_model("gpt2"), []
+    hooks = [(anatomy(model).hook("ffn_post.1"), lambda value, hook: kept.append(value))]
+    with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
+        model(torch.tensor(SENTENCES[:1]))
+        with controlled(model, ["L1D9"]):
+            model(torch.tensor(SENTENCES[:1]))
+    assert torch.equal(kept[0], kept[1])
+
+
 # The model is as before
 
 
