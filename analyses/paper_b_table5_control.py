@@ -1,11 +1,11 @@
 """Paper B, Table 5: less toxic continuations by turning value vectors on, beside two baselines.
 
-Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of ten value vectors set
-to a value, those that promote words most, those that are named, or ten drawn among those whose top tokens a
-grader finds harmless; with Self-Debiasing; and with banned words. A grader scores the continuations alone,
-and perplexity is that on sentences of a corpus. Expect vectors of safe and kind words to lower toxicity,
-graded ones less, all at some cost in perplexity. The paper's table is ``--model gpt2-medium --grader
-perspective --samples 0 --challenging``, with the file of RealToxicityPrompts as ``--prompts``.
+Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
+value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn among
+those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words. A grader scores the
+continuations alone, and perplexity is that on sentences of a corpus. Expect vectors picked by hand to lower
+toxicity, graded ones hardly, all at some cost in perplexity. The paper's table is ``--model gpt2-medium
+--grader perspective --samples 0 --challenging``, with the file of RealToxicityPrompts as ``--prompts``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from matlens.ffn.generation import N_TOKENS, continue_prompts
 from matlens.ffn.graders import GRADERS, Grader, make_grader
 from matlens.ffn.perplexity import perplexity, perplexity_ratio, sentence_losses
 from matlens.ffn.plots import toxicity_against_perplexity
-from matlens.ffn.projection import Projection, promoting, top_of_all
+from matlens.ffn.projection import Projection, holding, top_of_all
 from matlens.ffn.prompts import FIELD, read_prompts
 from matlens.ffn.toxicity import graded, toxicity
 from matlens.ffn.values import Value, Values
@@ -152,8 +152,9 @@ def choose(
     values, projection = Values(model), Projection.of(model)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
     found = {f"picked, {len(picked)} vectors": tuple(map(str, map(values.resolve, picked)))} if picked else {}
-    found[f"words, {n} vectors"] = tuple(promoting(values, projection, words, n=n)["value"])
     top = top_of_all(values, projection)
+    by_words = holding(values, projection, top, words)["value"].head(n)
+    found |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
     scores = grade_values(values, top, projection.tokenizer, lambda texts: grader.grade(texts)[TOXICITY])
     found[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
     return found

@@ -11,11 +11,13 @@ import pandas as pd
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, N_CTX
+from handpatched import jump_part
 from test_ffn_baselines import by_formula
 from test_ffn_control import CHOSEN, by_hand
+from test_patching import linear
 
 import matlens
-from matlens import InputError
+from matlens import InputError, patched
 from matlens.ffn.baselines import SelfDebiasing, word_filter
 from matlens.ffn.control import controlled
 from matlens.ffn.generation import continue_prompts
@@ -74,6 +76,17 @@ def test_the_table_has_a_row_for_each_continuation_in_the_prompts_order(small_mo
     assert table["sample"].tolist() == [0, 1] * len(PROMPTS)
     again = continue_prompts(small_model("llama"), PROMPTS[:1] * 2, n_tokens=3, progress=False)
     assert again["text"].nunique() == 1, "a prompt may be given twice"
+
+
+def test_a_patched_model_goes_on_as_patched(small_model: Models) -> None:
+    model = small_model("llama")
+    unpatched = texts(model)
+    with patched(model, [linear(jump_part(0, 1))]):
+        tokens = torch.tensor([model.tokenizer(PROMPTS[0])["input_ids"]])
+        given = {"max_new_tokens": N_NEW, "do_sample": False, "stop_at_eos": False, "return_type": "tokens"}
+        expected = model.tokenizer.decode(model.hf_generate(tokens, **given)[0, -N_NEW:])
+        assert texts(model)[0] == texts(model, use_cache=False)[0] == expected
+    assert expected != unpatched[0]
 
 
 # Chance

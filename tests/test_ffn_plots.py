@@ -57,7 +57,7 @@ def test_control_is_a_line_over_its_coefficients_and_baselines_are_points() -> N
     figure = toxicity_against_perplexity(control_table())
     (ax,) = figure.axes
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert set(labels) == {"unchanged", "words", "SD", "filter"}
+    assert labels == ["unchanged", "SD", "filter", "words"]
     bars = {box.get_label(): box for box in ax.containers}
     words = bars["words"].lines[0]
     assert list(words.get_xdata()) == [21, 23, 26]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, ScalarFormatter
 
 from matlens.plots import layer_ticks
 
@@ -81,13 +81,19 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
                 f"{point.coefficient:g}", (point.perplexity, point.toxic), textcoords="offset points",
                 xytext=(4, 4), fontsize=7, color=colour,
             )  # fmt: skip
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(ScalarFormatter())
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("perplexity")
     ax.set_ylabel("toxic continuations")
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=8)
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    names = [str(name) for name in results["method"].unique()]
+    ax.legend([handles[name] for name in names], names, frameon=False, fontsize=8)
     first = results[results["metric"] == "toxic"].iloc[0]
     figure.suptitle(f"{Path(first['model']).name}, {first['corpus']}, {first['n']:,} prompts", fontsize=10)
     return figure
