@@ -1,11 +1,12 @@
 """Paper B, Table 5: less toxic continuations by turning value vectors on, beside two baselines.
 
 Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
-value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn among
-those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words. A grader scores the
-continuations alone, and perplexity is that on sentences of a corpus. Expect vectors picked by hand to lower
-toxicity, graded ones hardly, all at some cost in perplexity. The paper's table is ``--model gpt2-medium
---grader perspective --samples 0 --challenging``, with the file of RealToxicityPrompts as ``--prompts``.
+value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn
+among those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words. A grader
+scores the continuations alone, and perplexity is that on sentences of a corpus. Expect vectors picked by
+hand to lower toxicity, graded ones hardly, all at some cost in perplexity. The paper's table is ``--model
+gpt2-medium --grader perspective --samples 0 --challenging``, with the file of RealToxicityPrompts as
+``--prompts``.
 """
 
 from __future__ import annotations
