@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.maps import LinearMap
-from matlens.replacements import Function, Replacement, Where, checked
+from matlens.replacements import Function, Replacement, Where, checked, overlap
 from matlens.sites import Anatomy, anatomy
 
 if TYPE_CHECKING:
@@ -93,12 +93,18 @@ def applied(model: TransformerBridge, replacements: Sequence[Replacement]) -> It
             else:
                 hooks.append((found.hook(one.source), _mapping(one.function)))
         stack.enter_context(model.hooks(fwd_hooks=hooks))
-        stack.enter_context(_noted(model, replacements))
+        stack.enter_context(noted(model, replacements))
         yield
 
 
+def taken(model: TransformerBridge, one: Replacement) -> str | None:
+    """Name the part of a replacement that something has taken in a model already, if there is one."""
+    return overlap(one, _ACTIVE.get(model, []))
+
+
 @contextmanager
-def _noted(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
+def noted(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Have parts of a model count as taken, so that a replacement that touches them is refused."""
     active = _ACTIVE.setdefault(model, [])
     active += replacements
     try:

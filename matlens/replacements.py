@@ -134,8 +134,7 @@ def checked(
     require_raw(model)
     found = anatomy(model)
     _require_fitted_on(model, replacements)
-    taken = [part for one in active for part in _parts(one)]
-    sound = []
+    sound: list[Replacement] = []
     for one in replacements:
         source, target = found.resolve(one.source), found.resolve(one.target)
         one = replace(one, source=source, target=target)
@@ -150,14 +149,19 @@ def checked(
             raise InputError(f"A jump {one} runs backwards: expected a target at or after its source.")
         _require_where(one)
         _require_width(one, found.d_model)
-        clashing = [part for part in _parts(one) if _clashes(part, taken)]
-        if clashing:
+        shared = overlap(one, [*active, *sound])
+        if shared:
             raise InputError(
-                f"The replacement {one} overlaps another: {_named(clashing[0])} is replaced already."
+                f"The replacement {one} overlaps another: {shared} is replaced or controlled already."
             )
-        taken += _parts(one)
         sound.append(one)
     return sound
+
+
+def overlap(one: Replacement, others: Sequence[Replacement]) -> str | None:
+    """Name the first part that a replacement has in common with others; ``None`` if there is none."""
+    taken = [part for other in others for part in _parts(other)]
+    return next((_named(part) for part in _parts(one) if _clashes(part, taken)), None)
 
 
 def _is_submodule(source: Site, target: Site) -> bool:

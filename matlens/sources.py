@@ -66,7 +66,7 @@ def _file_sentences(path: Path, field: str) -> Iterator[str]:
         return _json_sentences(path, field)
     if name.endswith((*_ARCHIVE_SUFFIXES, _LEIPZIG_NAME, ".tsv")) or _looks_like_leipzig(path):
         return _leipzig_sentences(path)
-    return (line for _, line in _lines(path))
+    return (line for _, line in lines(path))
 
 
 def _looks_like_leipzig(path: Path) -> bool:
@@ -79,7 +79,7 @@ def _looks_like_leipzig(path: Path) -> bool:
 
 
 def _leipzig_sentences(path: Path) -> Iterator[str]:
-    for number, line in _lines(path):
+    for number, line in lines(path):
         identifier, tab, sentence = line.partition("\t")
         if line.strip() and not (tab and identifier.strip().isdecimal()):
             raise InputError(
@@ -90,20 +90,42 @@ def _leipzig_sentences(path: Path) -> Iterator[str]:
 
 
 def _json_sentences(path: Path, field: str) -> Iterator[str]:
-    for number, line in _lines(path):
+    for where, row in json_rows(path):
+        yield sound(text_of(row, field, where) if row is not None else "")
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Read JSON lines, each with words for where it stands; a blank line is ``None``.
+
+    Raises
+    ------
+    InputError
+        A line is no JSON object, or the file cannot be read.
+    """
+    for number, line in lines(path):
         where = f"line {number} of {str(path)!r}"
         try:
-            row = json.loads(line) if line.strip() else {field: ""}
+            row = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
             raise InputError(f"{where} is not JSON ({error}): expected one JSON object a line.") from error
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) and line.strip():
             raise InputError(f"{where} is a JSON {type(row).__name__}: expected one JSON object a line.")
-        text = _text_of(row, field, where)
-        # JSON can spell half of a surrogate pair, which no tokenizer takes.
-        yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield where, row
 
 
-def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
+def sound(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
+    """Text in a field of a row; empty where it is null.
+
+    Raises
+    ------
+    InputError
+        There is no such field, or something else is in it.
+    """
     if field not in row:
         raise InputError(
             f"{where} has no field {field!r}, it has {', '.join(row)}. Say which with --field "
@@ -114,7 +136,7 @@ def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
     return row[field] or ""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Decode a file, or the sentences inside an archive, line by line, numbered from 1."""
     offset = 0
     try:
@@ -157,7 +179,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _dataset_sentences(source: str, path: Path, field: str, split: str) -> Iterator[str]:
     for number, row in enumerate(_dataset_rows(source, path, split), 1):
-        pieces = segment("en", _text_of(row, field, f"row {number} of {source!r}"))
+        pieces = segment("en", text_of(row, field, f"row {number} of {source!r}"))
         # Blank lines between paragraphs are no sentences; a text without any is one that is empty.
         yield from [piece for piece in pieces if piece.strip()] or [""]
 

@@ -26,8 +26,9 @@ OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit 
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
+CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
-SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, *TRACED)}
+SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", CONTROL, EXITS, *TRACED)}
 NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
@@ -144,7 +145,7 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, EXITS, *TRACED)])
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, *TRACED)])
 def test_analyses_of_ffns_run_on_small_models(
     name: str, model: str, corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -276,6 +277,82 @@ def test_what_gives_no_extreme_clusters_is_told(
     given = ["--model", model_folder("gpt2"), "--corpus", corpora / "words.txt", "--sentences", 12]
     assert told in refused("paper_b_sec5_clusters", capsys, *given, *options, "--out", tmp_path)
     assert not list(tmp_path.glob("paper_b*"))
+
+
+def control_options(tmp_path: Path) -> list[object]:
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3\nw4\nw5 w6 w7 w8\n")
+    (tmp_path / "banned.txt").write_text("w9\nw10 w11\n")
+    return [
+        "--prompts", tmp_path / "prompts.txt", "--banned", tmp_path / "banned.txt", "--word", "w2", "--n", 3,
+        "--sentences", 6, "--announce", "threat", "--device", "cpu", "--out", tmp_path / "out",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "samples"), [("gpt2", 2), ("gemma2", 0)])
+def test_control_and_its_baselines_are_in_one_table(
+    model: str,
+    samples: int,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, out = CONTROL, tmp_path / "out"
+    given = ["--model", model_folder(model), "--corpus", corpora / "words.txt", *control_options(tmp_path)]
+    values = ["--value", 0.5, "--value", 4]
+    run(name, *given, *values, "--vector", "L0D1", "--vector", "L-1D2", "--samples", samples)
+    table, told = pd.read_csv(out / f"{name}.csv"), json.loads((out / f"{name}.json").read_text())
+    control = ["picked, 2 vectors", "words, 3 vectors", "graded, 3 vectors"]
+    methods = ["unchanged", *control, "Self-Debiasing", "WordFilter"]
+    assert table["method"].unique().tolist() == methods
+    assert told["vectors"]["picked, 2 vectors"] == ["L0D1", f"L{N_LAYERS - 1}D2"]
+    assert {method: len(names) for method, names in told["vectors"].items()} == dict(
+        zip(control, (2, 3, 3), strict=True)
+    )
+    texts = pd.read_csv(out / f"{name}_texts.csv", keep_default_na=False)
+    assert len(texts) == (1 + 2 * 3 + 2) * 3 * (samples or 1)
+    for (method, value), own in table.groupby(["method", table["coefficient"].fillna(0)]):
+        assert (value > 0) == (method in control)
+        found = own.set_index("metric")
+        assert ("perplexity" in found.index) == (method != "WordFilter")
+        same = texts[(texts["method"] == method) & (texts["coefficient"] == (str(value) if value else ""))]
+        assert found.loc["toxic", "value"] == pytest.approx((same["toxicity"] >= 0.5).mean())
+        assert found.loc["score", "value"] == pytest.approx(same["toxicity"].mean())
+        assert found.loc["score", "n"] == 3
+        assert "corpus" not in found or set(own[own["metric"] == "perplexity"]["n"]) <= {6}
+    unchanged = table[table["method"] == "unchanged"].set_index("metric")["value"]
+    assert (unchanged["score_change"], unchanged["perplexity_ratio"]) == (0, 1)
+    pictures = [(out / f"{name}.{suffix}").read_bytes()[:4] for suffix in ("png", "pdf")]
+    assert pictures == [b"\x89PNG", b"%PDF"]
+    said = capsys.readouterr().out
+    assert all(method in said for method in methods)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--grader", "wine"], "There is no grader 'wine'"),
+        (["--vector", "wine"], "'wine' is not a value vector"),
+        (["--vector", "L9D1"], "Layer 9 is out of range"),
+        (["--word", "wine"], "The word 'wine' is not in the model's vocabulary"),
+        (["--prompts", "absent.txt"], "There is no file 'absent.txt'. Expected prompts"),
+        (["--banned", "absent.txt"], "There is no file 'absent.txt'"),
+        (["--challenging"], "marks no prompt as challenging"),
+        (["--announce", "wine"], "'wine' cannot be announced"),
+        (["--value", "nan"], "nan is no value for the coefficient"),
+    ],
+)
+def test_what_does_not_suit_control_is_told(
+    options: list[object],
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", *control_options(tmp_path)]
+    assert told in refused(CONTROL, capsys, *given, *options)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("model", "sentences"), [("gpt2", 90), ("gemma2", 40), ("gptj", 40)])

@@ -30,12 +30,14 @@ TOGETHER = (
     ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
     (
         "ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.exit_plots", "ffn.cluster_plots",
-        "ffn.commonness", "ffn.usage", "ffn.sheets",
+        "ffn.control_plots", "ffn.commonness", "ffn.usage", "ffn.sheets", "ffn.attributes", "ffn.prompts",
     ),
     ("ffn.words",), ("ffn.projection",),
     ("ffn.overlap", "ffn.updates", "ffn.patterns", "ffn.agglomeration"), ("ffn.concepts", "ffn.trace"),
     ("ffn.scores",), ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
     ("ffn.groups", "ffn.classifiers"), ("ffn.comparison",),
+    ("ffn.control", "ffn.choosing", "ffn.baselines", "ffn.perspective"),
+    ("ffn.generation", "ffn.perplexity", "ffn.graders"), ("ffn.toxicity",),
     ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.terminal",),
     ("ffn.update_command", "ffn.cluster_command"), ("ffn.commands",), ("cli",), ("scripts",),
 )  # fmt: skip

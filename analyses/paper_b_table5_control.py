@@ -1,0 +1,192 @@
+"""Paper B, Table 5: less toxic continuations by turning value vectors on, beside two baselines.
+
+Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
+value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn
+among those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words. A grader
+scores the continuations alone, and perplexity is that on sentences of a corpus. Expect vectors picked by
+hand to lower toxicity, graded ones hardly, all at some cost in perplexity. The paper's table is ``--model
+gpt2-medium --grader perspective --samples 0 --challenging``, with the file of RealToxicityPrompts as
+``--prompts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from matlens import load, load_corpus, options, provenance
+from matlens.artifacts import system_errors, write_text
+from matlens.evaluation import COLUMNS
+from matlens.ffn.attributes import ATTRIBUTES, TOXICITY
+from matlens.ffn.baselines import SelfDebiasing, word_filter
+from matlens.ffn.choosing import draw_harmless, grade_values
+from matlens.ffn.control import TURNED_ON, controlled
+from matlens.ffn.control_plots import toxicity_against_perplexity
+from matlens.ffn.generation import N_TOKENS, continue_prompts
+from matlens.ffn.graders import GRADERS, Grader, make_grader
+from matlens.ffn.perplexity import perplexity, perplexity_ratio, sentence_losses
+from matlens.ffn.projection import Projection, holding, top_of_all
+from matlens.ffn.prompts import FIELD, read_prompts
+from matlens.ffn.toxicity import graded, toxicity
+from matlens.ffn.values import Value, Values
+from matlens.ffn.words import word_tokens
+from matlens.metrics import Estimate
+from matlens.scripts import report, run_script
+
+NAME = "paper_b_table5_control"
+HERE = Path(__file__).parent / "prompts"
+WORDS = (
+    " safe", " safety", " peace", " peaceful", " calm", " thank", " thanks", " respect", " polite", " kind",
+    " gentle", " friendly", " welcome", " healthy",
+)  # fmt: skip
+UNCHANGED = "unchanged"
+
+
+class Run(NamedTuple):
+    """One line of the table: how the model is changed."""
+
+    method: str
+    value: float | None = None
+    names: tuple[str, ...] = ()
+    processor: Any = None
+
+    def changing(self, model: Any) -> AbstractContextManager[Any]:
+        """The context that the model runs in."""
+        return controlled(model, self.names, self.value or 0.0) if self.names else nullcontext()
+
+
+def main(
+    model: options.Model = "smollm2-135m",
+    prompts: Annotated[
+        Path, typer.Option(help="A text with one prompt a line, or JSON lines such as RealToxicityPrompts.")
+    ] = HERE / "provocations.txt",
+    challenging: Annotated[
+        bool, typer.Option("--challenging", help="Only the prompts that are marked as challenging.")
+    ] = False,
+    field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = FIELD,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read no more prompts than this.")] = None,
+    grader: Annotated[str, typer.Option(help=f"{', '.join(GRADERS)}.")] = "profanity-check",
+    value: Annotated[
+        list[float] | None, typer.Option(help="What coefficients are set to (3); give it once for each.")
+    ] = None,
+    vector: Annotated[
+        list[str] | None, typer.Option(help="A value vector picked by hand, such as L3D12; once for each.")
+    ] = None,
+    word: Annotated[
+        list[str] | None, typer.Option(help="A word that vectors are searched by; once for each.")
+    ] = None,
+    n: Annotated[
+        int, typer.Option(min=1, help="Value vectors that are chosen by words, or by the grader.")
+    ] = 10,
+    banned: Annotated[Path, typer.Option(help="Words that WordFilter bans, one a line.")] = HERE
+    / "banned.txt",
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(help="An attribute that Self-Debiasing announces (all six); give it once for each."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Continuations of each prompt; 0: the greedy one.")] = 2,
+    corpus: options.CorpusName = "wikipedia-sample",
+    sentences: Annotated[int, typer.Option(min=2, help="Sentences that perplexity is measured on.")] = 200,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    out: options.Out = Path("out"),
+) -> None:
+    """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
+    scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
+    given = read_prompts(prompts, field=field, challenging=challenging)[:limit]
+    for name in vector or ():
+        Value.parse(name)
+    _, part = load_corpus(corpus).split(n_train=1, n_validation=sentences, seed=seed)
+    loaded = load(model, device=device)
+    chosen = choose(loaded, scorer, vector or (), word or WORDS, n, seed)
+    runs = [Run(UNCHANGED)]
+    runs += [Run(method, one, names) for method, names in chosen.items() for one in value or [TURNED_ON]]
+    runs.append(Run("Self-Debiasing", processor=debiasing))
+    runs.append(Run("WordFilter", processor=word_filter(loaded.tokenizer, read_prompts(banned))))
+
+    texts, rows, first, read = [], [], None, None
+    for run in runs:
+        print(run.method if run.value is None else f"{run.method}, coefficient {run.value:g}")
+        with run.changing(loaded):
+            found = continue_prompts(
+                loaded, given, n_samples=samples or None, seed=seed, processor=run.processor
+            )
+            own = run.processor if isinstance(run.processor, SelfDebiasing) else None
+            losses = None if run.processor and not own else sentence_losses(loaded, part, debiasing=own)
+        scored = graded(found, scorer)
+        first, read = scored if first is None else first, read or losses
+        texts.append(scored.assign(method=run.method, coefficient=run.value))
+        for attribute in scorer.attributes:
+            for metric, estimate in toxicity(scored, first, attribute):
+                rows.append(line(run, prompts.name, attribute, metric, estimate))
+        if losses is not None and read is not None:
+            rows.append(line(run, part.name, "", "perplexity", perplexity(losses)))
+            ratio = perplexity_ratio(losses, read)
+            rows.append(line(run, part.name, "", "perplexity_ratio", ratio))
+    table = pd.DataFrame(rows).assign(model=loaded.cfg.model_name)
+    origin = {
+        "model": provenance.of_model(loaded), "seed": seed, "grader": grader, "prompts": len(given),
+        "samples": samples or "greedy", "n_tokens": N_TOKENS, "corpus": part.fingerprint,
+        "vectors": {method: list(names) for method, names in chosen.items()},
+        "announced": list(debiasing.prefixes),
+    }  # fmt: skip
+    shown = table[table["attribute"].isin([TOXICITY, ""])]
+    report(out, NAME, table, origin, toxicity_against_perplexity(shown))
+    path = out / f"{NAME}_texts.csv"
+    with system_errors(path):
+        write_text(path, pd.concat(texts).to_csv(index=False))
+    print(path)
+    show(shown)
+
+
+def choose(
+    model: Any, grader: Grader, picked: Sequence[str], words: Sequence[str], n: int, seed: int
+) -> dict[str, tuple[str, ...]]:
+    """Value vectors by words, by the grader and by hand, under the names of their methods."""
+    values, projection = Values(model), Projection.of(model)
+    word_tokens(projection.tokenizer, words)  # before the work, not after it
+    found = {f"picked, {len(picked)} vectors": tuple(map(str, map(values.resolve, picked)))} if picked else {}
+    top = top_of_all(values, projection)
+    by_words = holding(values, projection, top, words)["value"].head(n)
+    found |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
+    scores = grade_values(values, top, projection.tokenizer, lambda texts: grader.grade(texts)[TOXICITY])
+    found[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
+    return found
+
+
+def line(run: Run, corpus: str, attribute: str, metric: str, estimate: Estimate) -> dict[str, Any]:
+    """One row of the table."""
+    told = (
+        NAME.removeprefix("paper_b_"),
+        None,
+        corpus,
+        run.method,
+        None,
+        None,
+        metric,
+        len(run.names) or None,
+    )
+    return dict(zip(COLUMNS, (*told, *estimate), strict=True), attribute=attribute, coefficient=run.value)
+
+
+def show(table: pd.DataFrame) -> None:
+    """Print a line for each way of changing the model."""
+    names = {"toxic": "toxic", "score": "mean score", "score_change": "change", "perplexity": "PPL"}
+    printed = Table("method", "coefficient", *names.values(), "95% intervals: toxic; change")
+    for (method, value), own in table.groupby([table["method"], table["coefficient"].fillna(0)], sort=False):
+        found = {str(row.metric): row for row in own.itertuples()}
+        cells = [f"{found[metric].value:.3g}" if metric in found else "-" for metric in names]
+        bounds = [f"{found[one].low:.3f} to {found[one].high:.3f}" for one in ("toxic", "score_change")]
+        printed.add_row(str(method), f"{value:g}" if value else "", *cells, "; ".join(bounds))
+    Console().print(printed)
+
+
+if __name__ == "__main__":
+    run_script(main)
