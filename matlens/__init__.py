@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from matlens.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
     from matlens.schemes import Scheme
     from matlens.sinks import find_sinks, sink_rows
-    from matlens.sites import Site, anatomy
+    from matlens.sites import Site
     from matlens.submodules import fit_submodules, submodule_pairs
+    from matlens.wiring import anatomy
 
 _HOMES = {
     "activations": ("Activations",),
@@ -42,8 +43,9 @@ _HOMES = {
     "readout": ("Readout",),
     "schemes": ("Scheme",),
     "sinks": ("find_sinks", "sink_rows"),
-    "sites": ("Site", "anatomy"),
+    "sites": ("Site",),
     "submodules": ("fit_submodules", "submodule_pairs"),
+    "wiring": ("anatomy",),
 }
 
 __all__ = [

@@ -21,8 +21,9 @@ from matlens.artifacts import Workplace, read_config
 from matlens.errors import InputError
 from matlens.examples import Batch, Examples, is_masked
 from matlens.models import require_raw
-from matlens.sites import Site, anatomy, require_finite
+from matlens.sites import Site, require_finite
 from matlens.storage import fill
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -18,7 +18,8 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.maps import LinearMap
 from matlens.replacements import Function, Replacement, Where, checked, overlap
-from matlens.sites import Anatomy, anatomy
+from matlens.sites import Anatomy
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

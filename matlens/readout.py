@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.models import require_raw
-from matlens.sites import anatomy
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

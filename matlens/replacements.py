@@ -17,7 +17,8 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.maps import LinearMap, MapSet
 from matlens.models import fingerprint, require_raw
-from matlens.sites import STREAM, Site, anatomy
+from matlens.sites import STREAM, Site
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

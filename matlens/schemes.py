@@ -13,7 +13,7 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.replacements import Replacement, jump
-from matlens.sites import anatomy
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

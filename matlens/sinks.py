@@ -18,7 +18,8 @@ from matlens.activations import Activations
 from matlens.collecting import stream
 from matlens.errors import InputError
 from matlens.examples import Examples
-from matlens.sites import STREAM, Site, anatomy
+from matlens.sites import STREAM, Site
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -6,7 +6,7 @@ block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as Tra
 multiplies, a number for each of its ``d_mlp`` value vectors; all other sites have ``d_model``.
 
 Blocks are wired in different ways, and a hook of the same name carries different things in them. So
-the wiring of a model is not looked up by its name: `anatomy` runs a few tokens through it and takes
+the wiring of a model is not looked up by its name: `matlens.wiring` runs a few tokens through it and takes
 the one family whose sums hold in every block. All hook names of the project are in this file.
 """
 
@@ -18,16 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from matlens.errors import InputError
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
@@ -81,7 +75,7 @@ class Family:
     sums: Sequence[tuple[str, tuple[str, ...]]]
 
 
-_STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
+STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 _LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
 _LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
 _SUBMODULES = {
@@ -217,75 +211,15 @@ class Anatomy:
         """Name of the TransformerLens hook that carries a site's vectors."""
         site = self.resolve(site)
         if site.kind != STREAM:
-            return f"blocks.{site.layer}.{self.family.hooks[site.kind]}"
+            return block_hook(site.layer, self.family.hooks[site.kind])
         if site.layer == 0:
-            return f"blocks.0.{_STREAM_HOOKS['h']}"
-        return f"blocks.{site.layer - 1}.{_STREAM_HOOKS['next']}"
+            return block_hook(0, STREAM_HOOKS["h"])
+        return block_hook(site.layer - 1, STREAM_HOOKS["next"])
 
 
-_KNOWN: WeakKeyDictionary[Any, Anatomy] = WeakKeyDictionary()
-
-
-def anatomy(model: TransformerBridge) -> Anatomy:
-    """Find how a model's blocks are wired, by running a few tokens and checking the sums.
-
-    The answer is remembered for as long as the model lives.
-    """
-    if model not in _KNOWN:
-        _KNOWN[model] = _examine(model)
-    return _KNOWN[model]
-
-
-def _examine(model: TransformerBridge) -> Anatomy:
-    n_layers, available = model.cfg.n_layers, model.hook_dict
-    candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*_STREAM_HOOKS.values()}
-    seen: dict[str, Tensor] = {}
-
-    def keep(value: Tensor, hook: Any) -> None:
-        seen[hook.name] = value.detach()
-
-    wanted = [f"blocks.{layer}.{name}" for layer in range(n_layers) for name in sorted(candidates)]
-    hooks = [(name, keep) for name in wanted if name in available]
-    tokens = torch.arange(1, 9, device=model.cfg.device)[None] % model.cfg.d_vocab
-    returned: list[type] = []
-    listening = model.blocks[0].register_forward_hook(lambda *call: returned.append(type(call[2])))
-    try:
-        with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
-            model(tokens, return_type=None)
-    finally:
-        listening.remove()
-    as_tuples = issubclass(returned[0], tuple)
-
-    for family in FAMILIES:
-        if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
-            there = [
-                kind
-                for kind, name in family.hooks.items()
-                if all(f"blocks.{layer}.{name}" in seen for layer in range(n_layers))
-            ]
-            d_mlp = _d_mlp(model, family, seen)
-            kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples)
-    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples)
-
-
-def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
-    """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``."""
-    return model.blocks[layer].mlp.out.original_component
-
-
-@torch.inference_mode()
-def _d_mlp(model: TransformerBridge, family: Family, seen: Mapping[str, Tensor]) -> int:
-    """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
-    widths = set()
-    for layer in range(model.cfg.n_layers):
-        given, written = (
-            seen.get(f"blocks.{layer}.{family.hooks[kind]}") for kind in (COEFFICIENTS, "ffn_out")
-        )
-        if given is None or written is None or not _adds_up(written, [output_layer(model, layer)(given)]):
-            return 0
-        widths.add(given.shape[-1])
-    return widths.pop() if len(widths) == 1 else 0
+def block_hook(layer: int, name: str) -> str:
+    """Name of a hook inside a block."""
+    return f"blocks.{layer}.{name}"
 
 
 def require_finite(vectors: Tensor, place: str) -> None:
@@ -295,29 +229,3 @@ def require_finite(vectors: Tensor, place: str) -> None:
             f"The model's vectors at {place} are not finite. In float16 activations overflow past 65504: "
             "run the model in bfloat16 or float32."
         )
-
-
-def _sums_hold(family: Family, seen: Mapping[str, Tensor], layer: int) -> bool:
-    names = {**family.hooks, **_STREAM_HOOKS}
-    block = {kind: seen.get(f"blocks.{layer}.{name}") for kind, name in names.items()}
-    for total, parts in family.sums:
-        whole, addends = block[total], [block[part] for part in parts]
-        if whole is None or any(addend is None for addend in addends):
-            if total == "next":
-                return False
-            continue
-        if not _adds_up(whole, [addend for addend in addends if addend is not None]):
-            return False
-    return True
-
-
-def _adds_up(whole: Tensor, addends: list[Tensor]) -> bool:
-    if any(addend.shape != whole.shape for addend in addends):
-        return False
-    # Coordinate by coordinate, to the rounding of the addition itself: measured against the largest
-    # coordinate of a real stream, a whole sub-module's output would pass for rounding.
-    terms = torch.stack([whole, *addends]).double()
-    error = (terms[0] - terms[1:].sum(0)).abs()
-    slack = 8 * torch.finfo(whole.dtype).eps * terms.abs().sum(0)
-    overflown = ~terms.isfinite().all(0)  # tells nothing of the wiring, and is refused where it is read
-    return bool(((error <= slack) | overflown).all())

@@ -25,8 +25,8 @@ from matlens.maps import LinearMap, MapSet, write_maps
 from matlens.models import load
 from matlens.readout import Readout
 from matlens.sinks import sink_rows
-from matlens.sites import anatomy
 from matlens.submodules import fit_submodules, submodule_pairs
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -20,7 +20,8 @@ from matlens.errors import InputError
 from matlens.fitting import fit_samples
 from matlens.maps import LinearMap, MapSet
 from matlens.replacements import checked, mat_attn
-from matlens.sites import STREAM, Anatomy, Site, anatomy
+from matlens.sites import STREAM, Anatomy, Site
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

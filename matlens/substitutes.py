@@ -20,8 +20,9 @@ from matlens.errors import InputError
 from matlens.examples import Batch, Examples, is_masked
 from matlens.patching import applied
 from matlens.replacements import Replacement, checked
-from matlens.sites import STREAM, Site, anatomy
+from matlens.sites import STREAM, Site
 from matlens.storage import fill, read_rows
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -26,7 +26,8 @@ from matlens.examples import is_masked, make_examples
 from matlens.fitting import fit_samples
 from matlens.maps import LinearMap, MapSet, write_maps
 from matlens.readout import Readout
-from matlens.sites import STREAM, Site, anatomy
+from matlens.sites import STREAM, Site
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -33,8 +33,8 @@ from matlens.ffn import trace as module
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import Values
-from matlens.sites import anatomy
 from matlens.storage import RowFiles
+from matlens.wiring import anatomy
 
 WIRINGS = (*ARCHITECTURES, "neox-sequential")
 N, K, BUDGET = 10, 4, 30  # sentences, sub-updates, tokens of a batch

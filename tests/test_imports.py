@@ -22,7 +22,7 @@ MODULES = sorted(set(FILES) - {"__init__"})
 # modules of the groups before its own. A new module has to be given its place here.
 FIRST = ("errors", "version")
 MATHEMATICS = (FIRST, ("metrics", "artifacts"), ("maps", "storage"), ("moments",), ("fitting",))
-MODEL = (FIRST, ("sites",), ("models",))
+MODEL = (FIRST, ("sites",), ("wiring",), ("models",))
 TEXT = (FIRST, ("samples",), ("sources",), ("corpora",))
 TOGETHER = (
     ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),

@@ -24,7 +24,7 @@ from conftest import (
 from torch import Tensor
 
 import matlens
-from matlens import InputError, Site, anatomy, sites
+from matlens import InputError, Site, anatomy, wiring
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17, 2, 50]])
 
@@ -71,7 +71,7 @@ def hook_counts(model: Any) -> list[int]:
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `anatomy` forget the models that it has seen, for this test."""
-    monkeypatch.setattr(sites, "_KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(wiring, "_KNOWN", WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -276,7 +276,7 @@ def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
     """The rest of the block adds up all the same, so its other sites stay."""
     model = small_model(name)
     kinds = set(anatomy(model).kinds)
-    sites._KNOWN.clear()
+    wiring._KNOWN.clear()
     handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
     try:
         found = anatomy(model)

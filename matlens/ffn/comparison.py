@@ -39,7 +39,8 @@ from matlens.ffn.exits import (
 from matlens.ffn.trace import Trace, before_ffn
 from matlens.fitting import fit_samples
 from matlens.readout import Readout
-from matlens.sites import STREAM, Site, anatomy
+from matlens.sites import STREAM, Site
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -21,7 +21,8 @@ from matlens.errors import InputError
 from matlens.ffn.values import Name, Value, Values
 from matlens.patching import noted, taken
 from matlens.replacements import Replacement
-from matlens.sites import COEFFICIENTS, Site, anatomy
+from matlens.sites import COEFFICIENTS, Site
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

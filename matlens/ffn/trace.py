@@ -26,8 +26,9 @@ from matlens.ffn.updates import DOMINANT, checked
 from matlens.ffn.values import Values, unembedding
 from matlens.readout import Readout
 from matlens.sinks import huge
-from matlens.sites import COEFFICIENTS, PARALLEL, STREAM, Site, anatomy
+from matlens.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.storage import fill, read_rows
+from matlens.wiring import anatomy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

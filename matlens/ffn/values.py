@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.models import fingerprint, require_raw
-from matlens.sites import COEFFICIENTS, anatomy, output_layer
+from matlens.sites import COEFFICIENTS
+from matlens.wiring import anatomy, output_layer
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
