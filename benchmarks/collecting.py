@@ -7,16 +7,15 @@ sentence. The aim is at most 1.15 times the bare passes.
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from turns import fastest, plain_smollm2
 
 import matlens
 from matlens.collecting import default_batch_tokens
-from matlens.models import SMOLLM2, _smollm2
+from matlens.models import SMOLLM2
 
 
 def main(
@@ -24,8 +23,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
 ) -> None:
     """Print the ratio of collecting to bare forward passes of SmolLM2."""
-    path = _smollm2()
-    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    plain = plain_smollm2()
     model = matlens.load(SMOLLM2, device="cpu")
     corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
     examples = matlens.make_examples(model, corpus)
@@ -44,12 +42,7 @@ def main(
     def ours() -> None:
         matlens.collect(model, examples, progress=False)
 
-    best = {work.__name__: float("inf") for work in (bare, trunk, ours)}
-    for _ in range(rounds):
-        for work in (bare, trunk, ours):
-            start = time.perf_counter()
-            work()
-            best[work.__name__] = min(best[work.__name__], time.perf_counter() - start)
+    best = fastest({"bare": bare, "trunk": trunk, "ours": ours}, rounds)
     n_tokens = len(examples.tokens)
     print(
         f"{sentences} sentences, {n_tokens} tokens, {len(batches)} batches, {torch.get_num_threads()} threads"

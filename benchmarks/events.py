@@ -8,19 +8,18 @@ sentences and cut at their positions. The aim is at most 1.5 times the whole one
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from turns import fastest, plain_smollm2
 
 import matlens
 from matlens.collecting import default_batch_tokens
 from matlens.examples import Examples
 from matlens.ffn.events import event_scores
 from matlens.ffn.trace import Trace
-from matlens.models import SMOLLM2, _smollm2
+from matlens.models import SMOLLM2
 
 
 def main(
@@ -28,8 +27,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 1,
 ) -> None:
     """Print the ratio of tracing, events included, to bare forward passes of SmolLM2."""
-    path = _smollm2()
-    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    plain = plain_smollm2()
     model = matlens.load(SMOLLM2, device="cpu")
     corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
     examples = matlens.make_examples(model, corpus)
@@ -39,17 +37,14 @@ def main(
         for batch in read.batches(default_batch_tokens(model)):
             plain(batch.tokens, attention_mask=batch.mask)
 
-    works = {
-        "whole sentences": lambda: bare(examples),
-        "cut at positions": lambda: bare(examples.up_to_positions()),
-        "events": lambda: event_scores(Trace.of(model, examples, progress=False)),
-    }
-    best = dict.fromkeys(works, float("inf"))
-    for _ in range(rounds):
-        for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            best[name] = min(best[name], time.perf_counter() - start)
+    best = fastest(
+        {
+            "whole sentences": lambda: bare(examples),
+            "cut at positions": lambda: bare(examples.up_to_positions()),
+            "events": lambda: event_scores(Trace.of(model, examples, progress=False)),
+        },
+        rounds,
+    )
     n_tokens = len(examples.tokens)
     print(f"{sentences} sentences, {n_tokens} tokens, {torch.get_num_threads()} threads")
     for name, seconds in best.items():

@@ -9,12 +9,12 @@ least 8 times faster than scikit-learn.
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Annotated
 
 import torch
 import typer
 from sklearn.linear_model import LinearRegression
+from turns import fastest
 
 from matlens import fit_samples
 
@@ -47,13 +47,7 @@ def main(
         for source, target in pairs[::step][:_TIMED]:
             LinearRegression(fit_intercept=False).fit(double[source].numpy(), double[target].numpy())
 
-    works = (floor, ours, scikit_learn)
-    best = {work.__name__: float("inf") for work in works}
-    for _ in range(rounds):
-        for work in works:
-            start = time.perf_counter()
-            work()
-            best[work.__name__] = min(best[work.__name__], time.perf_counter() - start)
+    best = fastest({"floor": floor, "ours": ours, "scikit_learn": scikit_learn}, rounds)
     best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
     print(f"{len(pairs)} pairs of {samples} samples, d = {width}, {torch.get_num_threads()} threads")
     for name, seconds in best.items():

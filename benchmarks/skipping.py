@@ -6,11 +6,12 @@ for the blocks that it skips, so half of the blocks should take about half of th
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Annotated
 
 import torch
 import typer
+from turns import fastest
 
 import matlens
 from matlens.maps import LinearMap, MapSet
@@ -38,13 +39,12 @@ def main(
     some = torch.eye(model.cfg.d_model) + 1e-3 * torch.randn(model.cfg.d_model, model.cfg.d_model)
     jumps = {pair for scheme in schemes.values() for pair in scheme.jumps}
     maps = MapSet(LinearMap(some, None, f"h.{a}", f"h.{b}") for a, b in jumps)
-    best = dict.fromkeys(schemes, float("inf"))
-    for _ in range(rounds):
-        for name, scheme in schemes.items():
-            variant = Variant(0, scheme.replacements(model, maps))
-            start = time.perf_counter()
-            substitutes(model, examples, {name: variant}, progress=False)
-            best[name] = min(best[name], time.perf_counter() - start)
+    variants = {name: Variant(0, scheme.replacements(model, maps)) for name, scheme in schemes.items()}
+    works = {
+        name: partial(substitutes, model, examples, {name: variant}, progress=False)
+        for name, variant in variants.items()
+    }
+    best = fastest(works, rounds)
     for name, scheme in schemes.items():
         share, ratio = scheme.n_blocks / last, best[name] / best["all blocks"]
         print(f"{name:20} {scheme.n_blocks:3} of {last} blocks ({share:.2f}): {ratio:.2f} of the time")
