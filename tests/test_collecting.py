@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     D_MODEL,
@@ -479,20 +480,6 @@ def whole(
         return root / positions
 
     return folder
-
-
-def break_off_at(patch: pytest.MonkeyPatch, batch: int, error: type[BaseException], *, after: bool) -> None:
-    """Raise when this batch is to be written, before or after it is."""
-    write, written = RowFiles.write, [0]
-
-    def breaking(self: RowFiles, index: Any, vectors: Any) -> None:
-        if after or written[0] < batch:
-            write(self, index, vectors)
-        written[0] += 1
-        if written[0] > batch:
-            raise error
-
-    patch.setattr(RowFiles, "write", breaking)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

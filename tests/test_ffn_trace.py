@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     LAYERS,
@@ -33,7 +34,6 @@ from matlens.ffn import trace as module
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import Values
-from matlens.storage import RowFiles
 from matlens.wiring import anatomy
 
 WIRINGS = (*ARCHITECTURES, "neox-sequential")
@@ -361,20 +361,6 @@ def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
     told = Trace.load(tmp_path / "deep" / "trace").provenance
     assert (told["k"], told["seed"], told["data"]["corpus"]) == (K, 3, "words")
     assert told["software"]["matlens"] == matlens.__version__
-
-
-def break_off_at(patch: pytest.MonkeyPatch, batch: int, *, after: bool) -> None:
-    """Interrupt when this batch is to be written, before or after it is."""
-    write, written = RowFiles.write, [0]
-
-    def breaking(self: RowFiles, index: Any, vectors: Any) -> None:
-        if after or written[0] < batch:
-            write(self, index, vectors)
-        written[0] += 1
-        if written[0] > batch:
-            raise KeyboardInterrupt
-
-    patch.setattr(RowFiles, "write", breaking)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

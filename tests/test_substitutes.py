@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import break_off_at
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import submodules
 from torch import Tensor
@@ -27,7 +28,6 @@ from matlens import (
 )
 from matlens.patching import patched
 from matlens.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
-from matlens.storage import RowFiles
 from matlens.substitutes import Variant, substitutes
 
 N = 10
@@ -229,20 +229,6 @@ OPTIONS: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def break_off_at(patch: pytest.MonkeyPatch, batch: int, *, after: bool) -> None:
-    """Interrupt when this batch is to be written, before or after it is."""
-    write, written = RowFiles.write, [0]
-
-    def breaking(self: RowFiles, index: Any, vectors: Any) -> None:
-        if after or written[0] < batch:
-            write(self, index, vectors)
-        written[0] += 1
-        if written[0] > batch:
-            raise KeyboardInterrupt
-
-    patch.setattr(RowFiles, "write", breaking)
 
 
 def test_what_is_stored_is_what_would_be_kept(
