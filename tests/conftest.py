@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -243,3 +244,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Sizes of the comparison on the real model; `make verify` asks for the full one."""
     parser.addoption("--real-train", type=int, default=400, help="train sentences of tests/test_real.py")
     parser.addoption("--real-val", type=int, default=100, help="validation sentences of tests/test_real.py")
+
+
+def _sentences(n: int, seed: int) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, int(generator.integers(5, 12)))) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``words.txt`` and ``others.txt`` of equal size, and ``few.txt`` of half of it."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for seed, (name, n) in enumerate((("words", 120), ("others", 120), ("few", 60))):
+        (folder / f"{name}.txt").write_text("\n".join(_sentences(n, seed)))
+    return folder
