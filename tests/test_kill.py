@@ -57,6 +57,8 @@ def _child(request: dict[str, Any]) -> None:
         for stream in (1, 2):
             os.dup2(log, stream)
         os.chdir(request["cwd"])
+        # A shell that starts tests in the background has them, and so this, ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["matlens", *request["arguments"]]
         import torch
 
