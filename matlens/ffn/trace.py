@@ -22,7 +22,7 @@ from matlens.artifacts import Workplace
 from matlens.collecting import Rows, default_batch_tokens, stream
 from matlens.errors import InputError
 from matlens.examples import Examples
-from matlens.ffn.updates import DOMINANT, checked
+from matlens.ffn.updates import DOMINANT, at_random, checked
 from matlens.ffn.values import Values, unembedding
 from matlens.readout import Readout
 from matlens.sinks import huge
@@ -205,9 +205,8 @@ class _Watch:
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
         one = {site for sites in self._before for site in sites}
         self.sites = sorted(one | {*self._after, *self._coefficients})
-        generator = torch.Generator().manual_seed(seed)
-        shape = len(examples), self._values.d_mlp
-        self._drawn = [torch.rand(shape, generator=generator).topk(k).indices for _ in layers]
+        self._norms = [self._values.norms(layer).cpu() for layer in layers]
+        self._drawn = at_random(self._values, len(examples), k, seed=seed)
         n = self._values.n_layers
         several = [f"{name}.{group}" for name in ("index", "coefficient") for group in GROUPS]
         several += [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
@@ -231,7 +230,7 @@ class _Watch:
         final = found["after"][:, -1, 0].long()
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]
-            contribution = m.abs() * self._values.norms(layer).cpu()
+            contribution = m.abs() * self._norms[layer]
             index = {
                 "dominant": contribution.topk(self._k).indices,
                 "random": self._drawn[layer][torch.from_numpy(batch.index)],

@@ -151,6 +151,12 @@ def checked(k: int, values: Values) -> int:
     return k
 
 
+def at_random(values: Values, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
+    """For each layer ``k`` different random sub-updates of each of ``n`` examples."""
+    generator, shape = torch.Generator().manual_seed(seed), (n, values.d_mlp)
+    return [torch.rand(shape, generator=generator).topk(k).indices for _ in range(values.n_layers)]
+
+
 def dominant_table(
     updates: Updates, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
 ) -> pd.DataFrame:
@@ -207,8 +213,7 @@ def dominance(
     values = Values(model)
     checked(k, values)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.rand(len(examples), values.d_mlp, generator=generator).topk(k).indices for _ in sites]
+    drawn = at_random(values, len(examples), k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
     found = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
     for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
