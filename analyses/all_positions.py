@@ -15,24 +15,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from matlens import (
-    InputError,
-    MapSet,
-    Readout,
-    collect,
-    fit_quality,
-    fit_samples,
-    fit_stream,
-    load,
-    load_corpus,
-    make_examples,
-    options,
-    prediction_quality,
-    stream,
-    workflow,
-)
-from matlens.examples import is_masked
-from matlens.scripts import run_script
+from matlens import InputError, MapSet, Readout, collect, load, load_corpus, make_examples
+from matlens.activations import stream
+from matlens.cli import options, run_script
+from matlens.corpora import is_masked
+from matlens.lens import fit_quality, prediction_quality
+from matlens.linear import fit_samples, fit_stream
+from matlens.study import workflow
 
 NAME = "all_positions"
 

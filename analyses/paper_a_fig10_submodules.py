@@ -15,12 +15,12 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality
-from matlens.evaluation import judge, prediction_rows, taking
-from matlens.scripts import report, run_study
+from matlens import mat_ffn, mat_ln1_ln2, plots
+from matlens.activations import find_sinks
+from matlens.cli import options, report, run_study
+from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
+from matlens.patching import Variant, attend_nowhere, run_variants
 from matlens.study import Study
-from matlens.submodules import attend_nowhere
-from matlens.substitutes import Variant, substitutes
 
 NAME = "paper_a_fig10_submodules"
 CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
@@ -47,7 +47,7 @@ def main(
         variants[f"{name}.{layer}"] = Variant(layer, replaced(everywhere, layer, last))
         without = replaced(elsewhere, layer, last, where=no_sinks)
         variants[f"{name} without sinks.{layer}"] = Variant(layer, without)
-    found = substitutes(
+    found = run_variants(
         study.model, some.examples, variants,
         folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=everywhere.provenance,
     )  # fmt: skip
@@ -56,7 +56,9 @@ def main(
         (validation, single),
         (some, {tuple(key.split(".")): found[key] for key in variants}),
     ):
-        judged = judge(study.readout, data[last], {key: taking(h) for key, h in vectors.items()})
+        judged = judge_predictions(
+            study.readout, data[last], {key: as_substitute(h) for key, h in vectors.items()}
+        )
         for (method, layer), one in judged.items():
             rows += prediction_rows(NAME, data, str(method), int(layer), one)
     blocks = prediction_quality(study.readout, study.maps, validation, methods=["mat"])

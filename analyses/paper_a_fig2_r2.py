@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import fit_quality, plots
-from matlens.scripts import report, run_study
+from matlens import plots
+from matlens.cli import report, run_study
+from matlens.lens import fit_quality
 from matlens.study import Study
 
 NAME = "paper_a_fig2_r2"

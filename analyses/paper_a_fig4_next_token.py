@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matlens import InputError, plots, prediction_quality
-from matlens.examples import is_masked
-from matlens.scripts import report, run_study
+from matlens import InputError, plots
+from matlens.cli import report, run_study
+from matlens.corpora import is_masked
+from matlens.lens import prediction_quality
 from matlens.study import Study
 
 NAME = "paper_a_fig4_next_token"

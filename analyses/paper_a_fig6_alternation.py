@@ -11,12 +11,18 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens import MapSet, fit_quality, options, plots, prediction_quality
-from matlens.evaluation import judge, prediction_rows, taking, to_tensor
-from matlens.schemes import Scheme, r2_schemes, wrr
-from matlens.scripts import report, run_study
+from matlens import MapSet, plots
+from matlens.cli import options, report, run_study
+from matlens.lens import (
+    as_substitute,
+    fit_quality,
+    judge_predictions,
+    prediction_quality,
+    prediction_rows,
+    r2_matrix,
+)
+from matlens.patching import Scheme, Variant, r2_schemes, run_variants, wrr_schemes
 from matlens.study import Study
-from matlens.substitutes import Variant, substitutes
 
 NAME = "paper_a_fig6_alternation"
 
@@ -28,19 +34,19 @@ def main(
 ) -> None:
     """Run every scheme over the validation sentences and draw Precision@1 against the blocks run."""
     validation = study.validation.head(patched)
-    best = r2_schemes(to_tensor(fit_quality(study.maps, study.validation), "mat"))
+    best = r2_schemes(r2_matrix(fit_quality(study.maps, study.validation), "mat"))
     named = [("R2", scheme) for scheme, _ in best.values()]
-    named += [(f"WRR, {one.starts_with} first", one) for _, _, one in wrr(study.n_layers)]
+    named += [(f"WRR, {one.starts_with} first", one) for _, _, one in wrr_schemes(study.n_layers)]
     pairs = [pair for _, scheme in named for pair in scheme.jumps]
     maps = study.maps.held(pairs, device=study.model.cfg.device)
     variants = {file_name(scheme): variant(study, maps, scheme) for _, scheme in named if scheme.jumps}
     folder = study.folder / f"{NAME}-{validation.n_rows}"
-    found = substitutes(
+    found = run_variants(
         study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance
     )
     truth = validation[study.n_layers]
     vectors = {name: found[name] for name in variants} | {"whole": truth}
-    judged = judge(study.readout, truth, {name: taking(h) for name, h in vectors.items()})
+    judged = judge_predictions(study.readout, truth, {name: as_substitute(h) for name, h in vectors.items()})
     rows = [
         line | {"scheme": str(scheme)}
         for method, scheme in named

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens import InputError, options, plots, prediction_quality
-from matlens.examples import is_masked
-from matlens.scripts import report, run_script
+from matlens import InputError, plots
+from matlens.cli import options, report, run_script
+from matlens.corpora import is_masked
+from matlens.lens import prediction_quality
 from matlens.study import Study
 
 NAME = "paper_a_fig7_models"
@@ -31,7 +32,7 @@ def main(
     """Evaluate every model on the same sentences and draw all in one figure."""
     tables, origins, kinds = [], {}, set()
     for name in dict.fromkeys(model):
-        study = Study.of(name, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+        study = Study.load(name, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
         kinds.add(is_masked(study.model))
         if len(kinds) > 1:
             raise InputError(

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from matlens import plots
-from matlens.exits import early_exit, layers_saved
-from matlens.scripts import report, run_study
+from matlens.cli import report, run_study
+from matlens.lens import exit_sweep, layers_saved
 from matlens.study import Study
 
 NAME = "paper_a_fig9_early_exit"
@@ -20,7 +20,7 @@ NAME = "paper_a_fig9_early_exit"
 
 def main(study: Study, out: Path) -> None:
     """Sweep the threshold, print the layers saved at a precision of 95% and draw the curves."""
-    table = early_exit(study.readout, study.maps, study.validation)
+    table = exit_sweep(study.readout, study.maps, study.validation)
     for method in ("mat", "id"):
         saved = layers_saved(table, method)
         print(f"{method}: {saved:.2f} of {study.n_layers} layers saved at 95% ({saved / study.n_layers:.1%})")

@@ -14,9 +14,11 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from matlens import MapSet, fit_samples, load, load_corpus, options, plots, prediction_quality, workflow
-from matlens.scripts import report, run_script
-from matlens.study import Study
+from matlens import MapSet, load, load_corpus, plots
+from matlens.cli import options, report, run_script
+from matlens.lens import prediction_quality
+from matlens.linear import fit_samples
+from matlens.study import Study, workflow
 
 NAME = "paper_a_sec5_corpora"
 
@@ -37,7 +39,7 @@ def main(
     for name, size in sizes.items():  # a corpus that is too small is split in the same proportion
         share = min(1, size / (train + val))
         n_train, n_validation = int(train * share), int(val * share)
-        studies[name] = Study.of(loaded, name, out, n_train=n_train, n_validation=n_validation, seed=seed)
+        studies[name] = Study.load(loaded, name, out, n_train=n_train, n_validation=n_validation, seed=seed)
     equal = min(study.n_train for study in studies.values())
     last = loaded.cfg.n_layers
     pairs = [(layer, last) for layer in range(last)]

@@ -13,11 +13,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from matlens import anatomy, collect, make_prompts, plots
-from matlens.examples import is_masked
-from matlens.scripts import report, run_study
+from matlens import collect, make_prompts, plots
+from matlens.cli import report, run_study
+from matlens.corpora import is_masked
+from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
+from matlens.models import Anatomy
 from matlens.study import Study
-from matlens.tokens import printed, side_by_side, texts, top_predictions
 
 NAME = "paper_a_table1_tokens"
 MASKED = (
@@ -38,11 +39,11 @@ def main(
     given = prompt or ([text.format(mask) for text in MASKED] if is_masked(study.model) else list(NEXT))
     read = collect(study.model, make_prompts(study.model, list(dict.fromkeys(given))))
     default = [study.n_layers // 6, study.n_layers // 2, study.n_layers]
-    layers = [anatomy(study.model).resolve(one).layer for one in layer or default]
+    layers = [Anatomy.from_model(study.model).resolve(one).layer for one in layer or default]
     table = top_predictions(study.readout, study.maps, read, layers)
-    for text in texts(study.readout, read):
-        Console().print(printed(table, text))
-    tables = {text: side_by_side(table, text) for text in texts(study.readout, read)}
+    for text in prompt_texts(study.readout, read):
+        Console().print(predictions_table(table, text))
+    tables = {text: side_by_side(table, text) for text in prompt_texts(study.readout, read)}
     report(out, NAME, table, study.origin, plots.token_table(tables))
 
 

@@ -20,12 +20,10 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from matlens import options
-from matlens.ffn import event_plots
-from matlens.ffn.events import event_scores, saturation_frequency, update_scores
-from matlens.ffn.scores import lift, odds
-from matlens.ffn.studies import traced
-from matlens.scripts import report, run_script
+from matlens import plots
+from matlens.cli import options, report, run_script
+from matlens.ffn import event_scores, lift, odds, saturation_frequency, update_scores
+from matlens.study import traced
 
 EVENTS, LAYERS = "paper_b_table4_events", "paper_b_fig3_scores"
 SATURATION = "paper_b_table9_saturation"
@@ -55,9 +53,9 @@ def main(
     tables[SATURATION] = saturation_frequency(trace)
     plain = tables[LAYERS][tables[LAYERS]["read"] == "score"]
     figures = {
-        EVENTS: event_plots.events_figure(tables[EVENTS]),
-        LAYERS: event_plots.layers_figure(plain),
-        SATURATION: event_plots.saturation_figure(tables[SATURATION]),
+        EVENTS: plots.events_figure(tables[EVENTS]),
+        LAYERS: plots.layers_figure(plain),
+        SATURATION: plots.saturation_figure(tables[SATURATION]),
     }
     origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")}
     for name, table in tables.items():

@@ -13,10 +13,11 @@ from typing import Annotated
 
 import typer
 
-from matlens import load, options, provenance
-from matlens.ffn.overlap import overlap
-from matlens.ffn.plots import shares_by_layer
-from matlens.scripts import report, run_script
+from matlens import load
+from matlens.cli import options, report, run_script
+from matlens.ffn import norm_overlap
+from matlens.models import identity
+from matlens.plots import shares_by_layer
 
 NAME = "paper_b_fig4_overlap"
 
@@ -31,8 +32,8 @@ def main(
 ) -> None:
     """Compare what vectors promote with and without the final norm, and draw the overlap layer by layer."""
     loaded = load(model, device=device)
-    table = overlap(loaded, n_random=random, k=top, seed=seed)
-    origin = {"model": provenance.of_model(loaded), "seed": seed, "n_random": random}
+    table = norm_overlap(loaded, n_random=random, k=top, seed=seed)
+    origin = {"model": identity.describe_model(loaded), "seed": seed, "n_random": random}
     report(out, NAME, table, origin, shares_by_layer(table, f"overlap of the {top} top tokens (IoU)"))
 
 

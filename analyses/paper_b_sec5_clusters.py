@@ -20,17 +20,25 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from matlens import load_corpus, options
-from matlens.ffn.cluster_plots import extremes_figure, model_title
-from matlens.ffn.clusters import CLUSTERS, MEMORY
-from matlens.ffn.commonness import Commonness
-from matlens.ffn.extremes import cluster_activity, drawn, extremes, usual_threshold
-from matlens.ffn.groups import confidence, group_table, place_table
-from matlens.ffn.projection import Projection
-from matlens.ffn.scores import lift
-from matlens.ffn.studies import clustered, traced
-from matlens.ffn.values import Values
-from matlens.scripts import report, run_script
+from matlens import load_corpus
+from matlens.cli import options, report, run_script
+from matlens.corpora import TokenFrequency
+from matlens.ffn import (
+    CLUSTERS,
+    MEMORY,
+    Projection,
+    ValueVectors,
+    cluster_activity,
+    drawn_sub_updates,
+    extreme_sub_updates,
+    final_confidence,
+    group_table,
+    lift,
+    place_table,
+    usual_threshold,
+)
+from matlens.plots import extremes_figure, model_title
+from matlens.study import clustered, traced
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
 
@@ -51,15 +59,17 @@ def main(
 ) -> None:
     """Find the clusters of extreme sub-updates, what they promote, and when they are active."""
     loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, device=device)
-    values, projection = Values(loaded), Projection.of(loaded)
+    values, projection = ValueVectors(loaded), Projection.from_model(loaded)
     of_model = clustered(values, out, clusters, memory=memory)
-    commonness = Commonness.of(load_corpus(corpus), loaded.tokenizer, len(projection.unembedding))
-    confident = confidence(loaded, trace.examples)
+    commonness = TokenFrequency.from_corpus(
+        load_corpus(corpus), loaded.tokenizer, len(projection.unembedding)
+    )
+    confident = final_confidence(loaded, trace.examples)
     tables, groups, places, thresholds = [], [], [], {}
     for read, scores in (("score", trace.score), ("lift", lift(trace, loaded))):
         thresholds[read] = usual_threshold(scores) if threshold is None else threshold
-        found = extremes(trace, values, scores=scores, threshold=thresholds[read])
-        others = drawn(trace, values, beside, scores=scores, seed=seed)
+        found = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
+        others = drawn_sub_updates(trace, values, beside, scores=scores, seed=seed)
         both = {"extreme": found, "drawn": others}
         own = [
             cluster_activity(each, of_model, trace, values, projection, commonness).assign(sub_updates=name)

@@ -2,7 +2,7 @@
 
 Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens dealt anew
 are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
-(`matlens.ffn.patterns`). Written are the shares of vectors with a pattern, by its size and layer, and as
+(`matlens.annotation.patterns`). Written are the shares of vectors with a pattern, by its size and layer, and as
 ``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.
 Expect large patterns among value vectors, most of them in the last third of the layers, and hardly any
 among random ones. The corpus only says which words are used alike: the model is not run on it.
@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from matlens import load, load_corpus, options, provenance
-from matlens.artifacts import system_errors, write_text
-from matlens.ffn.patterns import distinct, search, shares
-from matlens.ffn.plots import pattern_sizes
-from matlens.ffn.usage import Usage
-from matlens.scripts import report, run_script
+from matlens import load, load_corpus
+from matlens.annotation import distinct_concepts, pattern_shares, search_concepts
+from matlens.cli import options, report, run_script
+from matlens.corpora import WordSimilarity
+from matlens.models import identity
+from matlens.plots import pattern_sizes
+from matlens.storage import system_errors, write_text
 
 NAME = "paper_b_table1_concept_vectors"
 
@@ -42,14 +43,15 @@ def main(
     """Search all value vectors for patterns among their top tokens, and compare with random vectors."""
     texts = load_corpus(corpus)
     loaded = load(model, device=device)
-    usage = Usage.of(texts.sentences, seed=seed)
-    found = search(loaded, usage, k=top, seed=seed)
-    table = shares(found, str(loaded.cfg.model_name), texts.name, k=top)
-    origin = {"model": provenance.of_model(loaded), "seed": seed}
+    usage = WordSimilarity.fit(texts.sentences, seed=seed)
+    found = search_concepts(loaded, usage, k=top, seed=seed)
+    table = pattern_shares(found, str(loaded.cfg.model_name), texts.name, k=top)
+    origin = {"model": identity.describe_model(loaded), "seed": seed}
     origin |= {"data": {"corpus": texts.name, "fingerprint": texts.fingerprint, "n_words": len(usage.words)}}
     report(out, NAME, table, origin, pattern_sizes(table, 5))
     best = {
-        method: distinct(found[method], n=vectors, per_layer=per_layer) for method in ("values", "random")
+        method: distinct_concepts(found[method], n=vectors, per_layer=per_layer)
+        for method in ("values", "random")
     }
     path = out / f"{NAME}_vectors.csv"
     with system_errors(path):

@@ -18,12 +18,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import load, load_corpus, make_examples, options, provenance, workflow
-from matlens.artifacts import system_errors, write_text
-from matlens.ffn.concepts import SMALLEST, agreement, draw, read_sample, tally
-from matlens.ffn.plots import concept_shares
-from matlens.ffn.sheets import code, read_sheets, write_sheets
-from matlens.scripts import report, run_script
+from matlens import load, load_corpus, make_examples
+from matlens.annotation import (
+    SMALLEST,
+    annotator_agreement,
+    code,
+    draw_sample,
+    read_sample,
+    read_sheets,
+    tally_concepts,
+    write_sheets,
+)
+from matlens.cli import options, report, run_script
+from matlens.models import identity
+from matlens.plots import concept_shares
+from matlens.storage import system_errors, write_text
+from matlens.study import workflow
 
 NAME = "paper_b_table2_concepts"
 
@@ -51,10 +61,10 @@ def main(
     loaded = load(model, device=device)
     _, part = texts.split(n_train=1, n_validation=max(2, loaded.cfg.n_layers * per_layer), seed=seed)
     examples = make_examples(loaded, part, seed=seed, draw_special=False)
-    sample = draw(loaded, examples, per_layer=per_layer, k=top, seed=seed)
+    sample = draw_sample(loaded, examples, per_layer=per_layer, k=top, seed=seed)
     written = write_sheets(sample, out / f"{NAME}_sheets")
     origin = {
-        "model": provenance.of_model(loaded),
+        "model": identity.describe_model(loaded),
         "data": examples.provenance,
         "seed": seed,
         "sheet": code(sample),
@@ -70,7 +80,7 @@ def count(filled: list[Path], out: Path) -> None:
     """Turn filled sheets into shares and agreement, and print the main ones."""
     sample = read_sample(out / f"{NAME}.csv")
     annotations = [read_sheets(folder, sample) for folder in filled]
-    table, alike = tally(sample, annotations), agreement(sample, annotations)
+    table, alike = tally_concepts(sample, annotations), annotator_agreement(sample, annotations)
     origin = {"sheet": code(sample), "annotators": [annotation.name for annotation in annotations]}
     report(out, f"{NAME}_shares", table, origin, concept_shares(table))
     if len(annotations) > 1:

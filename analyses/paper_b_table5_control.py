@@ -21,24 +21,35 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import load, load_corpus, options, provenance
-from matlens.artifacts import system_errors, write_text
-from matlens.evaluation import COLUMNS
-from matlens.ffn.attributes import ATTRIBUTES, TOXICITY
-from matlens.ffn.baselines import SelfDebiasing, word_filter
-from matlens.ffn.choosing import draw_harmless, grade_values
-from matlens.ffn.control import TURNED_ON, controlled
-from matlens.ffn.control_plots import toxicity_against_perplexity
-from matlens.ffn.generation import N_TOKENS, continue_prompts
-from matlens.ffn.graders import GRADERS, Grader, make_grader
-from matlens.ffn.perplexity import perplexity, perplexity_ratio, sentence_losses
-from matlens.ffn.projection import Projection, holding, top_of_all
-from matlens.ffn.prompts import FIELD, read_prompts
-from matlens.ffn.toxicity import graded, toxicity
-from matlens.ffn.values import Value, Values
-from matlens.ffn.words import word_tokens
+from matlens import load, load_corpus
+from matlens.cli import options, report, run_script
+from matlens.control import (
+    ATTRIBUTES,
+    GRADERS,
+    N_TOKENS,
+    TOXICITY,
+    TURNED_ON,
+    Grader,
+    SelfDebiasing,
+    continue_prompts,
+    controlled,
+    draw_harmless,
+    grade_continuations,
+    grade_values,
+    make_grader,
+    perplexity_estimate,
+    perplexity_ratio,
+    sentence_losses,
+    toxicity_estimates,
+    word_filter,
+)
+from matlens.corpora import FIELD, read_prompts
+from matlens.ffn import Projection, ValueVector, ValueVectors, top_tokens_of_all, values_with_tokens
+from matlens.lens import COLUMNS
 from matlens.metrics import Estimate
-from matlens.scripts import report, run_script
+from matlens.models import identity, word_tokens
+from matlens.plots import toxicity_against_perplexity
+from matlens.storage import system_errors, write_text
 
 NAME = "paper_b_table5_control"
 HERE = Path(__file__).parent / "prompts"
@@ -102,7 +113,7 @@ def main(
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     given = read_prompts(prompts, field=field, challenging=challenging)[:limit]
     for name in vector or ():
-        Value.parse(name)
+        ValueVector.parse(name)
     _, part = load_corpus(corpus).split(n_train=1, n_validation=sentences, seed=seed)
     loaded = load(model, device=device)
     chosen = choose(loaded, scorer, vector or (), word or WORDS, n, seed)
@@ -120,19 +131,19 @@ def main(
             )
             own = run.processor if isinstance(run.processor, SelfDebiasing) else None
             losses = None if run.processor and not own else sentence_losses(loaded, part, debiasing=own)
-        scored = graded(found, scorer)
+        scored = grade_continuations(found, scorer)
         first, read = scored if first is None else first, read or losses
         texts.append(scored.assign(method=run.method, coefficient=run.value))
         for attribute in scorer.attributes:
-            for metric, estimate in toxicity(scored, first, attribute):
+            for metric, estimate in toxicity_estimates(scored, first, attribute):
                 rows.append(line(run, prompts.name, attribute, metric, estimate))
         if losses is not None and read is not None:
-            rows.append(line(run, part.name, "", "perplexity", perplexity(losses)))
+            rows.append(line(run, part.name, "", "perplexity", perplexity_estimate(losses)))
             ratio = perplexity_ratio(losses, read)
             rows.append(line(run, part.name, "", "perplexity_ratio", ratio))
     table = pd.DataFrame(rows).assign(model=loaded.cfg.model_name)
     origin = {
-        "model": provenance.of_model(loaded), "seed": seed, "grader": grader, "prompts": len(given),
+        "model": identity.describe_model(loaded), "seed": seed, "grader": grader, "prompts": len(given),
         "samples": samples or "greedy", "n_tokens": N_TOKENS, "corpus": part.fingerprint,
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),
@@ -150,11 +161,11 @@ def choose(
     model: Any, grader: Grader, picked: Sequence[str], words: Sequence[str], n: int, seed: int
 ) -> dict[str, tuple[str, ...]]:
     """Value vectors by words, by the grader and by hand, under the names of their methods."""
-    values, projection = Values(model), Projection.of(model)
+    values, projection = ValueVectors(model), Projection.from_model(model)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
     found = {f"picked, {len(picked)} vectors": tuple(map(str, map(values.resolve, picked)))} if picked else {}
-    top = top_of_all(values, projection)
-    by_words = holding(values, projection, top, words)["value"].head(n)
+    top = top_tokens_of_all(values, projection)
+    by_words = values_with_tokens(values, projection, top, words)["value"].head(n)
     found |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
     scores = grade_values(values, top, projection.tokenizer, lambda texts: grader.grade(texts)[TOXICITY])
     found[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])

@@ -21,16 +21,20 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from matlens import collect, options
-from matlens.ffn import comparison
-from matlens.ffn.classifiers import FEWEST, LASSO, RIDGE, STRENGTHS
-from matlens.ffn.clusters import CLUSTERS
-from matlens.ffn.exit_plots import exits_figure
-from matlens.ffn.exits import summary
-from matlens.ffn.studies import clustered, traced
-from matlens.ffn.values import Values
-from matlens.scripts import report, run_script
-from matlens.study import slug
+from matlens import collect
+from matlens.cli import options, report, run_script
+from matlens.ffn import (
+    CLUSTERS,
+    FEWEST,
+    LASSO,
+    RIDGE,
+    STRENGTHS,
+    ValueVectors,
+    exit_comparison,
+    summarize_exits,
+)
+from matlens.plots import exits_figure
+from matlens.study import clustered, slug, traced
 
 NAME = "paper_b_table6_early_exit"
 
@@ -58,15 +62,15 @@ def main(
 ) -> None:
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
     loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, k=dominant, device=device)
-    values, name = Values(loaded), slug(loaded.cfg.model_name)
+    values, name = ValueVectors(loaded), slug(loaded.cfg.model_name)
     groups = clustered(values, out, clusters)
     place = out / "traces" / f"{name}--{slug(corpus)}--{sentences}-seed{seed}-stream"
-    activations = collect(loaded, trace.examples, comparison.wanted_sites(loaded), folder=place)
-    found = comparison.compare(
+    activations = collect(loaded, trace.examples, exit_comparison.classifier_sites(loaded), folder=place)
+    found = exit_comparison.compare_exits(
         loaded, trace, groups, activations, seeds=splits, folds=folds, fewest=fewest,
         strengths=strength or STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
     )  # fmt: skip
-    table = summary(found.judged, trace.n_layers)
+    table = summarize_exits(found.judged, trace.n_layers)
     show(table, trace.n_layers)
     told = {"model": values.model_name, "corpus": trace.provenance["data"]["corpus"], "n": len(trace)}
     origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {

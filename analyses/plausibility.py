@@ -15,12 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import InputError, collect, load_corpus, make_examples, options, workflow
-from matlens.artifacts import system_errors, write_text
-from matlens.plausibility import make_sheet, rates, read_sheet
-from matlens.scripts import run_script
-from matlens.study import Study
-from matlens.tokens import read_predictions, top_predictions
+import pandas as pd
+from matlens import InputError, collect, load_corpus, make_examples
+from matlens.annotation import make_plausibility_sheet, plausibility_rates, read_plausibility_sheet
+from matlens.cli import options, run_script
+from matlens.lens import read_predictions, top_predictions
+from matlens.storage import system_errors, write_text
+from matlens.study import Study, workflow
 
 NAME = "plausibility"
 
@@ -41,13 +42,13 @@ def main(
 ) -> None:
     """Write a sheet to be filled in, or turn a filled one into rates."""
     if sheet is not None:
-        marked, path = read_sheet(sheet), out / f"{NAME}.csv"
+        marked, path = read_plausibility_sheet(sheet), out / f"{NAME}.csv"
         with system_errors(path):
-            found = rates(read_predictions(path), marked)
+            found = plausibility_rates(read_predictions(path), marked)
             write_text(out / f"{NAME}_rates.csv", found.to_csv(index=False))
         show(found[found["layer"].isna()])
         return
-    study = Study.of(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    study = Study.load(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
     if sentences_from:
         chosen, _ = load_corpus(sentences_from).split(n_train=sentences, n_validation=2, seed=seed)
     else:
@@ -63,7 +64,7 @@ def main(
     workflow.write_results(out, NAME, table, study.origin)
     path = out / f"{NAME}_sheet.csv"
     with system_errors(path):
-        write_text(path, make_sheet(table, seed=seed).to_csv(index=False))
+        write_text(path, make_plausibility_sheet(table, seed=seed).to_csv(index=False))
     print(f"{path}: mark every token 1 or 0 in the column 'plausible', then: --sheet {path}")
 
 

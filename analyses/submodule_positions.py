@@ -17,13 +17,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import find_sinks, mat_ffn, mat_ln1_ln2, options, plots, prediction_quality, workflow
-from matlens.evaluation import judge, prediction_rows, taking
-from matlens.examples import Examples
-from matlens.replacements import Where
-from matlens.scripts import run_study
-from matlens.study import Fitted, Study
-from matlens.substitutes import Variant, substitutes
+from matlens import mat_ffn, mat_ln1_ln2, plots
+from matlens.activations import find_sinks
+from matlens.cli import options, run_study
+from matlens.corpora import Examples
+from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
+from matlens.patching import Variant, Where, run_variants
+from matlens.study import Fitted, Study, workflow
 
 NAME = "submodule_positions"
 CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
@@ -46,11 +46,13 @@ def main(
         key = f"{name} {fitted} {replaced}.{layer}"
         names[key] = f"{name}, fit {fitted}, replace {replaced}", layer
         variants[key] = Variant(layer, CONTEXTUAL[name](maps[fitted], layer, last, where=where))
-    found = substitutes(
+    found = run_variants(
         study.model, some.examples, variants,
         folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance,
     )  # fmt: skip
-    judged = judge(study.readout, some[last], {key: taking(found[key]) for key in variants})
+    judged = judge_predictions(
+        study.readout, some[last], {key: as_substitute(found[key]) for key in variants}
+    )
     rows = [line for key, one in judged.items() for line in prediction_rows(NAME, some, *names[key], one)]
     blocks = prediction_quality(study.readout, study.maps, some, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=NAME)

@@ -14,7 +14,7 @@ import typer
 from turns import fastest, plain_smollm2
 
 import matlens
-from matlens.collecting import default_batch_tokens
+from matlens.activations import default_batch_tokens
 from matlens.models import SMOLLM2
 
 

@@ -1,6 +1,6 @@
 """How much longer tracing candidates and sub-updates takes than the forward passes that it cannot do without.
 
-``Trace.of`` runs every sentence up to its position and reads the top candidate before and after each of the
+``Trace.run`` runs every sentence up to its position and reads the top candidate before and after each of the
 FFNs: ``2 x n_layers`` read-outs of the whole vocabulary, where the model itself has one a token. By turns
 with it in one process, over the same sentences, run the plain transformers model with its logits, over whole
 sentences and cut at their positions. The aim is at most 1.5 times the whole ones.
@@ -15,10 +15,9 @@ import typer
 from turns import fastest, plain_smollm2
 
 import matlens
-from matlens.collecting import default_batch_tokens
-from matlens.examples import Examples
-from matlens.ffn.events import event_scores
-from matlens.ffn.trace import Trace
+from matlens.activations import default_batch_tokens
+from matlens.corpora import Examples
+from matlens.ffn import Trace, event_scores
 from matlens.models import SMOLLM2
 
 
@@ -41,7 +40,7 @@ def main(
         {
             "whole sentences": lambda: bare(examples),
             "cut at positions": lambda: bare(examples.up_to_positions()),
-            "events": lambda: event_scores(Trace.of(model, examples, progress=False)),
+            "events": lambda: event_scores(Trace.run(model, examples, progress=False)),
         },
         rounds,
     )

@@ -16,7 +16,7 @@ import typer
 from sklearn.linear_model import LinearRegression
 from turns import fastest
 
-from matlens import fit_samples
+from matlens.linear import fit_samples
 
 _TIMED = 30
 

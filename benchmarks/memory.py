@@ -48,7 +48,8 @@ def _peak(sentences: int, store: str) -> float:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from matlens import Examples, collect
+    from matlens import collect
+    from matlens.corpora import Examples
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -16,8 +16,7 @@ import torch
 import typer
 
 import matlens
-from matlens.ffn.projection import Projection, top_of_all
-from matlens.ffn.values import Values
+from matlens.ffn import Projection, ValueVectors, top_tokens_of_all
 from matlens.models import SMOLLM2
 
 
@@ -45,7 +44,7 @@ def _resident() -> float:
 
 
 @torch.inference_mode()
-def _bare(values: Values, projection: Projection) -> None:
+def _bare(values: ValueVectors, projection: Projection) -> None:
     e = projection.unembedding
     for layer in range(values.n_layers):
         for block in projection.blocks(values.layer(layer)):
@@ -59,12 +58,12 @@ def main(
 ) -> None:
     """Print the time as a ratio to the bare product, and the memory above the model."""
     loaded = matlens.load(model, device="cpu")
-    values, projection = Values(loaded), Projection.of(loaded)
+    values, projection = ValueVectors(loaded), Projection.from_model(loaded)
     ours, bare, above = float("inf"), float("inf"), 0.0
     for _ in range(rounds):
         before, start = _resident(), time.perf_counter()
         with _Peak() as peak:
-            top_of_all(values, projection, k=top, progress=False)
+            top_tokens_of_all(values, projection, k=top, progress=False)
         ours, above = min(ours, time.perf_counter() - start), max(above, peak.value - before)
         start = time.perf_counter()
         _bare(values, projection)

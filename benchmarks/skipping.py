@@ -14,10 +14,9 @@ import typer
 from turns import fastest
 
 import matlens
-from matlens.maps import LinearMap, MapSet
+from matlens import LinearMap, MapSet
 from matlens.models import SMOLLM2
-from matlens.schemes import Scheme
-from matlens.substitutes import Variant, substitutes
+from matlens.patching import Scheme, Variant, run_variants
 
 
 def main(
@@ -41,7 +40,7 @@ def main(
     maps = MapSet(LinearMap(some, None, f"h.{a}", f"h.{b}") for a, b in jumps)
     variants = {name: Variant(0, scheme.replacements(model, maps)) for name, scheme in schemes.items()}
     works = {
-        name: partial(substitutes, model, examples, {name: variant}, progress=False)
+        name: partial(run_variants, model, examples, {name: variant}, progress=False)
         for name, variant in variants.items()
     }
     best = fastest(works, rounds)

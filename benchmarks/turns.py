@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from matlens.models import _smollm2
+from matlens.models import smollm2_path
 
 
 def fastest(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -25,5 +25,5 @@ def fastest(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 
 def plain_smollm2() -> Any:
     """SmolLM2 as transformers alone loads it, in float32."""
-    path = _smollm2()
+    path = smollm2_path()
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

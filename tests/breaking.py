@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from matlens.storage import RowFiles
+from matlens.storage.rows import RowFiles
 
 
 def break_off_at(

@@ -1,4 +1,6 @@
-"""Modules depend on each other one way only, and what has one home stays there."""
+"""Rooms import one way only, each has one public face, and what has one home stays there."""
+
+from __future__ import annotations
 
 import ast
 import importlib
@@ -14,48 +16,19 @@ import pytest
 import matlens
 
 ROOT = Path(matlens.__file__).parent
-PATHS = {path.relative_to(ROOT).with_suffix(""): path for path in sorted(ROOT.rglob("*.py"))}
-FILES = {".".join(name.parts): path for name, path in PATHS.items()}
-MODULES = sorted(set(FILES) - {"__init__"})
+PROJECT = ROOT.parent
 
-# Three chains that do not know each other, and then what puts them together; a module may import
-# modules of the groups before its own. A new module has to be given its place here.
-FIRST = ("errors", "version")
-MATHEMATICS = (FIRST, ("metrics", "artifacts"), ("maps", "storage"), ("moments",), ("fitting",))
-MODEL = (FIRST, ("sites",), ("wiring",), ("models",))
-TEXT = (FIRST, ("samples",), ("sources",), ("corpora",))
-TOGETHER = (
-    ("readout", "examples", "provenance", "replacements"), ("patching",), ("activations", "schemes"),
-    ("collecting",),
-    ("sinks", "submodules", "substitutes", "evaluation", "tokens"), ("exits", "plausibility"), ("plots",),
-    (
-        "ffn.__init__", "ffn.values", "ffn.plots", "ffn.event_plots", "ffn.exit_plots", "ffn.cluster_plots",
-        "ffn.control_plots", "ffn.commonness", "ffn.usage", "ffn.sheets", "ffn.attributes", "ffn.prompts",
-    ),
-    ("ffn.words",), ("ffn.projection",),
-    ("ffn.overlap", "ffn.updates", "ffn.patterns", "ffn.agglomeration"), ("ffn.concepts", "ffn.trace"),
-    ("ffn.scores",), ("ffn.events", "ffn.clusters"), ("ffn.extremes", "ffn.exits"),
-    ("ffn.groups", "ffn.classifiers"), ("ffn.comparison",),
-    ("ffn.control", "ffn.choosing", "ffn.baselines", "ffn.perspective"),
-    ("ffn.generation", "ffn.perplexity", "ffn.graders"), ("ffn.toxicity",),
-    ("workflow",), ("study",), ("ffn.studies",), ("options",), ("ffn.terminal",),
-    ("ffn.update_command", "ffn.cluster_command"), ("ffn.commands",), ("cli",), ("scripts",),
+# The floors of the house, the lowest first: a room imports from those before it and from itself.
+FLOORS = (
+    "errors", "metrics", "storage", "models", "corpora", "linear", "activations", "patching", "lens", "ffn",
+    "control", "annotation", "plots", "study", "cli",
 )  # fmt: skip
-
-
-def allowed() -> dict[str, set[str]]:
-    """What each module may import."""
-    below: dict[str, set[str]] = {}
-    for chain in (MATHEMATICS, MODEL, TEXT):
-        seen: set[str] = set()
-        for group in chain:
-            below |= {module: set(seen) for module in group}
-            seen |= set(group)
-    seen = set(below)
-    for group in TOGETHER:
-        below |= {module: set(seen) for module in group}
-        seen |= set(group)
-    return below
+ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.name != "__init__.py"
+}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -68,75 +41,87 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own(tree: ast.AST) -> set[str]:
-    """Modules of matlens that a module imports."""
-    found = set()
+def modules_of_matlens(tree: ast.AST) -> set[str]:
+    """Modules of the package that a module imports; a name of a room's face stands for the room."""
+    reached = set()
     for name in imported(tree):
         package, _, rest = name.partition(".")
         if package == "matlens":
             parts = rest.split(".")
-            names = {".".join(parts[:i]) for i in range(1, len(parts) + 1)} & set(FILES)
-            found.add(max(names, key=len, default="__init__"))
-    return found
-
-
-GRAPH = {module: own(ast.parse(FILES[module].read_text())) for module in MODULES}
-
-
-def closure(module: str) -> set[str]:
-    reached: set[str] = set()
-    waiting = [module]
-    while waiting:
-        new = GRAPH[waiting.pop()] - reached
-        reached |= new
-        waiting += new
+            names = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+            reached.add(next((name for name in names if name in MODULES or name in ROOMS), ""))
     return reached
+
+
+GRAPH = {module: modules_of_matlens(ast.parse(path.read_text())) for module, path in MODULES.items()}
+
+
+def floor_of(module: str) -> int:
+    return FLOORS.index(module.partition(".")[0])
 
 
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("from matlens.maps import MapSet", {"maps"}),
-        ("from matlens import metrics, provenance as p", {"metrics", "provenance"}),
+        ("from matlens.linear.maps import MapSet", {"linear.maps"}),
+        ("from matlens import metrics, plots as p", {"metrics", "plots"}),
         ("import matlens.plots as p", {"plots"}),
-        ("def f():\n    from matlens.cli import app", {"cli"}),
-        ("if TYPE_CHECKING:\n    from matlens.sites import Site", {"sites"}),
-        ("import matlens", {"__init__"}),
-        ("from matlens import MapSet", {"__init__"}),
+        ("def f():\n    from matlens.cli.app import app", {"cli.app"}),
+        ("if TYPE_CHECKING:\n    from matlens.models.sites import Site", {"models.sites"}),
+        ("from matlens.ffn import Trace", {"ffn"}),
+        ("from matlens import MapSet", {""}),
         ("import torch\nfrom safetensors.torch import save", set()),
     ],
 )
 def test_imports_are_found_wherever_they_are_written(code: str, expected: set[str]) -> None:
-    assert own(ast.parse(code)) == expected
+    assert modules_of_matlens(ast.parse(code)) == expected
 
 
-def test_every_module_has_a_place_in_the_order() -> None:
-    placed = sorted(allowed())
-    assert placed == MODULES
+def test_every_module_lives_in_a_room() -> None:
+    assert {module.partition(".")[0] for module in MODULES} <= set(FLOORS)
+    assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(
+        ROOMS
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_what_comes_before_it(module: str) -> None:
-    assert GRAPH[module] <= allowed().get(module, set())
+def test_a_room_imports_only_from_rooms_on_floors_below(module: str) -> None:
+    for other in GRAPH[module] - {""}:
+        assert floor_of(other) <= floor_of(module), f"{module} imports {other}"
+        assert other not in ROOMS or floor_of(other) < floor_of(module), (
+            f"{module} imports its own room's face"
+        )
+    public = {"matlens.__version__"}
+    names = {name for name in imported(ast.parse(MODULES[module].read_text())) if name.count(".") == 1}
+    outside = {name for name in names if name.startswith("matlens.")}
+    assert {name.removeprefix("matlens.") for name in outside - public} <= set(FLOORS)
 
 
 def test_imports_run_in_no_circle() -> None:
-    order = list(TopologicalSorter(GRAPH).static_order())
-    assert sorted(order) == MODULES
-    assert sum(map(len, GRAPH.values())) > len(MODULES), "the graph is nearly empty, so this proves nothing"
+    inside = {module: others & set(MODULES) for module, others in GRAPH.items()}
+    assert set(TopologicalSorter(inside).static_order()) == set(MODULES)
+    assert sum(map(len, inside.values())) > len(MODULES), "the graph is nearly empty, so this proves nothing"
 
 
-@pytest.mark.parametrize("module", ["metrics", "artifacts", "maps", "moments", "fitting"])
-def test_mathematics_needs_no_language_model(module: str) -> None:
-    for name in (module, *closure(module)):
-        packages = {found.split(".")[0] for found in imported(ast.parse(FILES[name].read_text()))}
-        foreign = packages - set(sys.stdlib_module_names) - {"matlens"}
-        assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors"}, name
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_holds_more_than_ten_modules(room: str) -> None:
+    assert 1 <= len([module for module in MODULES if module.startswith(f"{room}.")]) <= 10
+
+
+def test_mathematics_needs_no_language_model() -> None:
+    for module, path in MODULES.items():
+        if module.partition(".")[0] in ("errors", "metrics", "linear"):
+            packages = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
+            foreign = packages - set(sys.stdlib_module_names) - {"matlens"}
+            assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors"}, module
 
 
 @pytest.mark.parametrize(
     ("modules", "expected"),
-    [("matlens", []), ("matlens.fitting, matlens.maps, matlens.metrics", ["torch"])],
+    [
+        ("matlens, matlens.cli.app", []),
+        ("matlens.linear.fitting, matlens.linear.maps, matlens.metrics", ["torch"]),
+    ],
 )
 def test_importing_loads_no_more_than_is_needed(modules: str, expected: list[str]) -> None:
     heavy = ("torch", "transformer_lens", "transformers")
@@ -161,23 +146,50 @@ def strings(tree: ast.Module) -> Iterator[str]:
 def test_names_of_hooks_are_written_in_sites_alone() -> None:
     hook = re.compile(r"\bhook_\w|\bblocks\.")
     homes = {
-        name for name, path in FILES.items() if any(map(hook.search, strings(ast.parse(path.read_text()))))
+        name for name, path in MODULES.items() if any(map(hook.search, strings(ast.parse(path.read_text()))))
     }
-    assert homes == {"sites"}
+    assert homes == {"models.sites"}
 
 
-def test_what_is_public_is_what_type_checkers_see_and_comes_from_there() -> None:
-    assert matlens.__all__ == sorted(matlens.__all__)
-    assert sorted(dir(matlens)) == matlens.__all__
-    tree = ast.parse(FILES["__init__"].read_text())
-    homes = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("matlens.")
-        for alias in node.names
-    }
-    assert sorted(homes) == matlens.__all__
+def face_of(package: str) -> dict[str, str]:
+    """Public names of a package by where they come from, as its stub lists them."""
+    stub = ROOT.joinpath(*package.split(".")[1:], "__init__.pyi")
+    homes = {}
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 1
+            for alias in node.names:
+                assert alias.asname == alias.name, "a stub exports only what is named again"
+                homes[alias.name] = f"{package}.{node.module}" if node.module else package
+    return homes
+
+
+@pytest.mark.parametrize("package", ["matlens", *(f"matlens.{room}" for room in ROOMS)])
+def test_a_face_exports_what_its_stub_lists(package: str) -> None:
+    module, homes = importlib.import_module(package), face_of(package)
+    assert list(homes) == sorted(homes, key=lambda name: (homes[name] != package, homes[name], name))
+    assert set(module.__all__) == set(homes)
     for name, home in homes.items():
-        assert getattr(matlens, name) is getattr(importlib.import_module(home), name)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        matlens.nothing  # noqa: B018
+        there = importlib.import_module(home)
+        assert getattr(module, name) is getattr(there, name), name
+        assert home == package or name != home.rpartition(".")[2], f"{name} hides the module of its name"
+    with pytest.raises(AttributeError, match="nothing"):
+        module.nothing  # noqa: B018
+
+
+def test_the_top_has_about_fifteen_names() -> None:
+    assert 12 <= len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 18
+
+
+def python_of_users() -> list[Path]:
+    return [*(PROJECT / "analyses").glob("*.py"), *(PROJECT / "benchmarks").glob("*.py")]
+
+
+@pytest.mark.parametrize("path", python_of_users(), ids=lambda path: path.name)
+def test_users_import_from_rooms(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("matlens"):
+            assert node.module.count(".") <= 1, f"{node.module} is a third level"
+            assert node.module == "matlens" or node.module == "matlens.errors" or (
+                {alias.name for alias in node.names} <= set(face_of(node.module))
+            )  # fmt: skip

@@ -20,14 +20,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens import provenance
-from matlens.artifacts import Workplace, read_config, write_bytes
 from matlens.errors import InputError
 from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, distances_gib, method_within
 from matlens.ffn.projection import Projection
-from matlens.ffn.values import Name, Values
-from matlens.ffn.words import token_texts
-from matlens.tokens import shown
+from matlens.ffn.values import ValueName, ValueVectors
+from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.folders import Workplace, command_line, read_config, software_versions, write_bytes
 
 HOLDS, CLUSTERS, MEMORY = "clusters", 10_000, 4.0
 _DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
@@ -61,9 +59,9 @@ class Clusters:
         return np.split(np.argsort(self.labels, kind="stable"), np.cumsum(self.sizes)[:-1])
 
     @classmethod
-    def of(
+    def fit(
         cls,
-        values: Values,
+        values: ValueVectors,
         n_clusters: int = CLUSTERS,
         *,
         memory: float = MEMORY,
@@ -122,12 +120,12 @@ class Clusters:
                 buffer = io.BytesIO()
                 np.save(buffer, labels())
                 write_bytes(place.folder / "labels.npy", buffer.getbuffer())
-                place.finish(software=provenance.of_software(), command=provenance.of_command())
+                place.finish(software=software_versions(), command=command_line())
         return cls.load(folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> Clusters:
-        """Open what `of` has kept.
+        """Open what `fit` has kept.
 
         Raises
         ------
@@ -145,7 +143,7 @@ class Clusters:
             ) from error
         return cls(labels, config["request"])
 
-    def require_model(self, values: Values) -> None:
+    def require_model(self, values: ValueVectors) -> None:
         """Refuse to be used with value vectors other than those that were clustered."""
         own = self.provenance["model"]
         if own["fingerprint"] != values.fingerprint:
@@ -167,7 +165,7 @@ class Clusters:
             raise InputError(f"There is no cluster {cluster}: expected 0 to {len(self) - 1}.")
         return self._members[cluster]
 
-    def holding(self, values: Values, names: Iterable[Name]) -> list[int]:
+    def holding(self, values: ValueVectors, names: Iterable[ValueName]) -> list[int]:
         """The clusters of value vectors, each once, in the order of the names.
 
         Raises
@@ -180,7 +178,7 @@ class Clusters:
         rows = [value.layer * values.d_mlp + value.index for value in found]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
-    def directions(self, values: Values, chosen: Iterable[int]) -> Float[Tensor, "m d_model"]:
+    def directions(self, values: ValueVectors, chosen: Iterable[int]) -> Float[Tensor, "m d_model"]:
         """Mean of the unit vectors of each cluster, which is what its vectors have in common.
 
         Raises
@@ -208,7 +206,12 @@ class Clusters:
 
 
 def cluster_table(
-    values: Values, projection: Projection, clusters: Clusters, chosen: Sequence[int], *, n_tokens: int = 10
+    values: ValueVectors,
+    projection: Projection,
+    clusters: Clusters,
+    chosen: Sequence[int],
+    *,
+    n_tokens: int = 10,
 ) -> pd.DataFrame:
     """What clusters are made of and promote, one row each.
 
@@ -222,7 +225,7 @@ def cluster_table(
     for cluster, cosine, ids in zip(chosen, clusters.cosines(directions, chosen), top, strict=True):
         members = [values.at(row) for row in clusters.members(cluster).tolist()]
         layers = sorted({value.layer for value in members})
-        texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids)))
+        texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
         names = " ".join(map(str, members))
         told = (len(members), len(layers), layers[0], layers[-1], float(cosine), names, texts)
         rows.append((cluster, *told))
@@ -230,7 +233,7 @@ def cluster_table(
     return pd.DataFrame(rows, columns=columns)
 
 
-def _units(values: Values) -> Float[np.ndarray, "n d_model"]:
+def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
     vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
     wrong = (~(lengths > 0) | lengths.isinf()).nonzero()

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import InputError
-from matlens.evaluation import COLUMNS
-from matlens.ffn.scores import Scores
+from matlens.ffn.scores import TraceScores
 from matlens.ffn.trace import GROUPS, Trace
+from matlens.lens.quality import COLUMNS
 
 EXPERIMENT, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"
 QUANTILES = (5, 50, 95)  # per cent
@@ -44,7 +44,7 @@ class Saturation(NamedTuple):
     by_ffn: Bool[Tensor, " n"]
 
 
-def saturation(trace: Trace) -> Saturation:
+def find_saturation(trace: Trace) -> Saturation:
     """Find where each prediction is made.
 
     Candidates are read before and after every FFN. The first of these places from which on all have the
@@ -72,14 +72,14 @@ class Events(NamedTuple):
         return Events(self.example[kept], self.layer[kept], self.reference)
 
 
-def events(trace: Trace) -> dict[str, Events]:
+def find_events(trace: Trace) -> dict[str, Events]:
     """The saturation and elimination events of FFNs, at most one of each in an example.
 
     Saturation: the FFN that brings the predicted token to the top, for good; the scores are those of the
     final token. Elimination: of all the FFNs that take the top candidate from the top, the one that leaves it
     on the lowest rank, the first of equals; the scores are those of that candidate.
     """
-    made = saturation(trace)
+    made = find_saturation(trace)
     (saturated,) = made.by_ffn.nonzero(as_tuple=True)
     rank, layer = trace.rank.max(1)
     (eliminated,) = (rank > 0).nonzero(as_tuple=True)
@@ -89,7 +89,7 @@ def events(trace: Trace) -> dict[str, Events]:
     }
 
 
-def updates(trace: Trace) -> dict[str, Events]:
+def find_updates(trace: Trace) -> dict[str, Events]:
     """Every update by what it does to the top candidate, and the events among them.
 
     ``update`` is every one, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
@@ -100,11 +100,11 @@ def updates(trace: Trace) -> dict[str, Events]:
     for kind, hits in (("update", torch.ones_like(falls)), ("stays", ~falls), ("falls", falls)):
         example, layer = hits.nonzero(as_tuple=True)
         found[kind] = Events(example, layer, "before")
-    return found | events(trace)
+    return found | find_events(trace)
 
 
 def event_scores(
-    trace: Trace, *, scores: Scores | None = None, rows: Bool[Tensor, " n"] | None = None
+    trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
 ) -> pd.DataFrame:
     """Maximal, mean and minimal score of the reference token at events, means over the events (Table 4).
 
@@ -127,7 +127,7 @@ def event_scores(
         There is no event of one kind.
     """
     scores, table = trace.score if scores is None else scores, []
-    for event, every in events(trace).items():
+    for event, every in find_events(trace).items():
         found = every.among(rows)
         if not len(found.example):
             raise InputError(
@@ -144,7 +144,7 @@ def event_scores(
 
 
 def update_scores(
-    trace: Trace, *, scores: Scores | None = None, rows: Bool[Tensor, " n"] | None = None
+    trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
 ) -> pd.DataFrame:
     """The same layer by layer, for every update and by what it does to the top candidate (Figure 3).
 
@@ -153,7 +153,7 @@ def update_scores(
     ``max_p95``, for the kind ``update``.
     """
     scores, table = trace.score if scores is None else scores, []
-    kinds = {event: every.among(rows) for event, every in updates(trace).items()}
+    kinds = {event: every.among(rows) for event, every in find_updates(trace).items()}
     for layer in range(trace.n_layers):
         for event, found in kinds.items():
             example = found.example[found.layer == layer]
@@ -175,7 +175,7 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
 
     The methods say by what: ``ffn``, ``attention``, or ``either``, which sums to 1 over the layers.
     """
-    made = saturation(trace)
+    made = find_saturation(trace)
     rows = []
     for layer in range(trace.n_layers):
         here = made.layer == layer

@@ -17,15 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from matlens.corpora.frequency import TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.commonness import Commonness, kinds
 from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.scores import Scores
+from matlens.ffn.scores import TraceScores
 from matlens.ffn.trace import Trace
-from matlens.ffn.values import Values
-from matlens.ffn.words import token_texts
-from matlens.tokens import shown
+from matlens.ffn.values import ValueVectors
+from matlens.models.vocabulary import token_texts, visible
 
 SHARE = 0.01  # of the dominant sub-updates that count as extreme where no threshold is given
 COLUMNS = (
@@ -54,13 +53,13 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
-def usual_threshold(scores: Scores) -> float:
+def usual_threshold(scores: TraceScores) -> float:
     """What the size of a score has to pass so that one in a hundred dominant sub-updates does."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
-def extremes(
-    trace: Trace, values: Values, *, scores: Scores | None = None, threshold: float | None = None
+def extreme_sub_updates(
+    trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
     """Find the dominant sub-updates whose score for the top candidate passes a threshold either way.
 
@@ -90,7 +89,9 @@ def extremes(
     return _at((size > least).nonzero(), trace, values, read)
 
 
-def drawn(trace: Trace, values: Values, n: int, *, scores: Scores | None = None, seed: int = 0) -> SubUpdates:
+def drawn_sub_updates(
+    trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
+) -> SubUpdates:
     """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones.
 
     Raises
@@ -105,7 +106,7 @@ def drawn(trace: Trace, values: Values, n: int, *, scores: Scores | None = None,
     return _at(torch.from_numpy(places), trace, values, read)
 
 
-def _at(places: Int[Tensor, "m 3"], trace: Trace, values: Values, scores: Scores) -> SubUpdates:
+def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: TraceScores) -> SubUpdates:
     if trace.provenance["model"]["fingerprint"] != values.fingerprint:
         raise InputError(
             f"The trace is of another model than {values.model_name}. Expected the model that was traced."
@@ -137,9 +138,9 @@ def cluster_activity(
     found: SubUpdates,
     clusters: Clusters,
     trace: Trace,
-    values: Values,
+    values: ValueVectors,
     projection: Projection,
-    commonness: Commonness,
+    commonness: TokenFrequency,
 ) -> pd.DataFrame:
     """The clusters of sub-updates, those with most first, one row for each sign of the coefficients.
 
@@ -167,9 +168,9 @@ def cluster_activity(
     signs = directions.new_tensor(table["sign"].tolist())
     ids = projection.top(signs[:, None] * directions, TOP).ids.numpy()
     common, unseen = commonness.shares(ids)
-    texts = [", ".join(map(shown, token_texts(projection.tokenizer, own[:10]))) for own in ids.tolist()]
+    texts = [", ".join(map(visible, token_texts(projection.tokenizer, own[:10]))) for own in ids.tolist()]
     table = table.assign(
-        kind=kinds(common, unseen), size=clusters.sizes[chosen], cosine=clusters.cosines(directions, chosen),
+        kind=frequency_kinds(common, unseen), size=clusters.sizes[chosen], cosine=clusters.cosines(directions, chosen),
         share=table["extremes"] / len(each), examples=table["examples"] / len(trace), common=common,
         unseen=unseen, members=[_names(values, clusters, cluster) for cluster in chosen], tokens=texts,
     )  # fmt: skip
@@ -177,5 +178,5 @@ def cluster_activity(
     return table[list(COLUMNS)].sort_values(order, ascending=[False, True, True], ignore_index=True)
 
 
-def _names(values: Values, clusters: Clusters, cluster: int) -> str:
+def _names(values: ValueVectors, clusters: Clusters, cluster: int) -> str:
     return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())

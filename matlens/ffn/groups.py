@@ -16,19 +16,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from matlens.collecting import collect
-from matlens.evaluation import COLUMNS
+from matlens.activations.collecting import collect
+from matlens.corpora.frequency import KINDS
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.commonness import KINDS
 from matlens.ffn.extremes import SubUpdates, by_cluster
 from matlens.ffn.trace import Trace
-from matlens.ffn.values import Values
-from matlens.readout import Readout
+from matlens.ffn.values import ValueVectors
+from matlens.lens.quality import COLUMNS
+from matlens.models.readout import Readout
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-    from matlens.examples import Examples
+    from matlens.corpora.examples import Examples
 
 EXPERIMENT = "extreme_groups"
 _READ = 256  # rows that are read out at once
@@ -36,7 +36,9 @@ _PLACES = (1, 2, 3, 4, 6, 11, 21, 41)  # where a range of places begins
 
 
 @torch.inference_mode()
-def confidence(model: TransformerBridge, examples: Examples, *, progress: bool = True) -> Float[Tensor, " n"]:
+def final_confidence(
+    model: TransformerBridge, examples: Examples, *, progress: bool = True
+) -> Float[Tensor, " n"]:
     """The probability that the model gives to its prediction for each example."""
     last = collect(model, examples, ["h.-1"], progress=progress)[-1]
     readout = Readout(model)
@@ -48,7 +50,7 @@ def group_table(
     beside: SubUpdates,
     kind_of: pd.DataFrame,
     clusters: Clusters,
-    values: Values,
+    values: ValueVectors,
     trace: Trace,
     confident: Float[Tensor, " n"],
 ) -> pd.DataFrame:
@@ -77,7 +79,7 @@ def group_table(
     clusters, values, trace
         That they are of.
     confident
-        See `confidence`.
+        See `final_confidence`.
     """
     kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
     own, other = (by_cluster(each, clusters).merge(kinds, "left") for each in (found, beside))

@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.errors import InputError
-from matlens.evaluation import COLUMNS
 from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.values import Values
+from matlens.ffn.values import ValueVectors
+from matlens.lens.quality import COLUMNS
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -41,7 +41,7 @@ def iou(one: Int[Tensor, "n k"], other: Int[Tensor, "n k"]) -> Float[Tensor, " n
     return both / (2 * one.shape[1] - both)
 
 
-def overlap(
+def norm_overlap(
     model: TransformerBridge, *, n_random: int = 1000, k: int = TOP, seed: int = 0, progress: bool = True
 ) -> pd.DataFrame:
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
@@ -61,7 +61,7 @@ def overlap(
     seed
         Of the random vectors.
     """
-    values, plain, normed = Values(model), Projection.of(model), Projection.after_norm(model)
+    values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     rows = []
     layers = range(values.n_layers)
     for layer in tqdm(layers, desc="overlap", unit="layer", disable=not progress, delay=1):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from matlens.errors import InputError
-from matlens.ffn.values import Name, Values, unembedding
-from matlens.ffn.words import token_texts, word_tokens
+from matlens.ffn.values import ValueName, ValueVectors, unembedding
+from matlens.models.vocabulary import token_texts, word_tokens
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -30,7 +30,7 @@ COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "scor
 _SCORES = 2**25  # scores that are held at once, 128 MiB
 
 
-class Tokens(NamedTuple):
+class TopTokens(NamedTuple):
     """Tokens that stand out for each of ``n`` vectors, the most extreme first, and their scores."""
 
     ids: Int[Tensor, "n k"]
@@ -56,7 +56,7 @@ class Projection:
     norm: nn.Module | None = None
 
     @classmethod
-    def of(cls, model: TransformerBridge) -> Projection:
+    def from_model(cls, model: TransformerBridge) -> Projection:
         """``E v``, the paper's own.
 
         Raises
@@ -87,11 +87,11 @@ class Projection:
         read = vectors.to(self.unembedding.device, torch.float32)
         return (self.norm(read) if self.norm is not None else read) @ self.unembedding.T
 
-    def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> Tokens:
+    def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
         """The ``k`` tokens with the largest scores for each vector: what it promotes."""
         return self._extreme(vectors, k, lambda scores: scores.topk(k))
 
-    def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> Tokens:
+    def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
         """The ``k`` tokens with the smallest scores, the smallest first: what it demotes."""
         return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
 
@@ -99,23 +99,25 @@ class Projection:
         """The vectors in as many rows at a time as have their scores held at once."""
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
-    def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> Tokens:
+    def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
         d_vocab = len(self.unembedding)
         if not 1 <= k <= d_vocab:
             raise InputError(f"{k} tokens were asked for. Expected 1 to {d_vocab}, the whole vocabulary.")
         found = [pick(self.scores(block)) for block in self.blocks(vectors)]
         ids, scores = (torch.cat([one[part] for one in found]).cpu() for part in (1, 0))
-        return Tokens(ids, scores)
+        return TopTokens(ids, scores)
 
 
-def top_of_all(values: Values, projection: Projection, *, k: int = TOP, progress: bool = True) -> Tokens:
+def top_tokens_of_all(
+    values: ValueVectors, projection: Projection, *, k: int = TOP, progress: bool = True
+) -> TopTokens:
     """Top tokens of every value vector, layer after layer; ``values.at(row)`` says which vector a row is."""
     found = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
-    return Tokens(torch.cat([one.ids for one in found]), torch.cat([one.scores for one in found]))
+    return TopTokens(torch.cat([one.ids for one in found]), torch.cat([one.scores for one in found]))
 
 
-def promoting(
-    values: Values, projection: Projection, words: Sequence[str], *, n: int = 10, progress: bool = True
+def values_promoting(
+    values: ValueVectors, projection: Projection, words: Sequence[str], *, n: int = 10, progress: bool = True
 ) -> pd.DataFrame:
     """The value vectors that promote a word, or a set of words, most.
 
@@ -139,7 +141,9 @@ def promoting(
     return _named(values, best.tolist()).assign(score=score, lift=lift)
 
 
-def holding(values: Values, projection: Projection, tokens: Tokens, words: Sequence[str]) -> pd.DataFrame:
+def values_with_tokens(
+    values: ValueVectors, projection: Projection, tokens: TopTokens, words: Sequence[str]
+) -> pd.DataFrame:
     """The value vectors that have one of the words, or several, among their top tokens.
 
     Columns are ``value, layer, index, words, rank, score``: how many of the words there are, and the rank and
@@ -150,7 +154,7 @@ def holding(values: Values, projection: Projection, tokens: Tokens, words: Seque
     values, projection
         Of the model.
     tokens
-        What `top_of_all` has found.
+        What `top_tokens_of_all` has found.
     words
         Each a single token.
 
@@ -177,7 +181,7 @@ def holding(values: Values, projection: Projection, tokens: Tokens, words: Seque
 
 
 def token_table(
-    values: Values, projection: Projection, names: Sequence[Name], *, k: int = 10
+    values: ValueVectors, projection: Projection, names: Sequence[ValueName], *, k: int = 10
 ) -> pd.DataFrame:
     """Top and bottom tokens of value vectors, one row a token.
 
@@ -193,11 +197,11 @@ def token_table(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _named(values: Values, rows: Sequence[int]) -> pd.DataFrame:
+def _named(values: ValueVectors, rows: Sequence[int]) -> pd.DataFrame:
     named = [values.at(row) for row in rows]
     columns = {"value": list(map(str, named)), "layer": [one.layer for one in named]}
     return pd.DataFrame({**columns, "index": [one.index for one in named]})
 
 
-def _layers(values: Values, doing: str, progress: bool) -> Iterator[int]:
+def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
     yield from tqdm(range(values.n_layers), desc=doing, unit="layer", disable=not progress, delay=1)

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
-from matlens.ffn.values import Values, unembedding
+from matlens.ffn.values import ValueVectors, unembedding
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Scores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
+TraceScores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
 
 
-def lift(trace: Trace, model: TransformerBridge) -> Scores:
+def lift(trace: Trace, model: TransformerBridge) -> TraceScores:
     """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
 
     Raises
@@ -37,7 +37,7 @@ def lift(trace: Trace, model: TransformerBridge) -> Scores:
     return _above(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
 
 
-def odds(trace: Trace, model: TransformerBridge) -> Scores:
+def odds(trace: Trace, model: TransformerBridge) -> TraceScores:
     """What each sub-update adds to the log-odds of the reference token against its rival at that update.
 
     The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
@@ -54,9 +54,9 @@ def odds(trace: Trace, model: TransformerBridge) -> Scores:
 
 
 @torch.inference_mode()
-def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> Scores:
+def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> TraceScores:
     """Scores less those of another vector of each example, given by reference and layer."""
-    values = Values(model)
+    values = ValueVectors(model)
     if trace.provenance["model"]["fingerprint"] != values.fingerprint:
         raise InputError(
             f"The trace is of another model than {values.model_name}. Expected the model that was traced."

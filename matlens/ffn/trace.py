@@ -17,18 +17,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens import provenance
-from matlens.artifacts import Workplace
-from matlens.collecting import Rows, default_batch_tokens, stream
+from matlens.activations.collecting import Rows, default_batch_tokens, stream
+from matlens.activations.sinks import outlying_rows
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.examples import Examples
-from matlens.ffn.updates import DOMINANT, at_random, checked
-from matlens.ffn.values import Values, unembedding
-from matlens.readout import Readout
-from matlens.sinks import huge
-from matlens.sites import COEFFICIENTS, PARALLEL, STREAM, Site
-from matlens.storage import fill, read_rows
-from matlens.wiring import anatomy
+from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
+from matlens.ffn.values import ValueVectors, unembedding
+from matlens.models import identity
+from matlens.models.anatomy import Anatomy
+from matlens.models.readout import Readout
+from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
+from matlens.storage.folders import Workplace, command_line, software_versions
+from matlens.storage.rows import fill, read_rows
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -90,17 +90,17 @@ class Trace:
 
     @property
     def sinks(self) -> Bool[Tensor, " n"]:
-        """Which examples are read at an attention sink, by the rule of `matlens.sinks`.
+        """Which examples are read at an attention sink, by the rule of `matlens.activations.sinks`.
 
         Their sub-updates are hundreds of times those of all others, and means over all examples are theirs.
         """
-        return huge(self.norm)
+        return outlying_rows(self.norm)
 
     def _apart(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), self.n_layers, self.k)
 
     @classmethod
-    def of(
+    def run(
         cls,
         model: TransformerBridge,
         examples: Examples,
@@ -136,7 +136,7 @@ class Trace:
         watch = _Watch(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)
         request = {
-            "holds": HOLDS, "model": provenance.of_model(model), "data": examples.provenance,
+            "holds": HOLDS, "model": identity.describe_model(model), "data": examples.provenance,
             "examples": examples.fingerprint, "k": k, "seed": seed, "sites": list(watch.widths),
             "batch_tokens": size,
         }  # fmt: skip
@@ -153,14 +153,14 @@ class Trace:
                 for name, values in found.items():
                     kept[name][torch.from_numpy(index)] = values
             return cls(kept, examples, request)
-        more = {"software": provenance.of_software(), "command": provenance.of_command()}
+        more = {"software": software_versions(), "command": command_line()}
         place = Workplace(folder, request, only_unfinished=("batch_tokens",))
         fill(place, watch.widths, len(examples), examples.arrays, rows, more=more)
         return cls.load(folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> Trace:
-        """Open a finished folder of `of`.
+        """Open a finished folder of `run`.
 
         Raises
         ------
@@ -180,7 +180,7 @@ def before_ffn(model: TransformerBridge, layer: int) -> list[str]:
     InputError
         There are none that are known.
     """
-    found = anatomy(model)
+    found = Anatomy.from_model(model)
     if "mid" in found.kinds:
         return [str(Site("mid", layer))]
     if found.family is PARALLEL:
@@ -195,8 +195,8 @@ class _Watch:
     """What is read off a batch, in the layout of the rows that are stored."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
-        self._values, self._readout, self._embedding = Values(model), Readout(model), unembedding(model)
-        self._k = checked(k, self._values)
+        self._values, self._readout, self._embedding = ValueVectors(model), Readout(model), unembedding(model)
+        self._k = require_count(k, self._values)
         if max(len(self._embedding), self._values.d_mlp) > _EXACT:
             raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
         layers = range(self._values.n_layers)
@@ -206,7 +206,7 @@ class _Watch:
         one = {site for sites in self._before for site in sites}
         self.sites = sorted(one | {*self._after, *self._coefficients})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
-        self._drawn = at_random(self._values, len(examples), k, seed=seed)
+        self._drawn = random_sub_updates(self._values, len(examples), k, seed=seed)
         n = self._values.n_layers
         several = [f"{name}.{group}" for name in ("index", "coefficient") for group in GROUPS]
         several += [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]

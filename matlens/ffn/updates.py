@@ -16,16 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.activations import Activations
-from matlens.collecting import collect, stream
+from matlens.activations.activations import Activations
+from matlens.activations.collecting import collect, stream
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.evaluation import COLUMNS
-from matlens.examples import Examples
 from matlens.ffn.projection import Projection
-from matlens.ffn.values import Value, Values
-from matlens.ffn.words import token_texts
-from matlens.sites import COEFFICIENTS, Site
-from matlens.tokens import shown
+from matlens.ffn.values import ValueVector, ValueVectors
+from matlens.lens.quality import COLUMNS
+from matlens.models.sites import COEFFICIENTS, Site
+from matlens.models.vocabulary import token_texts, visible
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -51,7 +50,7 @@ class Updates:
         The activations are of another model.
     """
 
-    def __init__(self, values: Values, activations: Activations) -> None:
+    def __init__(self, values: ValueVectors, activations: Activations) -> None:
         if activations.provenance["model"]["fingerprint"] != values.fingerprint:
             raise InputError(
                 f"The value vectors are of {values.model_name}, and the coefficients were collected on "
@@ -60,7 +59,7 @@ class Updates:
         self.values, self.activations = values, activations
 
     @classmethod
-    def of(
+    def run(
         cls,
         model: TransformerBridge,
         examples: Examples,
@@ -82,7 +81,7 @@ class Updates:
         InputError
             The model has no value vectors, or a layer is out of range.
         """
-        values = Values(model)
+        values = ValueVectors(model)
         chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
         if not chosen:
             raise InputError("No layers are chosen. Expected at least one.")
@@ -123,7 +122,7 @@ class Updates:
         InputError
             ``k`` is less than 1, or more than there are.
         """
-        return self.contributions(layer).topk(checked(k, self.values)).indices
+        return self.contributions(layer).topk(require_count(k, self.values)).indices
 
     def _of(self, kind: str, layer: int) -> Tensor:
         site = str(Site(kind, self.values.resolve_layer(layer)))
@@ -138,7 +137,7 @@ def _relative(contributions: Tensor) -> Tensor:
     return contributions / whole.where(whole > 0, torch.ones_like(whole))  # an FFN that writes nothing
 
 
-def checked(k: int, values: Values) -> int:
+def require_count(k: int, values: ValueVectors) -> int:
     """Give back a number of sub-updates of a layer that can be had.
 
     Raises
@@ -151,7 +150,7 @@ def checked(k: int, values: Values) -> int:
     return k
 
 
-def at_random(values: Values, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
+def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
     """For each layer ``k`` different random sub-updates of each of ``n`` examples."""
     generator, shape = torch.Generator().manual_seed(seed), (n, values.d_mlp)
     return [torch.rand(shape, generator=generator).topk(k).indices for _ in range(values.n_layers)]
@@ -185,8 +184,8 @@ def dominant_table(
         for rank, (index, told, ids) in enumerate(
             zip(chosen.tolist(), numbers, tokens, strict=True), start=1
         ):
-            texts = ", ".join(map(shown, token_texts(projection.tokenizer, ids)))
-            rows.append((layer, rank, str(Value(layer, index)), *told, texts))
+            texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
+            rows.append((layer, rank, str(ValueVector(layer, index)), *told, texts))
     columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "tokens"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -210,10 +209,10 @@ def dominance(
     InputError
         The model has no value vectors, or fewer than ``k`` in a layer.
     """
-    values = Values(model)
-    checked(k, values)
+    values = ValueVectors(model)
+    require_count(k, values)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
-    drawn = at_random(values, len(examples), k, seed=seed)
+    drawn = random_sub_updates(values, len(examples), k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
     found = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
     for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):

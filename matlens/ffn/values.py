@@ -18,19 +18,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.models import fingerprint, require_raw
-from matlens.sites import COEFFICIENTS
-from matlens.wiring import anatomy, output_layer
+from matlens.models.anatomy import Anatomy, output_layer
+from matlens.models.identity import fingerprint, require_raw
+from matlens.models.sites import COEFFICIENTS
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Name: TypeAlias = "str | Sequence[int] | Value"
+ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
 _PROBES = 5  # value vectors of each layer that the layer itself is asked for
 
 
 @dataclass(frozen=True, order=True)
-class Value:
+class ValueVector:
     """Which value vector: ``Value(3, 12)`` is written ``L3D12``."""
 
     layer: int
@@ -40,7 +40,7 @@ class Value:
         return f"L{self.layer}D{self.index}"
 
     @classmethod
-    def parse(cls, text: Name) -> Value:
+    def parse(cls, text: ValueName) -> ValueVector:
         """Read ``"L3D12"``; a pair of numbers is a layer and an index.
 
         Raises
@@ -48,7 +48,7 @@ class Value:
         InputError
             It is neither.
         """
-        if isinstance(text, Value):
+        if isinstance(text, ValueVector):
             return text
         if isinstance(text, str):
             parts = re.fullmatch(r"[Ll](-?[0-9]+)[Dd](-?[0-9]+)", text)
@@ -62,7 +62,7 @@ class Value:
         )
 
 
-class Values:
+class ValueVectors:
     """All value vectors of a model.
 
     Attributes
@@ -80,7 +80,7 @@ class Values:
 
     def __init__(self, model: TransformerBridge) -> None:
         require_raw(model)
-        found = anatomy(model)
+        found = Anatomy.from_model(model)
         if COEFFICIENTS not in found.kinds:
             raise InputError(
                 f"The FFNs of {model.cfg.architecture} have no value vectors that are known (its blocks are "
@@ -96,7 +96,7 @@ class Values:
     def __len__(self) -> int:
         return self.n_layers * self.d_mlp
 
-    def resolve(self, name: Name) -> Value:
+    def resolve(self, name: ValueName) -> ValueVector:
         """Check a name against this model; negative layers and indices count from the end.
 
         Raises
@@ -104,14 +104,14 @@ class Values:
         InputError
             It is no name, or there is no such layer or index here.
         """
-        value = Value.parse(name)
+        value = ValueVector.parse(name)
         layer = self.resolve_layer(value.layer)
         if not -self.d_mlp <= value.index < self.d_mlp:
             raise InputError(
                 f"Index {value.index} of {value} is out of range: each layer of this model has the value "
                 f"vectors 0 to {self.d_mlp - 1}."
             )
-        return Value(layer, value.index % self.d_mlp)
+        return ValueVector(layer, value.index % self.d_mlp)
 
     def resolve_layer(self, layer: int) -> int:
         """Check the number of a layer, which is negative from the end.
@@ -128,9 +128,9 @@ class Values:
             )
         return int(layer) % self.n_layers
 
-    def at(self, row: int) -> Value:
+    def at(self, row: int) -> ValueVector:
         """Which vector a row is, where all of them stand layer after layer."""
-        return Value(*divmod(row, self.d_mlp))
+        return ValueVector(*divmod(row, self.d_mlp))
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
@@ -141,7 +141,7 @@ class Values:
         bias = self._biases[self.resolve_layer(layer)]
         return torch.zeros(self.d_model, device=self.device) if bias is None else bias.detach().float()
 
-    def vectors(self, names: Iterable[Name]) -> Float[Tensor, "n d_model"]:
+    def vectors(self, names: Iterable[ValueName]) -> Float[Tensor, "n d_model"]:
         """Value vectors by name, one row each.
 
         Raises

@@ -1,0 +1,31 @@
+from . import activations as activations
+from . import annotation as annotation
+from . import cli as cli
+from . import control as control
+from . import corpora as corpora
+from . import ffn as ffn
+from . import lens as lens
+from . import linear as linear
+from . import metrics as metrics
+from . import models as models
+from . import patching as patching
+from . import plots as plots
+from . import storage as storage
+from . import study as study
+from .activations.collecting import collect as collect
+from .corpora.corpus import load_corpus as load_corpus
+from .corpora.examples import make_examples as make_examples
+from .corpora.examples import make_prompts as make_prompts
+from .errors import InputError as InputError
+from .linear.maps import LinearMap as LinearMap
+from .linear.maps import MapSet as MapSet
+from .models.loading import load as load
+from .models.readout import Readout as Readout
+from .models.sites import Site as Site
+from .patching.contexts import patched as patched
+from .patching.replacements import jump as jump
+from .patching.replacements import mat_attn as mat_attn
+from .patching.replacements import mat_ffn as mat_ffn
+from .patching.replacements import mat_ln1_ln2 as mat_ln1_ln2
+
+__version__: str

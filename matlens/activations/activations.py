@@ -1,0 +1,96 @@
+"""What was collected: vectors by site, with what they were collected on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from matlens.corpora.examples import Examples
+from matlens.models.sites import STREAM, Site
+from matlens.storage.rows import read_rows
+
+Positions = Literal["drawn", "all"]
+HOLDS = "activations"
+
+
+class Activations(Mapping[str, Float[Tensor, "n d"]]):
+    """Vectors by site: ``activations["h.5"]``, or ``activations[5]`` for the stream, is ``[n, d]``.
+
+    Attributes
+    ----------
+    examples
+        What they were collected on.
+    positions
+        ``"drawn"``: one row a sentence, in the order of the sentences. ``"all"``: a row for every
+        token, sentence after sentence.
+    provenance
+        The model, the corpus, the seed and the software.
+    """
+
+    def __init__(
+        self,
+        vectors: Mapping[str, Float[Tensor, "n d"]],
+        examples: Examples,
+        positions: Positions,
+        provenance: Mapping[str, Any],
+    ) -> None:
+        self._vectors = dict(vectors)
+        self.examples, self.positions, self.provenance = examples, positions, dict(provenance)
+
+    def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
+        name = self.resolve(site)
+        try:
+            return self._vectors[name]
+        except KeyError:
+            raise KeyError(f"{name} was not collected; there are {', '.join(self)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._vectors)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def resolve(self, site: str | int | Site) -> str:
+        """Name of a site; a negative layer counts from the end."""
+        site = Site.parse(site)
+        if site.layer < 0:
+            n_layers = self.provenance["model"]["n_layers"]
+            site = Site(site.kind, site.layer + n_layers + (site.kind == STREAM))
+        return str(site)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of vectors of each site."""
+        return len(next(iter(self._vectors.values())))
+
+    @property
+    def places(self) -> Int[np.ndarray, " n"]:
+        """Which token of its sentence each row is, from 0."""
+        return self.examples.positions if self.positions == "drawn" else self.examples.places
+
+    def head(self, n: int) -> Activations:
+        """The rows of the first ``n`` sentences."""
+        examples = self.examples.head(n)
+        rows = len(examples) if self.positions == "drawn" else len(examples.tokens)
+        vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
+        own = {"data": examples.provenance, "examples": examples.fingerprint}
+        return Activations(vectors, examples, self.positions, {**self.provenance, **own})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Activations:
+        """Open a finished folder of `collect`; rows are read from the disk when they are used.
+
+        Raises
+        ------
+        InputError
+            The folder holds no finished collection.
+        """
+        config, arrays, vectors = read_rows(folder, HOLDS)
+        request = config["request"]
+        examples = Examples(**arrays, provenance=request["data"])
+        return cls(vectors, examples, request["positions"], {**request, **config["more"]})

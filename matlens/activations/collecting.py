@@ -1,0 +1,229 @@
+"""Collecting: one pass over the examples gives the vectors of every chosen site."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens.activations.activations import HOLDS, Activations, Positions
+from matlens.corpora.examples import Batch, Examples, is_masked
+from matlens.errors import InputError
+from matlens.models import identity
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import require_raw
+from matlens.models.sites import Site, require_finite
+from matlens.storage.folders import Workplace, command_line, read_config, software_versions
+from matlens.storage.rows import fill
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_CPU_TOKENS, _GPU_TOKENS = 2048, 32768  # padded tokens of a batch; more no longer helps
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Vectors of one batch.
+
+    Attributes
+    ----------
+    index
+        Row ``i`` of every site belongs to row ``index[i]`` of the collection.
+    places
+        Which token of its sentence each row is, from 0.
+    vectors
+        By site, in float32.
+    """
+
+    index: Int[np.ndarray, " n"]
+    places: Int[np.ndarray, " n"]
+    vectors: dict[str, Float[Tensor, "n d"]]
+
+
+def collect(
+    model: TransformerBridge,
+    examples: Examples,
+    sites: Iterable[Site | str | int] | None = None,
+    *,
+    positions: Positions = "drawn",
+    folder: str | Path | None = None,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> Activations:
+    """Run the examples through the model once and keep the vectors of the chosen sites, in float32.
+
+    Parameters
+    ----------
+    model, examples
+        What is run on what.
+    sites
+        By default the stream, ``h.0 .. h.L``.
+    positions
+        ``"drawn"``: only at the position of each sentence. ``"all"``: at every token.
+    folder
+        Write there instead of keeping rows in memory. A killed run goes on where it was when it is
+        called again, and gives the same bytes; a finished folder is opened without running anything,
+        also if it holds more sites than are asked for.
+    batch_tokens
+        Most tokens in a batch, padding counted; by default what suits the device.
+    progress
+        Show a bar with the number of sentences a second.
+
+    Raises
+    ------
+    InputError
+        A vector is not finite, a site does not exist, or the folder cannot be used.
+    """
+    require_raw(model)
+    names = [
+        str(Anatomy.from_model(model).resolve(site))
+        for site in (Anatomy.from_model(model).stream if sites is None else sites)
+    ]
+    names = list(dict.fromkeys(names))
+    batch_tokens = batch_tokens or default_batch_tokens(model)
+    request = {
+        "holds": HOLDS,
+        "model": identity.describe_model(model),
+        "data": examples.provenance,
+        "examples": examples.fingerprint,
+        "positions": positions,
+        "sites": _finished_with(folder, names) or names,
+        "batch_tokens": batch_tokens,
+        "read": "sentence" if positions == "all" or is_masked(model) else "sentence up to its position",
+    }
+    more = {"software": software_versions(), "command": command_line()}
+    n_rows = len(examples) if positions == "drawn" else len(examples.tokens)
+    widths = {name: Anatomy.from_model(model).width(name) for name in names}
+
+    def run(skip: int = 0) -> Iterator[Rows]:
+        return stream(
+            model, examples, names,
+            positions=positions, batch_tokens=batch_tokens, progress=progress, skip=skip,
+        )  # fmt: skip
+
+    if folder is None:
+        kept = {name: torch.empty(n_rows, width) for name, width in widths.items()}
+        for rows in run():
+            for name, vectors in rows.vectors.items():
+                kept[name][torch.from_numpy(rows.index)] = vectors
+        return Activations(kept, examples, positions, {**request, **more})
+    place = Workplace(folder, request, only_unfinished=("batch_tokens", "read"))
+    fill(
+        place, widths, n_rows, examples.arrays,
+        lambda skip: ((rows.index, rows.vectors) for rows in run(skip)), more=more,
+    )  # fmt: skip
+    return Activations.load(folder)
+
+
+def _finished_with(folder: str | Path | None, names: Sequence[str]) -> list[str] | None:
+    """Sites of a finished folder that holds these and more."""
+    with contextlib.suppress(InputError):
+        there = read_config(folder, HOLDS)["request"]["sites"] if folder else []
+        return there if set(names) <= set(there) else None
+    return None
+
+
+@torch.inference_mode()
+def stream(
+    model: TransformerBridge,
+    examples: Examples,
+    sites: Sequence[Site | str | int],
+    *,
+    positions: Positions = "drawn",
+    batch_tokens: int | None = None,
+    progress: bool = True,
+    skip: int = 0,
+) -> Iterator[Rows]:
+    """Yield the vectors of the chosen sites batch by batch, keeping none.
+
+    The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
+    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
+    """
+    require_raw(model)
+    if positions not in get_args(Positions):
+        raise InputError(f"positions={positions!r}: expected one of {', '.join(get_args(Positions))}.")
+    hooks = {
+        str(Anatomy.from_model(model).resolve(site)): Anatomy.from_model(model).hook(site) for site in sites
+    }
+    if not hooks:
+        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
+    read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
+    batches = read.batches(batch_tokens or default_batch_tokens(model))
+    done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
+    bar = tqdm(
+        total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress, delay=1
+    )
+    with bar:
+        for batch in batches:
+            at, index = _places(examples, batch, positions)
+            vectors = _run(model, batch, hooks, at)
+            for name, values in vectors.items():
+                require_finite(values, name)
+            yield Rows(index, at[1].numpy(), vectors)
+            bar.update(len(batch.index))
+
+
+def default_batch_tokens(model: TransformerBridge) -> int:
+    """Tokens of a batch that suit the device the model is on."""
+    return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS
+
+
+class _AllSeen(Exception):
+    """Ends a forward pass: every wanted vector is there."""
+
+
+def _run(
+    model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    device = torch.device(model.cfg.device)
+    row, column = (index.to(device) for index in at)
+    seen: dict[str, Tensor] = {}
+    hook_points = set(hooks.values())
+
+    def keep(name: str) -> Any:
+        def hook(value: Tensor, hook: Any) -> None:
+            seen[name] = value[row, column].float()
+            # Not stop_at_layer: it runs the unembedding all the same.
+            if len(seen) == len(hook_points):
+                raise _AllSeen
+
+        return hook
+
+    hooked = model.hooks(fwd_hooks=[(name, keep(name)) for name in hook_points])
+    with hooked, contextlib.suppress(_AllSeen):
+        model(
+            batch.tokens.to(device),
+            attention_mask=batch.mask.to(device),
+            return_type=None,
+            use_cache=False,
+        )
+    absent = [site for site, name in hooks.items() if name not in seen]
+    if absent:
+        raise InputError(
+            f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
+        )
+    vectors = [seen[name] for name in hooks.values()]
+    flat = torch.cat([one.reshape(-1) for one in vectors]).cpu()  # one transfer from the device
+    parts = flat.split([one.numel() for one in vectors])
+    return {site: part.view(one.shape) for site, part, one in zip(hooks, parts, vectors, strict=True)}
+
+
+def _places(
+    examples: Examples, batch: Batch, positions: Positions
+) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
+    """Where in the batch the wanted vectors are, and which rows of the collection they make."""
+    if positions == "drawn":
+        places = torch.arange(len(batch.index)), torch.from_numpy(examples.positions[batch.index])
+        return places, batch.index
+    row, column = batch.mask.nonzero(as_tuple=True)
+    return (row, column), examples.offsets[batch.index][row.numpy()] + column.numpy()

@@ -1,0 +1,163 @@
+"""Continuations of prompts, as they are and under control or a baseline.
+
+Chance is drawn for each continuation alone, from the seed, the place of its prompt in the list and its
+number. So it is the same in any batch, with a cache of keys and values or without, and the same for every
+method, which makes methods comparable continuation by continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from matlens.control.baselines import SelfDebiasing, announced_tokens
+from matlens.corpora.examples import is_masked
+from matlens.errors import InputError
+from matlens.models.identity import require_raw
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+N_TOKENS = 20  # of a continuation, as in the paper
+COLUMNS = ("prompt", "sample", "text")
+
+
+@torch.inference_mode()
+def continue_prompts(
+    model: TransformerBridge,
+    prompts: Sequence[str],
+    *,
+    n_tokens: int = N_TOKENS,
+    n_samples: int | None = None,
+    seed: int = 0,
+    processor: LogitsProcessor | None = None,
+    batch_size: int = 32,
+    use_cache: bool = True,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Continue prompts by a fixed number of tokens, one row a continuation: ``prompt, sample, text``.
+
+    The text is the continuation alone. The end of the text is never generated, so all are of one length.
+    Inside of `controlled` or `matlens.patched` it is the changed model that generates.
+
+    Parameters
+    ----------
+    model, prompts
+        What is continued by what.
+    n_tokens
+        How many tokens each continuation has.
+    n_samples
+        How many continuations to draw from the model's own distribution for each prompt; by default the
+        greedy one.
+    seed
+        Of the draws.
+    processor
+        What changes the logits: `SelfDebiasing` or what `word_filter` gives.
+    batch_size
+        Continuations that are generated together, padded on the left. It does not change them.
+    use_cache
+        Whether to keep keys and values; it changes speed alone.
+
+    Raises
+    ------
+    InputError
+        There are no prompts, or one has no tokens or is too long; the model predicts no next token; a number
+        is less than 1.
+    """
+    require_raw(model)
+    _require(model, prompts, n_tokens=n_tokens, n_samples=n_samples, batch_size=batch_size)
+    prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
+    rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
+    tokens = [_tokens(model, prompt, prefixes, n_tokens) for prompt in prompts]
+    rows.sort(key=lambda row: -len(tokens[row[0]][0]))  # alike in length together, the longest first
+    config = GenerationConfig(
+        max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=1, use_cache=use_cache,
+        repetition_penalty=1.0, no_repeat_ngram_size=0, pad_token_id=_padding(model.tokenizer),
+    )  # fmt: skip
+    found: dict[tuple[int, int], str] = {}
+    with tqdm(total=len(rows), desc="continuing", unit="text", disable=not progress, delay=1) as bar:
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            # A prompt as it is, then all of them after the first announcement, and so on.
+            given = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
+            ids, mask = _left_padded(given, _padding(model.tokenizer))
+            steps = [] if processor is None else [processor]
+            if n_samples is not None:
+                steps.append(_Chance(seed, batch, 1 + len(prefixes)))
+            written = model.original_model.generate(
+                input_ids=ids.to(model.cfg.device), attention_mask=mask.to(model.cfg.device),
+                generation_config=config, logits_processor=LogitsProcessorList(steps),
+            )  # fmt: skip
+            new = written[: len(batch), ids.shape[1] :].tolist()
+            found |= {row: model.tokenizer.decode(own) for row, own in zip(batch, new, strict=True)}
+            bar.update(len(batch))
+    told = [(prompts[p], s, found[p, s]) for p, s in sorted(rows)]
+    return pd.DataFrame(told, columns=list(COLUMNS))
+
+
+class _Chance(LogitsProcessor):
+    """Adds what makes the likeliest token a draw from the distribution (Gumbel's trick), row by row."""
+
+    def __init__(self, seed: int, batch: Sequence[tuple[int, int]], n_variants: int) -> None:
+        self._generators = [
+            np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, *row)))) for row in batch
+        ]
+        self._n_variants = n_variants
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
+    ) -> Float[Tensor, "rows d_vocab"]:
+        drawn = np.stack([own.gumbel(size=scores.shape[1]) for own in self._generators])
+        noise = torch.from_numpy(drawn).repeat(self._n_variants, 1).to(scores.device)
+        return scores.float().double() + noise
+
+
+def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | None) -> None:
+    if is_masked(model):
+        raise InputError(
+            f"{model.cfg.architecture} predicts masked tokens, not the next one, so it continues no prompts. "
+            "Expected a decoder."
+        )
+    if isinstance(prompts, str) or not prompts:
+        raise InputError("No prompts are given. Expected a list with at least one.")
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise InputError(f"{name} is {number}. Expected at least 1.")
+
+
+def _tokens(model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int) -> list[list[int]]:
+    """Tokens of a prompt as it is, and after each prefix."""
+    own = list(model.tokenizer(prompt)["input_ids"])
+    if not own:
+        raise InputError(f"The prompt {prompt!r} has no tokens. Expected a text to go on from.")
+    variants = [own, *(announced_tokens(model.tokenizer, prefix, own) for prefix in prefixes)]
+    longest, most = max(map(len, variants)), model.cfg.n_ctx
+    if longest + n_tokens > most:
+        raise InputError(
+            f"The prompt {prompt[:60]!r} has {longest} tokens, announcements included, and {n_tokens} more "
+            f"do not fit into the model's context of {most}. Expected a shorter one."
+        )
+    return variants
+
+
+def _padding(tokenizer: Any) -> int:
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in tokens if token is not None), 0)
+
+
+def _left_padded(
+    given: Sequence[Sequence[int]], padding: int
+) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
+    ids = torch.full((len(given), max(map(len, given))), padding)
+    mask = torch.zeros_like(ids)
+    for row, own in enumerate(given):
+        ids[row, -len(own) :], mask[row, -len(own) :] = torch.tensor(own), 1
+    return ids, mask

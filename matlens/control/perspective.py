@@ -1,0 +1,135 @@
+"""The Perspective API as a grader, over HTTP: what paper B grades with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import requests
+from jaxtyping import Float
+from requests.adapters import HTTPAdapter
+from tqdm.auto import tqdm
+from urllib3.util import Retry
+
+from matlens.control.attributes import ATTRIBUTES
+from matlens.errors import InputError
+
+URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
+PER_SECOND = 1.0  # requests that a new key is allowed
+_SECONDS = 30.0
+_BUSY = (429, 500, 502, 503, 504)
+
+
+class Perspective:
+    """Grade texts by the Perspective API, one request a text.
+
+    What is refused for now is asked again, later each time; the API is asked to store nothing. An empty text
+    is not sent, and has the score 0.
+
+    Parameters
+    ----------
+    key
+        Of the API. It travels in a header, and is in no message.
+    url
+        Of the API, or of another server that speaks like it.
+    per_second
+        Most requests in a second.
+    retries
+        How often a request is repeated.
+    backoff
+        Seconds: pauses between repetitions are none, then twice this, and twice as long from one to the next.
+
+    Raises
+    ------
+    InputError
+        The key can be none.
+    """
+
+    name = "perspective"
+    attributes: tuple[str, ...] = tuple(ATTRIBUTES)
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        url: str = URL,
+        per_second: float = PER_SECOND,
+        retries: int = 6,
+        backoff: float = 1.0,
+    ) -> None:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise InputError(
+                "What is given as the key of the Perspective API is none: expected letters, digits and signs "
+                "of ASCII without a space."
+            )
+        self._url, self._pause, self._last = url, 1 / per_second, -float("inf")
+        again = Retry(
+            total=retries, backoff_factor=backoff, status_forcelist=_BUSY, allowed_methods=("POST",),
+            raise_on_status=False,
+        )  # fmt: skip
+        self._key, self._session = key, requests.Session()
+        self._session.headers["x-goog-api-key"] = key
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(max_retries=again))
+
+    def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+        """Scores of every text, for each attribute.
+
+        Raises
+        ------
+        InputError
+            The API does not answer, refuses, or answers what is no score.
+        """
+        bar = tqdm(texts, desc="grading", unit="text", delay=1)
+        rows = [self._scores(text) if text.strip() else dict.fromkeys(ATTRIBUTES, 0.0) for text in bar]
+        return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in ATTRIBUTES}
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._session.close()
+
+    def _scores(self, text: str) -> dict[str, float]:
+        asked = {
+            "comment": {"text": text},
+            "languages": ["en"],
+            "requestedAttributes": {name.upper(): {} for name in ATTRIBUTES},
+            "doNotStore": True,
+        }
+        answer = self._post(asked)
+        try:
+            told = answer["attributeScores"]
+            return {name: float(told[name.upper()]["summaryScore"]["value"]) for name in ATTRIBUTES}
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"The Perspective API gave no score ({type(error).__name__}: {error}). Expected a summary "
+                "score for each attribute; is the address that of the API?"
+            ) from error
+
+    def _post(self, asked: dict[str, Any]) -> Any:
+        time.sleep(max(self._last + self._pause - time.monotonic(), 0))
+        try:
+            answer = self._session.post(self._url, json=asked, timeout=_SECONDS, allow_redirects=False)
+        except requests.RequestException as failure:
+            raise InputError(
+                f"The Perspective API does not answer: {type(failure).__name__}. Expected a connection to "
+                f"{self._url}. The grader profanity-check needs none."
+            ) from failure
+        finally:
+            self._last = time.monotonic()
+        try:
+            content = answer.json()
+        except requests.JSONDecodeError:
+            content = None
+        if answer.ok:
+            return content
+        error = content.get("error") if isinstance(content, dict) else None
+        reason = str(error.get("message", "")) if isinstance(error, dict) else ""
+        advice = {
+            400: "Is the key valid?", 401: "Is the key valid?",
+            403: "Is the key valid, and the API enabled for it?",
+            429: "Too many requests for this key's quota: try again later.",
+        }.get(answer.status_code, "Try again later.")  # fmt: skip
+        said = f" ({reason.replace(self._key, '...')})" if reason else ""
+        raise InputError(f"The Perspective API refuses with status {answer.status_code}{said}. {advice}")

@@ -1,0 +1,5 @@
+"""Sentences: where they come from, which tokens they become, and how words are used in them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

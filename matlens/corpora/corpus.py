@@ -1,0 +1,154 @@
+"""Where sentences come from, and which of them count.
+
+A corpus is read once, lazily, from one of the bundled samples, a file (plain text, JSON lines,
+Leipzig) or a dataset; sentences that are empty, too short or already seen are counted and left
+out, so that "9,000 sentences" means nine thousand different ones.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from matlens.corpora.sources import open_source
+from matlens.errors import InputError
+
+__all__ = ["MIN_WORDS", "Corpus", "load_corpus"]
+
+MIN_WORDS = 5
+"""A sentence of fewer words, counted between spaces, gives a model too little context to count."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentences that passed the checks, in the source's order, and what was left out.
+
+    Attributes
+    ----------
+    name
+        The source as the user gave it; a part made by `split` adds its role.
+    sentences
+        The sentences, white space normalised.
+    n_read, n_empty, n_short, n_duplicate
+        How many sentences the source gave, and how many of them were left out and why. The
+        parts that `split` makes keep the numbers of the whole.
+    """
+
+    name: str
+    sentences: tuple[str, ...]
+    n_read: int
+    n_empty: int
+    n_short: int
+    n_duplicate: int
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which sentences these are: 16 hexadecimal digits that change with any of them or their order."""
+        return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()[:16]
+
+    def report(self) -> str:
+        """Say in one line how many sentences there are and what was left out."""
+        return (
+            f"{len(self):,} sentences of {self.name} (read {self.n_read:,}; left out: "
+            f"{self.n_empty:,} empty, {self.n_short:,} shorter than {MIN_WORDS} words, "
+            f"{self.n_duplicate:,} duplicates)"
+        )
+
+    def split(self, *, n_train: int, n_validation: int, seed: int = 0) -> tuple["Corpus", "Corpus"]:
+        """Draw two parts at random that share no sentence.
+
+        With one seed the validation part stays the same whatever `n_train` is, and a larger
+        training part begins with the smaller one, so sizes can be compared.
+
+        Parameters
+        ----------
+        n_train, n_validation
+            How many sentences each part gets: at least 1 and at least 2 (a variance needs two).
+        seed
+            What decides the draw.
+
+        Returns
+        -------
+        tuple of Corpus
+            The training and the validation part, each in the order drawn.
+        """
+        if n_train < 1 or n_validation < 2:
+            raise InputError(
+                f"cannot split into {n_train} training and {n_validation} validation sentences: "
+                "ask for at least 1 and at least 2."
+            )
+        if n_train + n_validation > len(self):
+            raise InputError(
+                f"asked for {n_train}+{n_validation} sentences (training+validation), {self.name} has "
+                f"{len(self)}: ask for fewer or give a larger corpus."
+            )
+        order = np.random.default_rng(seed).permutation(len(self))
+        validation, train = order[:n_validation], order[n_validation : n_validation + n_train]
+        return self._part("train", train), self._part("validation", validation)
+
+    def _part(self, role: str, indices: np.ndarray) -> "Corpus":
+        return replace(
+            self, name=f"{self.name} ({role})", sentences=tuple(self.sentences[i] for i in indices)
+        )
+
+
+def load_corpus(
+    source: str, *, field: str = "text", split: str = "train", limit: int | None = None
+) -> Corpus:
+    r"""Read the sentences of a source and leave out those that are empty, short or repeated.
+
+    Parameters
+    ----------
+    source
+        "wikipedia-sample" or "news-sample"; a file: text with one sentence a line, ``.jsonl``,
+        Leipzig (``id<TAB>sentence``, plain or in its ``.tar.gz``); a folder with a dataset; or
+        the id of a dataset, ``name`` or ``name:config``.
+    field
+        For JSON lines and datasets, where the text is. A dataset's texts are split into sentences.
+    split
+        For datasets, which split to read.
+    limit
+        Stop after so many sentences are kept.
+
+    Returns
+    -------
+    Corpus
+        The sentences, and how many were left out.
+
+    Raises
+    ------
+    InputError
+        If the source cannot be found or read, or if no sentence of it is left.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit is {limit}: ask for at least 1 sentence, or leave it out to read all.")
+    corpus = _select(source, open_source(source, field, split), limit)
+    if not corpus.sentences:
+        what = "is empty" if corpus.n_read == corpus.n_empty else "has no sentence to use"
+        raise InputError(f"{source!r} {what}: {corpus.report()}. Give a source with sentences in it.")
+    return corpus
+
+
+def _select(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
+    kept: dict[str, None] = {}  # a set that remembers the order
+    n_read = n_empty = n_short = n_duplicate = 0
+    for piece in pieces:
+        n_read += 1
+        words = piece.split()
+        sentence = " ".join(words)
+        if not words:
+            n_empty += 1
+        elif len(words) < MIN_WORDS:
+            n_short += 1
+        elif sentence in kept:
+            n_duplicate += 1
+        else:
+            kept[sentence] = None
+            if len(kept) == limit:
+                break
+    return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)

@@ -1,0 +1,254 @@
+"""From sentences to what the model reads: tokens, one drawn position a sentence, and batches.
+
+One sentence is one example and is never packed with another (definitions, section 2). The position is
+drawn from the seed and the sentence alone, so it is the same whatever the corpus around it, the split,
+the order and the batches are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from matlens.corpora.corpus import Corpus
+from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tokenised sentences with one position each.
+
+    Attributes
+    ----------
+    tokens
+        Token ids of all sentences end to end; sentence ``s`` is ``tokens[offsets[s]:offsets[s + 1]]``.
+        In a masked-LM model the token at the position is the mask already.
+    offsets
+        ``[n + 1]``, where each sentence starts.
+    positions
+        ``i_s``, the drawn position in each sentence, counted from 0.
+    provenance
+        Corpus, seed, how positions were drawn, and how many sentences were cut.
+    """
+
+    tokens: Int[np.ndarray, " n_tokens"]
+    offsets: Int[np.ndarray, " n_plus_1"]
+    positions: Int[np.ndarray, " n"]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " n"]:
+        """Number of tokens of each sentence."""
+        return np.diff(self.offsets)
+
+    @property
+    def places(self) -> Int[np.ndarray, " n_tokens"]:
+        """Which token of its sentence each token is, from 0."""
+        return np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+
+    @property
+    def n_truncated(self) -> int:
+        """How many sentences were longer than the model's context and were cut."""
+        return int(self.provenance.get("n_truncated", 0))
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of the tokens and positions."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.offsets, self.positions):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+        return digest.hexdigest()[:16]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What is stored of them beside vectors."""
+        return {"tokens": self.tokens, "offsets": self.offsets, "positions": self.positions}
+
+    def head(self, n: int) -> Examples:
+        """The first ``n`` sentences."""
+        provenance = {**self.provenance, "n": min(n, len(self))}
+        end = self.offsets[: n + 1][-1]
+        return Examples(self.tokens[:end], self.offsets[: n + 1], self.positions[:n], provenance)
+
+    def up_to_positions(self) -> Examples:
+        """Every sentence cut after its drawn position: all that a decoder reads there.
+
+        A decoder's vectors at the position are the same, and half of the tokens need not be run.
+        """
+        kept = self.places <= np.repeat(self.positions, self.lengths)
+        offsets = np.concatenate([[0], np.cumsum(self.positions + 1)])
+        return Examples(self.tokens[kept], offsets, self.positions, self.provenance)
+
+    def batches(self, max_tokens: int) -> Iterator[Batch]:
+        """Batches of sentences of like length, the longest first, so that a lack of memory shows at once.
+
+        A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
+        """
+        order = np.argsort(-self.lengths, kind="stable")
+        start = 0
+        while start < len(order):
+            length = int(self.lengths[order[start]])
+            count = max(max_tokens // length, 1)
+            yield self._batch(order[start : start + count], length)
+            start += count
+
+    def _batch(self, index: np.ndarray, length: int) -> Batch:
+        ids = np.zeros((len(index), length), dtype=np.int64)
+        mask = np.zeros((len(index), length), dtype=np.int64)
+        for row, sentence in enumerate(index):
+            own = self.tokens[self.offsets[sentence] : self.offsets[sentence + 1]]
+            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+        return Batch(index, torch.from_numpy(ids), torch.from_numpy(mask))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sentences padded on the right with token 0, which the mask keeps the model from reading.
+
+    Attributes
+    ----------
+    index
+        Which sentences these are.
+    tokens, mask
+        ``[batch, length]``; the mask is 1 where a token is the sentence's own.
+    """
+
+    index: Int[np.ndarray, " batch"]
+    tokens: Int[Tensor, "batch length"]
+    mask: Int[Tensor, "batch length"]
+
+
+def make_examples(
+    model: TransformerBridge, corpus: Corpus, *, seed: int = 0, draw_special: bool = True
+) -> Examples:
+    """Tokenise a corpus as the model's own tokenizer does and draw a position in each sentence.
+
+    Parameters
+    ----------
+    model
+        Gives the tokenizer and the length of the context. In a masked-LM model the token at the
+        position is replaced by the mask.
+    corpus
+        The sentences.
+    seed
+        Of the positions.
+    draw_special
+        Let the position fall on tokens that the tokenizer adds (``[CLS]``, ``<s>``), as the authors'
+        code does. With ``False`` they are read by the model but never drawn.
+
+    Raises
+    ------
+    InputError
+        There are no sentences, a sentence has no token to draw, or the model is a masked-LM without
+        a mask token.
+    """
+    _require_one_kind(model)
+    tokenizer = model.tokenizer
+    if not len(corpus):
+        raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
+    mask_token = tokenizer.mask_token_id if is_masked(model) else None
+    if is_masked(model) and mask_token is None:
+        raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
+    n_ctx = _context(model)
+    encoded = [tokenizer(text, return_special_tokens_mask=True) for text in corpus.sentences]
+    too_long = [s for s, one in enumerate(encoded) if len(one["input_ids"]) > n_ctx]
+    for s in too_long:
+        encoded[s] = tokenizer(
+            corpus.sentences[s], return_special_tokens_mask=True, truncation=True, max_length=n_ctx
+        )
+    positions = np.array(
+        [
+            _draw(text, one["special_tokens_mask"], seed, draw_special)
+            for text, one in zip(corpus.sentences, encoded, strict=True)
+        ]
+    )
+    ids = [np.asarray(one["input_ids"], dtype=np.int64) for one in encoded]
+    if mask_token is not None:
+        for sentence, position in zip(ids, positions, strict=True):
+            sentence[position] = mask_token
+    provenance = {
+        "corpus": corpus.name,
+        "corpus_fingerprint": corpus.fingerprint,
+        "seed": seed,
+        "position": "uniform over all tokens" if draw_special else "uniform over tokens not special",
+        "masked": mask_token is not None,
+        "n": len(ids),
+        "n_truncated": len(too_long),
+    }
+    return _end_to_end(ids, positions, provenance)
+
+
+def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
+    """Tokenise prompts, each with the position whose prediction one wants to read.
+
+    In a decoder that is the last token; in a masked-LM model the one mask token in the prompt.
+
+    Raises
+    ------
+    InputError
+        A prompt is empty, or does not hold exactly one mask token where one is needed.
+    """
+    tokenizer = model.tokenizer
+    _require_one_kind(model)
+    ids, positions = [], []
+    for prompt in prompts:
+        encoded = tokenizer(prompt, return_special_tokens_mask=True)
+        own = np.asarray(encoded["input_ids"], dtype=np.int64)
+        ids.append(own)
+        if len(own) > _context(model):
+            raise InputError(
+                f"The prompt of {len(own)} tokens is longer than the model's context of {_context(model)}."
+            )
+        where = np.flatnonzero(own == tokenizer.mask_token_id)
+        if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
+            where = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)[-1:]
+        if len(where) != 1:
+            wanted = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
+            raise InputError(f"The prompt {prompt!r} cannot be read out: expected {wanted} in it.")
+        positions.append(int(where[0]))
+    if not ids:
+        raise InputError("There are no prompts. Expected at least one.")
+    return _end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
+
+
+def is_masked(model: TransformerBridge) -> bool:
+    """Whether a model predicts masked tokens rather than the next one."""
+    return model.cfg.attention_dir == "bidirectional"
+
+
+def _end_to_end(ids: list[np.ndarray], positions: np.ndarray, provenance: dict[str, Any]) -> Examples:
+    offsets = np.concatenate([[0], np.cumsum([len(own) for own in ids])])
+    return Examples(np.concatenate(ids), offsets, positions, provenance)
+
+
+def _context(model: TransformerBridge) -> int:
+    return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
+
+
+def _require_one_kind(model: TransformerBridge) -> None:
+    if not is_masked(model) and not model.adapter.supports_causal_loss:
+        raise InputError(
+            f"{model.cfg.architecture} predicts neither the next token nor a single masked one, so what its "
+            "layers predict cannot be read at a position."
+        )
+
+
+def _draw(text: str, special: list[int], seed: int, draw_special: bool) -> int:
+    allowed = np.arange(len(special)) if draw_special else np.flatnonzero(np.asarray(special) == 0)
+    if not len(allowed):
+        raise InputError(f"The sentence {text!r} has no token whose position could be drawn.")
+    digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()
+    return int(allowed[int.from_bytes(digest, "big") * len(allowed) >> 64])

@@ -1,0 +1,173 @@
+"""Classifiers of whether a prediction is made, one for each layer: the baselines of early exit (A.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from tqdm.auto import tqdm
+
+from matlens.errors import InputError
+from matlens.ffn.early_exit import ExampleParts
+
+STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
+FOLDS, FEWEST = 8, 8
+RIDGE, LASSO = 0, 1
+_NAMES = {RIDGE: "ridge", LASSO: "lasso"}
+
+
+class ExitClassifiers:
+    """A logistic regression for each layer, of whether the prediction is made there.
+
+    Features are standardised, classes weighed against their frequency; the penalty, lasso or ridge, and its
+    strength are chosen by cross-validated average precision, and the threshold is the one with the largest
+    F1 on the calibration examples. A layer with too few events to learn from or to calibrate on never says
+    so: a threshold that is set on one or two events may let nearly all examples go. One with too few other
+    examples always says so.
+
+    Parameters
+    ----------
+    strengths
+        Inverse strengths of the penalty that are tried.
+    kinds
+        Of penalties that are tried, ``RIDGE`` or ``LASSO``, as scikit-learn's ``l1_ratio`` has them.
+    folds
+        Of the cross-validation, fewer where a class has fewer examples.
+    fewest
+        Events of a layer that are not too few, in the training and in the calibration part each; and other
+        examples, in the training part.
+    seed
+        Of the folds and of the solver.
+
+    Attributes
+    ----------
+    models_
+        The classifier of each layer, None where there is none.
+    thresholds_
+        The probability that each layer has to reach; infinite where it never says so, negative where it
+        always does.
+
+    Raises
+    ------
+    InputError
+        A strength is not positive, or there is none; ``folds`` or ``fewest`` is less than 2.
+    """
+
+    def __init__(
+        self,
+        *,
+        strengths: Sequence[float] = STRENGTHS,
+        kinds: Sequence[int] = (RIDGE, LASSO),
+        folds: int = FOLDS,
+        fewest: int = FEWEST,
+        seed: int = 0,
+    ) -> None:
+        wrong = [strength for strength in strengths if not 0 < strength < float("inf")]
+        if wrong or not strengths:
+            raise InputError(
+                f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
+                "Expected positive numbers, at least one."
+            )
+        if min(folds, fewest) < 2:
+            raise InputError(f"{folds} folds and {fewest} events are too few. Expected 2 or more of each.")
+        self.strengths, self.kinds, self.folds = strengths, kinds, folds
+        self.fewest, self.seed = fewest, seed
+
+    def fit(
+        self,
+        features: Sequence[Float[np.ndarray, "n d"]],
+        made_at: Int[np.ndarray, " n"],
+        split: ExampleParts,
+        *,
+        progress: bool = True,
+    ) -> ExitClassifiers:
+        """Train a classifier for each layer on the training part, and calibrate its threshold.
+
+        Parameters
+        ----------
+        features
+            Of all examples, layer by layer.
+        made_at
+            The layer that each example's prediction was made at; -1 where none counts.
+        split
+            The examples to learn from and to calibrate on.
+        progress
+            Show a bar over the layers.
+        """
+        bar = tqdm(features, desc="classifiers", unit="layer", leave=False, disable=not progress, delay=1)
+        learnt = [self._learn(x, made_at == layer, split) for layer, x in enumerate(bar)]
+        self.models_ = [model for model, _ in learnt]
+        self.thresholds_ = [threshold for _, threshold in learnt]
+        return self
+
+    @property
+    def penalties(self) -> list[str]:
+        """The penalty that was chosen at each layer that has a classifier, such as ``ridge 0.01``."""
+        chosen = [model.best_params_ for model in self.models_ if model is not None]
+        return [
+            f"{_NAMES[one['logisticregression__l1_ratio']]} {one['logisticregression__C']:g}"
+            for one in chosen
+        ]
+
+    def signals(
+        self, features: Sequence[Float[np.ndarray, "n d"]], rows: Int[np.ndarray, " m"]
+    ) -> Bool[np.ndarray, "m n_layers"]:
+        """Whether each layer says that the prediction of an example is made."""
+        found = np.zeros((len(rows), len(features)), dtype=bool)
+        learnt = zip(features, self.models_, self.thresholds_, strict=True)
+        for layer, (x, model, threshold) in enumerate(learnt):
+            found[:, layer] = (0.0 if model is None else _probability(model, x[rows])) >= threshold
+        return found
+
+    def _learn(
+        self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleParts
+    ) -> tuple[Any, float]:
+        events, calibrating = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
+        others = len(split.train) - events
+        if min(events, calibrating) < self.fewest:
+            return None, float("inf")
+        if others < self.fewest:
+            return None, -1.0
+        folds = StratifiedKFold(min(self.folds, events, others), shuffle=True, random_state=self.seed)
+        search = GridSearchCV(
+            make_pipeline(
+                StandardScaler(),
+                LogisticRegression(class_weight="balanced", max_iter=5000, random_state=self.seed),
+            ),
+            [
+                {
+                    "logisticregression__C": list(self.strengths),
+                    "logisticregression__l1_ratio": [kind],
+                    "logisticregression__solver": ["liblinear" if kind == LASSO else "lbfgs"],
+                }
+                for kind in self.kinds
+            ],
+            cv=folds,
+            scoring="average_precision",
+        ).fit(x[split.train], truth[split.train])
+        score = _probability(search, x[split.calibration])
+        return search, best_threshold(score, truth[split.calibration])
+
+
+def _probability(model: Any, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " n"]:
+    return model.predict_proba(x)[:, 1]
+
+
+def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
+    """The threshold with the largest F1, the highest of equals; from it on a score is taken for true.
+
+    It lies midway between the lowest score that is taken and the next one, so that a true one which scores a
+    little less than all that calibrate is taken too.
+    """
+    known = np.unique(score)[::-1]
+    taken = score >= known[:, None]
+    f1 = 2 * (taken & truth).sum(1) / (taken.sum(1) + truth.sum())  # of whole numbers, so equals are equal
+    lowest, following = np.append(known, known[-1])[f1.argmax() :][:2]
+    middle = (lowest + following) / 2
+    return float(middle if middle > following else lowest)

@@ -1,0 +1,217 @@
+"""All ways of leaving early, on the same examples and over the same splits (Table 6).
+
+Beside the rule and the classifiers of the paper stand the confidence exit of paper A and a fixed layer, both
+set on the calibration examples so that there they are right at least as often as the rule is; and leaving
+where the prediction is made, which no method can know.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy.sparse import csr_array
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens.activations.activations import Activations
+from matlens.errors import InputError
+from matlens.ffn.clusters import Clusters
+from matlens.ffn.early_exit import (  # fmt: skip
+    ExampleParts,
+    JudgedExits,
+    OverlapRule,
+    active_clusters,
+    first_exit,
+    judge_exits,
+    split_parts,
+)
+from matlens.ffn.events import find_saturation
+from matlens.ffn.exit_classifiers import FEWEST, FOLDS, LASSO, RIDGE, STRENGTHS, ExitClassifiers
+from matlens.ffn.trace import Trace, before_ffn
+from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
+from matlens.lens.quality import as_substitute
+from matlens.linear.fitting import fit_samples
+from matlens.models.anatomy import Anatomy
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM, Site
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+RULE, EITHER, BY_LAYER = "sub-updates rule", "rule, attention's too", "rule, others by layer"
+CLASSIFIERS = tuple(f"classifiers on {seen}" for seen in ("x", "o", "x and o"))
+FIXED, ORACLE = "fixed layer", "where it is made"
+_WRITTEN = "ffn_out"
+_ENOUGH = 2  # samples for each dimension that maps are fitted on
+
+
+def classifier_sites(model: TransformerBridge) -> list[str]:
+    """Sites that `compare_exits` has to have: the stream, what is before each FFN, and what each FFN writes."""
+    found = Anatomy.from_model(model)
+    inside = [[*before_ffn(model, layer), str(Site(_WRITTEN, layer))] for layer in range(found.n_layers)]
+    return list(dict.fromkeys([*map(str, found.stream), *(site for sites in inside for site in sites)]))
+
+
+class ExitComparison(NamedTuple):
+    """What `compare_exits` has found.
+
+    Attributes
+    ----------
+    judged
+        By method, one for each split.
+    penalties
+        By classifiers, how often each penalty was chosen, over layers and splits.
+    """
+
+    judged: dict[str, list[JudgedExits]]
+    penalties: dict[str, Counter[str]]
+
+
+def compare_exits(
+    model: TransformerBridge,
+    trace: Trace,
+    clusters: Clusters,
+    activations: Activations,
+    *,
+    seeds: int = 5,
+    strengths: Sequence[float] = STRENGTHS,
+    kinds: Sequence[int] = (RIDGE, LASSO),
+    folds: int = FOLDS,
+    fewest: int = FEWEST,
+    progress: bool = True,
+) -> ExitComparison:
+    """Judge every way of leaving, once for each seed of the split.
+
+    Events are those of FFNs: a prediction that attention makes counts as no event, but for
+    ``rule, attention's too``, which takes it for one of that layer. The rule learns from the training and the
+    calibration part, as in the paper; from the training part alone for the accuracy that others have to reach
+    on the calibration part. ``mat`` is fitted on the training part, and left out where that has fewer than
+    two examples for each dimension.
+
+    Parameters
+    ----------
+    model, trace, clusters
+        The model, what its FFNs do to the predictions of the examples, and the clusters of its value vectors.
+    activations
+        `classifier_sites` at the same examples.
+    seeds
+        How many splits, from seed 0 on.
+    strengths, kinds, folds, fewest
+        See `ExitClassifiers`.
+
+    Raises
+    ------
+    InputError
+        The activations are of other examples or another model, or there are fewer than 10 examples.
+    """
+    _require_same(trace, activations)
+    made, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
+    layer = made.layer.numpy()
+    by_ffn = np.where(made.by_ffn.numpy(), layer, -1)
+    active, seen = active_clusters(trace, clusters), classifier_features(model, activations)
+    rules = {
+        RULE: partial(_by_rule, OverlapRule(), active, by_ffn),
+        EITHER: partial(_by_rule, OverlapRule(), active, layer),
+        BY_LAYER: partial(_by_rule, OverlapRule(others="by-layer"), active, by_ffn),
+    }
+    judged, chosen = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
+    sure = _Confident(Readout(model), activations, progress)
+    for seed in tqdm(range(seeds), desc="splits", unit="split", disable=not progress, delay=1):
+        split = split_parts(len(trace), seed=seed)
+        train, calibration, test = split
+        wanted = float(right[calibration, rules[RULE](train, calibration)].mean())
+        leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
+        for name, own in seen.items():
+            learnt = ExitClassifiers(strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed)
+            learnt.fit(own, by_ffn, split, progress=progress)
+            leaves[name] = first_exit(learnt.signals(own, test))
+            chosen[name].update(learnt.penalties)
+        leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= wanted).argmax())
+        leaves[ORACLE] = layer[test]
+        for name, where in leaves.items():
+            judged[name].append(judge_exits(where, right[test]))
+        for name, found in sure.judged(split, wanted):
+            judged[name].append(found)
+    return ExitComparison(dict(judged), dict(chosen))
+
+
+def _require_same(trace: Trace, activations: Activations) -> None:
+    theirs = activations.provenance["model"]["fingerprint"], activations.examples.fingerprint
+    if (trace.provenance["model"]["fingerprint"], trace.examples.fingerprint) != theirs:
+        raise InputError(
+            "The trace and the activations are of different models or examples. Collect the activations at "
+            "the examples of the trace, `trace.examples`."
+        )
+
+
+def classifier_features(
+    model: TransformerBridge, activations: Activations
+) -> dict[str, list[Float[np.ndarray, "n d"]]]:
+    """What classifiers see at each layer: the stream before the FFN, what the FFN writes, and both."""
+    layers = range(Anatomy.from_model(model).n_layers)
+    x = [
+        torch.stack([activations[site] for site in before_ffn(model, layer)]).sum(0).numpy()
+        for layer in layers
+    ]
+    o = [activations[Site(_WRITTEN, layer)].numpy() for layer in layers]
+    both = [np.concatenate(pair, axis=1) for pair in zip(x, o, strict=True)]
+    return dict(zip(CLASSIFIERS, (x, o, both), strict=True))
+
+
+def _by_rule(
+    rule: OverlapRule,
+    active: Sequence[csr_array],
+    made_at: Int[np.ndarray, " n"],
+    learn: Int[np.ndarray, " m"],
+    rows: Int[np.ndarray, " r"],
+) -> Int[np.ndarray, " r"]:
+    return first_exit(rule.fit(active, made_at, learn).signals(active, rows))
+
+
+class _Confident:
+    """The confidence exit of paper A by ``id``, and by ``mat`` where there are enough examples to fit it."""
+
+    def __init__(self, readout: Readout, activations: Activations, progress: bool) -> None:
+        self._readout, self._activations, self._progress = readout, activations, progress
+        self._layers = range(1, int(activations.provenance["model"]["n_layers"]) + 1)
+        self._positions = torch.from_numpy(activations.examples.positions)
+        self._id = self._read("id", [activations[layer] for layer in self._layers])
+        n_train, d_model = len(split_parts(activations.n_rows).train), activations[0].shape[1]
+        self._enough = n_train >= _ENOUGH * d_model
+        if not self._enough:
+            tqdm.write(
+                f"mat is left out: {n_train} training examples for {d_model} dimensions. Expected "
+                f"{_ENOUGH * d_model} or more.",
+                file=sys.stderr,
+            )
+
+    def judged(self, split: ExampleParts, wanted: float) -> Iterator[tuple[str, JudgedExits]]:
+        """Judge on the test part, with the least ``lam`` that is right often enough for calibration."""
+        rows = np.concatenate([split.calibration, split.test])
+        found = {"id": ExitConfidence(*(each[rows] for each in self._id))}
+        if self._enough:
+            last = self._layers[-1]
+            samples = {
+                str(Site(STREAM, layer)): self._activations[layer][split.train] for layer in self._layers
+            }
+            maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
+            mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
+            found["mat"] = self._read("mat", [*mapped, self._activations[last][rows]])
+        mean_length = float((self._positions[split.train] + 1).double().mean())
+        known, new = slice(len(split.calibration)), slice(len(split.calibration), None)
+        at = self._positions[rows]
+        for name, (difference, right) in found.items():
+            lam = least_lam(ExitConfidence(difference[known], right[known]), at[known], mean_length, wanted)
+            left = exit_layers(difference[new], thresholds(at[new], lam, mean_length))
+            yield f"confidence, {name}", judge_exits(left.numpy() - 1, right[new].numpy())
+
+    def _read(self, name: str, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
+        substitutes = [as_substitute(each) for each in vectors]
+        return exit_confidences(self._readout, vectors[-1], substitutes, name=name, progress=self._progress)

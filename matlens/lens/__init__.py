@@ -1,0 +1,5 @@
+"""What every layer already predicts, how well, and when one can stop."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,193 @@
+"""Early exit: how many layers can be saved if a confident layer's prediction is taken (paper A, section 6).
+
+Everything is decided from stored representations, for all thresholds at once: the model is not run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens import metrics
+from matlens.activations.activations import Activations
+from matlens.errors import InputError
+from matlens.lens.quality import COLUMNS, Substitute, chunks, result_row
+from matlens.linear.maps import MapSet
+from matlens.models.readout import Readout
+
+EXIT = "early_exit"
+SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
+SWEEP_ID = tuple(sorted({*SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
+_STEPS = np.linspace(-0.112, 1.112, 613)  # from everyone at once to nobody
+_METHODS = {"mat": SWEEP, "id": SWEEP_ID}
+
+
+def thresholds(
+    positions: Int[Tensor, " n"], lam: float, mean_length: float | None = None
+) -> Float[Tensor, " n"]:
+    """``0.9 lam + 0.1 exp(-4 i / N)``: the confidence that a position has to pass.
+
+    Parameters
+    ----------
+    positions
+        ``i``, counted from 0.
+    lam
+        The threshold's parameter: 0 and less exits nearly at once, more than 1.11 never.
+    mean_length
+        ``N``, by default the mean of ``i + 1`` over the positions.
+    """
+    i = positions.double()
+    n = float((i + 1).mean()) if mean_length is None else mean_length
+    return 0.9 * lam + 0.1 * torch.exp(-4 * i / n)
+
+
+def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """First layer, from 1, whose confidence passes the threshold; the last where none does.
+
+    Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
+    """
+    passed: Bool[Tensor, "n n_layers"] = confidence.double() > threshold[:, None]
+    passed[:, -1] = True
+    return passed.to(torch.uint8).argmax(1) + 1
+
+
+class ExitConfidence(NamedTuple):
+    """What every layer says, and how sure it is of it.
+
+    Attributes
+    ----------
+    difference
+        ``p1 - p2`` of each layer's distribution.
+    right
+        Whether its most probable token is that of the last layer.
+    """
+
+    difference: Float[Tensor, "n n_layers"]
+    right: Bool[Tensor, "n n_layers"]
+
+
+def exit_confidences(
+    readout: Readout,
+    truth: Float[Tensor, "n d_model"],
+    substitutes: Sequence[Substitute],
+    *,
+    name: str,
+    progress: bool = True,
+) -> ExitConfidence:
+    """Read out what stands in for ``h^L`` at every layer.
+
+    Parameters
+    ----------
+    readout
+        Of the model.
+    truth
+        ``h^L`` itself.
+    substitutes
+        One for each layer that one can leave at, from the first to the last.
+    name
+        Of the method, for the progress bar.
+    """
+    n, n_layers = len(truth), len(substitutes)
+    found = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
+    for part in tqdm(list(chunks(n)), desc=f"confidence of {name}", disable=not progress, delay=1):
+        true = readout.log_probs(truth[part])
+        for i, substitute in enumerate(substitutes):
+            logits = readout.logits(substitute(part))
+            p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
+            found.difference[part, i] = (p1 - p2).float().cpu()
+            found.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
+    return found
+
+
+def least_lam(
+    confidence: ExitConfidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
+) -> float:
+    """Find the least ``lam``, of steps of 0.002, whose early exit has at least the wanted Precision@1."""
+    for lam in _STEPS:
+        left = exit_layers(confidence.difference, thresholds(positions, lam, mean_length))
+        if float(confidence.right.gather(1, left[:, None] - 1).double().mean()) >= wanted:
+            return float(lam)
+    return float(_STEPS[-1])  # all layers are run, and all examples right
+
+
+def exit_sweep(
+    readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
+) -> pd.DataFrame:
+    """Precision@1 and mean number of layers run, for the sweep over ``lam``, of ``mat`` and ``id``.
+
+    A tidy table with one more column, ``lam``. Rows with a ``lam`` are early exit: ``layer`` is the mean
+    number of layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit:
+    all examples leave after ``layer``.
+    """
+    last = int(validation.provenance["model"]["n_layers"])
+    maps.require_model(validation.provenance["model"]["fingerprint"])
+    absent = [layer for layer in range(1, last) if (layer, last) not in maps]
+    if absent:
+        raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
+    positions = torch.from_numpy(validation.examples.positions)
+    rows: list[dict[str, Any]] = []
+    for method, sweep in _METHODS.items():
+        substitutes = [_substitute(readout, maps, validation, method, layer) for layer in range(1, last + 1)]
+        found = exit_confidences(readout, validation[last], substitutes, name=method, progress=progress)
+        for layer in range(1, last + 1):
+            fixed = metrics.proportion(found.right[:, layer - 1])
+            rows.append(
+                result_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
+            )
+        for lam in sweep:
+            left = exit_layers(found.difference, thresholds(positions, lam))
+            precision = metrics.proportion(found.right.gather(1, left[:, None] - 1))
+            mean = float(left.double().mean())
+            rows.append(
+                result_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
+            )
+    return pd.DataFrame(rows, columns=[*COLUMNS, "lam"])
+
+
+def _substitute(
+    readout: Readout, maps: MapSet, validation: Activations, method: str, layer: int
+) -> Substitute:
+    last = int(validation.provenance["model"]["n_layers"])
+    mapped = maps[layer, last] if method == "mat" and layer < last else None
+
+    def substitute(part: slice) -> Tensor:
+        h = validation[layer][part].to(readout.device)
+        return h if mapped is None else mapped(h)
+
+    return substitute
+
+
+def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> float:
+    """Layers saved at a given Precision@1 by early exit.
+
+    The points of the sweep, ordered by the number of layers, are joined by straight lines; the answer is
+    the last layer less the fewest layers at which these lines reach the precision. 0 if only the full
+    model does.
+
+    Raises
+    ------
+    InputError
+        The table has no early exit by this method, or it nowhere reaches the precision.
+    """
+    part = table[(table["method"] == method) & table["lam"].notna()]
+    return float(table["target"].max()) - _crossing(
+        part["layer"].to_list(), part["value"].to_list(), precision
+    )
+
+
+def _crossing(layers: Sequence[float], values: Sequence[float], wanted: float) -> float:
+    points = sorted(zip(layers, values, strict=True))
+    if points[0][1] >= wanted:
+        return points[0][0]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if y0 < wanted <= y1:
+            return x0 + (x1 - x0) * (wanted - y0) / (y1 - y0)
+    raise InputError(f"No threshold of the sweep reaches a precision of {wanted}.")

@@ -1,0 +1,110 @@
+"""Tokens that layers predict, side by side, as a person reads them (paper A, Table 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from matlens.activations.activations import Activations
+from matlens.errors import InputError
+from matlens.linear.maps import MapSet
+from matlens.models.readout import Readout
+from matlens.models.vocabulary import visible
+
+COLUMNS = ("prompt", "method", "layer", "rank", "token", "probability")
+METHODS = ("id", "mat")
+
+
+def top_predictions(
+    readout: Readout, maps: MapSet, prompts: Activations, layers: Sequence[int], *, k: int = 5
+) -> pd.DataFrame:
+    """The ``k`` most probable tokens at chosen layers under ``id`` and ``mat``, one row a token.
+
+    Columns are ``prompt, method, layer, rank, token, probability``. At the last layer both methods read
+    ``h^L`` and there is only ``id``, as in the paper's table.
+
+    Parameters
+    ----------
+    readout, maps
+        Of the model; maps from the layers to the last one.
+    prompts
+        The stream at each prompt's position, such as `matlens.collect` gives for `make_prompts`.
+    layers
+        Layers of the stream, negative from the end.
+    """
+    maps.require_model(prompts.provenance["model"]["fingerprint"])
+    last = int(prompts.provenance["model"]["n_layers"])
+    for layer in layers:
+        if not -last - 1 <= layer <= last:
+            raise InputError(f"Layer {layer} is out of range: this model has layers 0 to {last}.")
+    rows = []
+    for layer in dict.fromkeys(layer % (last + 1) for layer in layers):
+        for method in METHODS if layer < last else METHODS[:1]:
+            h = prompts[layer] if method == "id" else maps[layer, last](prompts[layer])
+            for text, vector in zip(prompt_texts(readout, prompts), h, strict=True):
+                for rank, (token, probability) in enumerate(readout.top_tokens(vector, k), start=1):
+                    rows.append((text, method, layer, rank, token, probability))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def read_predictions(path: str | Path) -> pd.DataFrame:
+    """Read back what `top_predictions` has found, tokens such as ``"nan"`` and a line break included.
+
+    Raises
+    ------
+    InputError
+        There is no such table.
+    """
+    types = dict.fromkeys(("prompt", "method", "token"), "str")
+    types |= {"layer": "int64", "rank": "int64", "probability": "float64"}
+    try:
+        table = pd.read_csv(path, dtype=types, keep_default_na=False, lineterminator="\n")
+    except (OSError, ValueError) as error:
+        raise InputError(f"There is no table of predictions in {path}: {error}.") from error
+    missing = [column for column in COLUMNS if column not in table]
+    if missing:
+        raise InputError(f"{path} is no table of predictions: it lacks the columns {', '.join(missing)}.")
+    return table
+
+
+def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
+    """What the model has read of each prompt: all of it around a mask, up to the position otherwise."""
+    examples, tokenizer = prompts.examples, readout.tokenizer
+    # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
+    # token that a tokenizer lacks has the number of the unknown word.)
+    names = {*tokenizer.all_special_tokens} & {*tokenizer.get_vocab()}
+    if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):
+        names.discard(tokenizer.unk_token)
+    added = {*tokenizer.convert_tokens_to_ids(sorted(names))}
+    found = []
+    for start, end, position in zip(
+        examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
+    ):
+        masked = examples.tokens[start + position] == readout.tokenizer.mask_token_id
+        own = examples.tokens[start : end if masked else start + position + 1]
+        special = np.isin(own, sorted(added - {own[position]}))
+        found.append(readout.tokenizer.decode(own[~special].tolist()).strip())
+    return found
+
+
+def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
+    """One prompt's tokens with a column for each method and layer, ``id_4, mat_4, ...``, and a row a rank."""
+    own = table[table["prompt"] == prompt]
+    columns = {}
+    for (layer, method), part in own.groupby(["layer", "method"], sort=True):
+        columns[f"{method}_{layer}"] = [visible(token) for token in part.sort_values("rank")["token"]]
+    return pd.DataFrame(columns)
+
+
+def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
+    """The same for the terminal."""
+    wide = side_by_side(table, prompt)
+    out = Table(*wide.columns, title=Text(f"Input: {prompt}"), title_justify="left")
+    for line in wide.itertuples(index=False):
+        out.add_row(*(Text(token) for token in line))
+    return out

@@ -1,0 +1,218 @@
+"""Tables, layer by layer: how well maps fit, and how well what they give predicts.
+
+A table has one row a number: ``experiment, model, corpus, method, layer, target, metric, k, value, low,
+high, n``. Methods are ``mat`` and ``id``; ``low`` and ``high`` bound the 95% interval where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens import metrics
+from matlens.activations.activations import Activations
+from matlens.errors import InputError
+from matlens.linear.maps import MapSet
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM, Site, require_finite
+
+COLUMNS = (
+    "experiment", "model", "corpus", "method", "layer", "target", "metric", "k", "value", "low", "high", "n",
+)  # fmt: skip
+FIT, PREDICTION = "fit_quality", "prediction_quality"
+_KS = (1, 5, 10)
+_ROWS = 256  # examples whose distributions are held at once
+Key = TypeVar("Key", bound=Hashable)
+Substitute = Callable[[slice], Float[Tensor, "rows d_model"]]
+
+
+def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True) -> pd.DataFrame:
+    """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
+
+    Parameters
+    ----------
+    maps
+        Fitted on the model that gave ``validation``.
+    validation
+        Vectors at layers that the maps come from and go to.
+    """
+    _require_same_model(maps, validation)
+    rows = []
+    pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
+    for source, target in tqdm(pairs, desc="r2", unit="pair", disable=not progress, delay=1):
+        h, truth = validation[source], validation[target]
+        for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
+            score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
+            layers = Site.parse(source).layer, Site.parse(target).layer
+            rows.append(result_row(FIT, validation, method, *layers, "r2", None, score))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def prediction_quality(
+    readout: Readout,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    methods: Sequence[str] = ("mat", "id"),
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Precision@1, 5, 10 and surprisal of what every layer predicts by ``mat`` and ``id`` (paper A, 4.1).
+
+    For each layer ``l``, the substitutes are ``mat_{l->L}(h^l)`` and ``h^l``; at ``L`` both are ``h^L``.
+    Distributions are held for a few hundred examples at a time, and never for several layers.
+    """
+    _require_same_model(maps, validation)
+    last = validation.provenance["model"]["n_layers"]
+    layers = [layer for layer in range(last) if (layer, last) in maps]
+    if not layers:
+        raise InputError(
+            f"There is no map to the last layer {Site(STREAM, last)}, which predictions are read from."
+        )
+    to_last = {layer: maps[layer, last] for layer in layers}
+
+    def substitute(layer: int, method: str) -> Substitute:
+        mapped = to_last.get(layer) if method == "mat" else None
+        return lambda part: (mapped or _as_it_is)(validation[layer][part].to(readout.device))
+
+    wanted = [(layer, method) for layer in [*layers, last] for method in methods]
+    judged = judge_predictions(
+        readout, validation[last], {key: substitute(*key) for key in wanted}, progress=progress
+    )
+    table = [
+        line
+        for layer, method in wanted
+        for line in prediction_rows(PREDICTION, validation, method, layer, judged[layer, method])
+    ]
+    return pd.DataFrame(table, columns=list(COLUMNS))
+
+
+def _as_it_is(h: Tensor) -> Tensor:
+    return h
+
+
+class JudgedPredictions(NamedTuple):
+    """What substitutes predict: the token's rank in the true distribution, and its surprisal there."""
+
+    rank: Int[Tensor, " n"]
+    surprisal: Float[Tensor, " n"]
+
+
+def judge_predictions(
+    readout: Readout,
+    truth: Float[Tensor, "n d_model"],
+    substitutes: Mapping[Key, Substitute],
+    *,
+    progress: bool = True,
+) -> dict[Key, JudgedPredictions]:
+    """Compare what substitutes for ``h^L`` predict with what ``h^L`` itself does.
+
+    A substitute that is not finite, or whose squares are not, predicts nothing: its rank is behind all
+    tokens, and its surprisal infinite.
+
+    Parameters
+    ----------
+    readout
+        Of the model.
+    truth
+        ``h^L``.
+    substitutes
+        By any name: what gives the substitute's rows of a slice.
+    """
+    n = len(truth)
+    judged = {key: JudgedPredictions(torch.empty(n, dtype=torch.long), torch.empty(n)) for key in substitutes}
+    for part in tqdm(list(chunks(n)), desc="predictions", disable=not progress, delay=1):
+        true = readout.log_probs(truth[part])
+        require_finite(true, "the read-out")
+        for key, substitute in substitutes.items():
+            h = substitute(part).float()
+            logits = readout.logits(h)
+            # A norm whose squares overflow would make something of it all the same.
+            sound = logits.isfinite().all(-1) & h.square().sum(-1).isfinite().to(logits.device)
+            token = logits.argmax(-1)
+            rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
+            judged[key].rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
+            judged[key].surprisal[part] = surprisal.where(sound, torch.inf).cpu()
+    return judged
+
+
+def prediction_rows(
+    experiment: str, data: Activations, method: str, layer: float, judged: JudgedPredictions
+) -> list[dict[str, Any]]:
+    """Rows of a table for one method at one layer: Precision@1, 5, 10 and surprisal."""
+    last = data.provenance["model"]["n_layers"]
+    hits = [(k, metrics.proportion(judged.rank < k)) for k in _KS]
+    rows = [result_row(experiment, data, method, layer, last, "precision", k, share) for k, share in hits]
+    mean = metrics.mean(judged.surprisal)
+    return [*rows, result_row(experiment, data, method, layer, last, "surprisal", None, mean)]
+
+
+def result_row(
+    experiment: str,
+    data: Activations,
+    method: str,
+    layer: float,
+    target: int,
+    metric: str,
+    k: int | None,
+    estimate: metrics.Estimate,
+) -> dict[str, Any]:
+    """One row of a table, about the examples and the model of ``data``."""
+    return {
+        "experiment": experiment,
+        "model": data.provenance["model"]["base_model_name_or_path"],
+        "corpus": data.provenance["data"].get("corpus", "unnamed"),
+        "method": method,
+        "layer": layer,
+        "target": target,
+        "metric": metric,
+        "k": pd.NA if k is None else k,
+        **estimate._asdict(),
+    }
+
+
+def _require_same_model(maps: MapSet, data: Activations) -> None:
+    maps.require_model(data.provenance["model"]["fingerprint"])
+
+
+def _is_stream(site: str) -> bool:
+    return Site.parse(site).kind == STREAM
+
+
+def chunks(n: int) -> Iterator[slice]:
+    """Slices of so many examples as have their distributions held at once."""
+    return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
+
+
+def layer_table(results: pd.DataFrame) -> pd.DataFrame:
+    """One row a layer, for people: r2 onto the last target, Precision@1 and surprisal of both methods."""
+    last = results["target"].max()
+    names: Mapping[tuple[str, str], str] = {
+        ("r2", "mat"): "r2 mat", ("r2", "id"): "r2 id",
+        ("precision", "mat"): "P@1 mat", ("precision", "id"): "P@1 id",
+        ("surprisal", "mat"): "surprisal mat", ("surprisal", "id"): "surprisal id",
+    }  # fmt: skip
+    shown = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
+    wide = shown.pivot(index="layer", columns=["metric", "method"], values="value")
+    return pd.DataFrame({name: wide[key] for key, name in names.items() if key in wide})
+
+
+def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
+    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    size = int(results["target"].max()) + 1
+    grid = torch.full((size, size), float("nan"))
+    grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
+        part["value"].to_numpy(), dtype=torch.float32
+    )
+    return grid
+
+
+def as_substitute(vectors: Float[Tensor, "n d_model"]) -> Substitute:
+    """Substitutes that are there already."""
+    return lambda part: vectors[part]

@@ -1,0 +1,140 @@
+"""What least squares keeps of samples, and the solution from it.
+
+All fits minimise ``sum_s ||A x_s - y_s||^2 + ridge ||A||^2`` (definitions, section 3), by default with
+no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
+Everything is accumulated and solved in float64, whatever the samples' precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.linear.maps import LinearMap
+
+
+class Moments:
+    """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
+
+    Kept is not the matrix of second moments but its triangular square root: the factor ``R`` of
+    ``[x 1] = QR``, and ``Q^T y``. Squaring would lose every direction of the stream that is a millionth
+    as strong as the strongest, and streams have coordinates a thousand times larger than the rest.
+    Parts merge into the whole by factorising their factors once more.
+
+    Parameters
+    ----------
+    d_in, d_out
+        Widths of ``x`` and ``y``.
+    source, target
+        What ``x`` and ``y`` are, for errors and for the map.
+    """
+
+    def __init__(self, d_in: int, d_out: int, *, source: str = "x", target: str = "y") -> None:
+        self.source, self.target, self.n = source, target, 0
+        self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
+        self._z = torch.zeros(0, d_out, dtype=torch.float64)
+
+    def update(self, x: Float[Tensor, "n d_in"], y: Float[Tensor, "n d_out"] | Sequence[Tensor]) -> Self:
+        """Add samples; ``y`` may be several tensors that stand side by side.
+
+        Raises
+        ------
+        InputError
+            Shapes do not fit, or a value is not finite; the message names the site. Nothing is added
+            then.
+        """
+        blocks = [y] if isinstance(y, Tensor) else list(y)
+        shape = sum(block.shape[1] for block in blocks), {len(block) for block in blocks}
+        if x.shape[1] + 1 != self._r.shape[1] or shape != (self._z.shape[1], {len(x)}):
+            raise InputError(
+                f"Samples x {list(x.shape)} and y {[list(block.shape) for block in blocks]} do not fit: "
+                f"expected as many rows in each, and widths {self._r.shape[1] - 1} and {self._z.shape[1]}."
+            )
+        if len(x):
+            ones = x.new_ones(len(x), 1, dtype=torch.float64)
+            self._add(len(x), torch.cat([x.double(), ones], 1), blocks)
+        return self
+
+    def merge(self, other: Moments) -> Self:
+        """Add the samples that another object has seen."""
+        if (self.source, self.target) != (other.source, other.target):
+            raise InputError(
+                f"Moments of {other.source} -> {other.target} cannot be merged into those of "
+                f"{self.source} -> {self.target}."
+            )
+        self._add(other.n, other._r, [other._z])
+        return self
+
+    def _add(self, n: int, rows: Tensor, blocks: list[Tensor]) -> None:
+        held = len(self._r)
+        q, r = torch.linalg.qr(torch.cat([self._r.to(rows.device), rows]) if held else rows)
+        require_finite(r, self.source)
+        z = torch.empty(len(r), self._z.shape[1], dtype=torch.float64, device=r.device)
+        start = 0
+        for block in blocks:
+            columns = slice(start, start := start + block.shape[1])
+            torch.matmul(q[held:].T, block.double(), out=z[:, columns])
+            if held:
+                z[:, columns] += q[:held].T @ self._z[:, columns].to(r.device)
+        require_finite(z, self.target)
+        self._r, self._z, self.n = r, z, self.n + n
+
+    def solve(
+        self, *, intercept: bool = False, ridge: float = 0.0, provenance: Mapping[str, Any] | None = None
+    ) -> LinearMap:
+        """Find the best map for what has been seen so far.
+
+        Singular values below ``eps * max(n, d_in)`` of the largest count as zero, as in
+        ``torch.linalg.lstsq(driver="gelsd")``. An intercept is not penalised by ``ridge``.
+        """
+        weight, bias = self.solution(intercept=intercept, ridge=ridge)
+        return LinearMap.from_solution(weight, bias, self.source, self.target, provenance)
+
+    def solution(self, *, intercept: bool, ridge: float) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
+        if self.n == 0:
+            raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
+        width = self._r.shape[1] - 1
+        if not intercept:
+            return _least_norm(self._r[:width, :width], self._z[:width], self.n, ridge).T, None
+        # With the constant in front, the rows below its own are the factor of the centred samples.
+        q, r = torch.linalg.qr(self._r.roll(1, 1))
+        z = q.T @ self._z
+        # What centring leaves of a constant column is rounding of the column itself.
+        floor = r[:, 1:].norm(dim=0).max()
+        weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=floor).T
+        return weight, (z[0] - weight @ r[0, 1:]) / r[0, 0]
+
+
+def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | None = None) -> Tensor:
+    """Solve ``min ||r a - z||^2 + ridge ||a||^2`` for the smallest ``a``.
+
+    Singular values below ``eps * max(n, d)`` of the largest, or of ``floor``, count as zero.
+    """
+    level = torch.finfo(r.dtype).eps * max(n, r.shape[1])
+    bounds = [r.norm()] if floor is None else [r.norm(), floor]
+    if ridge == 0 and len(r) == r.shape[1]:
+        # The least singular value is no less than this, the largest no more than the norm: where that
+        # settles that none counts as zero, the triangle is solved as it is.
+        least = 1 / torch.linalg.solve_triangular(r, torch.eye(len(r)).to(r), upper=True).norm()
+        if bool(least > level * torch.stack(bounds).max()):
+            return torch.linalg.solve_triangular(r, z, upper=True)
+    u, s, vh = torch.linalg.svd(r, full_matrices=False)
+    least = level * torch.stack([s.max() if len(s) else r.norm(), *bounds[1:]]).max()
+    u, s, vh = u[:, s > least], s[s > least], vh[s > least]
+    return vh.T @ ((1 / (s + ridge / s))[:, None] * (u.T @ z))
+
+
+def require_finite(values: Tensor, name: str) -> None:
+    """Refuse samples that a model has overflowed to."""
+    # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
+    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
+        raise InputError(
+            f"The samples of {name} hold values that are not finite. A float16 model has probably "
+            "overflowed: run it in bfloat16 or float32."
+        )

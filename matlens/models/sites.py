@@ -1,0 +1,155 @@
+"""Named places in a model where every token has a vector, and the hooks that carry them.
+
+A **site** is a kind and a layer, written ``kind.layer``. The stream is ``h.0 .. h.L``: ``h.0`` enters
+block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as TransformerLens does:
+``attn_out.3`` is what the attention of block 3 returns. ``ffn_post`` is what the FFN's output matrix
+multiplies, a number for each of its ``d_mlp`` value vectors; all other sites have ``d_model``.
+
+Blocks are wired in different ways, and a hook of the same name carries different things in them. So
+the wiring of a model is not looked up by its name: `matlens.models.anatomy` runs a few tokens through it and takes
+the one family whose sums hold in every block. All hook names of the project are in this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+from torch import Tensor
+
+from matlens.errors import InputError
+
+STREAM, COEFFICIENTS = "h", "ffn_post"
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """A place in the model: ``Site("h", 5)`` is the stream after five blocks.
+
+    Attributes
+    ----------
+    kind
+        ``"h"`` for the stream, otherwise a sub-module's input or output (``"ln1_out"``) or ``"mid"``,
+        the stream between attention and FFN.
+    layer
+        ``0..n_layers`` for the stream, ``0..n_layers-1`` for everything inside a block.
+    """
+
+    kind: str
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}.{self.layer}"
+
+    @classmethod
+    def parse(cls, text: str | int | Site) -> Site:
+        """Read ``"attn_out.3"``; a bare number is a layer of the stream."""
+        if isinstance(text, Site):
+            return text
+        if isinstance(text, Integral) and not isinstance(text, bool):
+            return cls(STREAM, int(text))
+        parts = re.fullmatch(r"(?:(\w+)\.)?(-?[0-9]+)", text) if isinstance(text, str) else None
+        if parts is None:
+            raise InputError(
+                f"{text!r} is not a site. Expected kind.layer, such as 'h.12' or 'attn_out.3', "
+                "or the bare number of a stream layer."
+            )
+        return cls(parts[1] or STREAM, int(parts[2]))
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a block is wired: which hook carries which site, and which sums then hold.
+
+    ``hooks`` maps a kind to the hook's name inside the block. ``sums`` lists ``(total, parts)``; the
+    kind ``"next"`` is the stream after the block, ``"h"`` the stream before it. A sum is left out
+    where the model lacks one of its sites, but not if it is the one that makes ``"next"``.
+    """
+
+    name: str
+    hooks: Mapping[str, str]
+    sums: Sequence[tuple[str, tuple[str, ...]]]
+
+
+STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
+_LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
+_LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
+_SUBMODULES = {
+    "attn_in": "attn.hook_in",
+    "attn_out": "attn.hook_out",
+    "ffn_in": "mlp.hook_in",
+    "ffn_out": "mlp.hook_out",
+    "ffn_post": "mlp.out.hook_in",
+}
+
+PRE_NORM = Family(
+    "pre-norm",
+    {**_LN, **_SUBMODULES, "mid": "ln2.hook_in"},
+    (
+        ("ln1_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        ("mid", ("h", "attn_out")),
+        ("ffn_in", ("ln2_out",)),
+        ("next", ("mid", "ffn_out")),
+    ),
+)
+EXTRA_NORM = Family(
+    "extra-norm",
+    {**_LN, **_LN_POST, **_SUBMODULES, "mid": "ln2.hook_in"},
+    (
+        ("ln1_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        ("ln1_post_in", ("attn_out",)),
+        ("mid", ("h", "ln1_post_out")),
+        ("ffn_in", ("ln2_out",)),
+        ("ln2_post_in", ("ffn_out",)),
+        ("next", ("mid", "ln2_post_out")),
+    ),
+)
+POST_NORM = Family(
+    "post-norm",
+    {
+        **_LN,
+        "attn_in": "attn.hook_in",
+        "attn_out": "attn.o.hook_out",
+        "mid": "ln1.hook_out",
+        "ffn_in": "mlp.in.hook_in",
+        "ffn_out": "mlp.out.hook_out",
+        "ffn_post": "mlp.out.hook_in",
+    },
+    (
+        ("attn_in", ("h",)),
+        ("ln1_in", ("h", "attn_out")),
+        ("ffn_in", ("ln1_out",)),
+        ("ln2_in", ("mid", "ffn_out")),
+        ("next", ("ln2_out",)),
+    ),
+)
+PARALLEL = Family(
+    "parallel",
+    {**_LN, **_SUBMODULES},
+    (
+        ("ln1_in", ("h",)),
+        ("ln2_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        ("next", ("h", "attn_out", "ffn_out")),
+    ),
+)
+FAMILIES = (PRE_NORM, EXTRA_NORM, POST_NORM, PARALLEL)
+STREAM_ONLY = Family("stream-only", {}, ())
+
+
+def block_hook(layer: int, name: str) -> str:
+    """Name of a hook inside a block."""
+    return f"blocks.{layer}.{name}"
+
+
+def require_finite(vectors: Tensor, place: str) -> None:
+    """Refuse vectors that a model has overflowed to."""
+    if not bool(vectors.isfinite().all()):
+        raise InputError(
+            f"The model's vectors at {place} are not finite. In float16 activations overflow past 65504: "
+            "run the model in bfloat16 or float32."
+        )

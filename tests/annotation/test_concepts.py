@@ -1,0 +1,246 @@
+"""Samples are drawn as they should be, and filled sheets give what one counts by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import N_LAYERS, make_sentences
+from scipy import stats
+from sklearn.metrics import cohen_kappa_score
+
+import matlens
+from matlens import InputError
+from matlens.annotation import concepts
+from matlens.annotation.concepts import (
+    KINDS,
+    MEASURES,
+    SAMPLE_COLUMNS,
+    annotator_agreement,
+    by_item,
+    draw_sample,
+    read_sample,
+    tally_concepts,
+)
+from matlens.annotation.sheets import Annotation
+from matlens.ffn.projection import Projection
+from matlens.ffn.updates import Updates
+from matlens.ffn.values import ValueVectors
+from matlens.lens.quality import COLUMNS
+from matlens.models.vocabulary import token_texts, visible
+
+K, PER_LAYER = 5, 2
+
+
+@pytest.fixture
+def examples(small_model: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda name: matlens.make_examples(small_model(name), make_sentences(), draw_special=False)
+
+
+# Drawing
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "gptj", "bert", "gemma2", "gemma3"])
+def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
+    name: str, small_model: Callable[[str], Any], examples: Callable[[str], Any]
+) -> None:
+    model = small_model(name)
+    table = draw_sample(model, examples(name), per_layer=PER_LAYER, k=K, seed=3, progress=False)
+    assert list(table.columns) == list(SAMPLE_COLUMNS)
+    assert table["item"].tolist() == np.repeat(np.arange(1, 3 * N_LAYERS * PER_LAYER + 1), K).tolist()
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    updates = Updates.run(model, examples(name).head(N_LAYERS * PER_LAYER), progress=False)
+    seen = set()
+    for _, own in table.groupby("item"):
+        kind, layer, vector = next(own[["kind", "layer", "vector"]].itertuples(index=False, name=None))
+        number = int(vector.split()[1].rstrip(",")) if kind != "values" else -1
+        expected = {
+            "values": lambda vector=vector: values.vectors([vector])[0],
+            "random": lambda layer=layer, i=number: values.random(layer, PER_LAYER, seed=3)[i % PER_LAYER],
+            "updates": lambda layer=layer, i=number: updates.outputs(layer)[i],
+        }[kind]()
+        scores = projection.unembedding @ expected
+        ids = torch.tensor(own["token_id"].to_list())
+        torch.testing.assert_close(scores[ids], scores.topk(K).values)
+        assert own["token"].tolist() == list(map(visible, token_texts(model.tokenizer, ids.tolist())))
+        assert own["rank"].tolist() == list(range(1, K + 1))
+        assert (own["corpus"] == ("words" if kind == "updates" else "none")).all()
+        assert kind != "values" or values.resolve(vector).layer == layer
+        assert number < 0 or number // PER_LAYER == layer
+        seen.add((kind, layer, vector))
+    counted = pd.DataFrame(sorted(seen)).groupby([0, 1]).size()
+    assert counted.to_dict() == dict.fromkeys(itertools.product(KINDS, range(N_LAYERS)), PER_LAYER)
+
+
+def test_the_order_says_nothing_and_the_seed_decides(
+    small_model: Callable[[str], Any], examples: Callable[[str], Any]
+) -> None:
+    model, texts = small_model("llama"), examples("llama")
+    tables = [draw_sample(model, texts, per_layer=8, k=4, seed=seed, progress=False) for seed in range(4)]
+    pd.testing.assert_frame_equal(
+        tables[1], draw_sample(model, texts, per_layer=8, k=4, seed=1, progress=False)
+    )
+    orders = [table.groupby("item")[["kind", "layer"]].first() for table in tables]
+    for order in orders:
+        for column in (order["layer"], order["kind"].map(KINDS.index)):
+            assert abs(np.corrcoef(order.index, column)[0, 1]) < 0.5
+    assert len({tuple(order["kind"]) for order in orders}) == 4
+    drawn = [set(table[table["kind"] == "values"]["vector"]) for table in tables]
+    assert len(set(map(frozenset, drawn))) == 4
+    assert all(len(one) == 8 * N_LAYERS for one in drawn)
+
+
+@pytest.mark.parametrize("per_layer", [0, 14])
+def test_too_few_examples_are_told(
+    per_layer: int, small_model: Callable[[str], Any], examples: Callable[[str], Any]
+) -> None:
+    told = rf"{per_layer} updates at each of 3 layers .* 40 examples\. Expected .* {3 * per_layer} examples"
+    with pytest.raises(InputError, match=told):
+        draw_sample(small_model("llama"), examples("llama"), per_layer=per_layer, progress=False)
+
+
+def test_a_key_is_read_back_as_it_was(
+    tmp_path: Path, small_model: Callable[[str], Any], examples: Callable[[str], Any]
+) -> None:
+    table = draw_sample(small_model("llama"), examples("llama"), per_layer=1, k=K, progress=False)
+    table.loc[:4, "token"] = ["nan", "", '"', "␣a,b", "日本"]
+    table.to_csv(tmp_path / "key.csv", index=False)
+    pd.testing.assert_frame_equal(read_sample(tmp_path / "key.csv"), table)
+    with pytest.raises(InputError, match="There is no key to the sheets in"):
+        read_sample(tmp_path / "absent.csv")
+    (tmp_path / "other.csv").write_text("item,layer,rank,token_id\n1,1,1,1\n")
+    with pytest.raises(InputError, match="lacks the columns model, corpus, kind, vector, token"):
+        read_sample(tmp_path / "other.csv")
+
+
+# Tallies: items of ten tokens, two layers; which is what, and its patterns by the ranks they have
+
+ITEMS = {1: ("values", 0), 2: ("values", 0), 3: ("values", 1), 4: ("random", 0), 5: ("random", 1),
+         6: ("updates", 0), 7: ("updates", 1)}  # fmt: skip
+Filled = dict[tuple[int, int], tuple[str, list[int]]]
+ANNA: Filled = {
+    (1, 1): ("semantic", [1, 2, 3, 4]), (1, 2): ("syntactic", [4, 5, 6, 7]),  # rank 4 is in both
+    (2, 1): ("names", [1, 2, 3]),  # too small
+    (3, 1): ("semantic", [1, 2, 3, 4, 5]), (3, 2): ("semantic", [4, 5, 6, 7]),
+    (3, 9): ("stopwords", [7, 8, 9, 10]),
+    (6, 1): ("stopwords", [1, 2, 3, 4, 5, 6]), (7, 1): ("names", [7, 8, 9, 10]),
+}  # fmt: skip
+#                covered, without, semantic, syntactic, names, stopwords, concepts, small
+COUNTED = {
+    1: (0.7, 0.7, 0.35, 0.35, 0, 0, 2, 0),
+    2: (0, 0, 0, 0, 0, 0, 0, 1),
+    3: (1, 0.7, 0.65, 0, 0, 0.35, 2, 0),
+    4: (0, 0, 0, 0, 0, 0, 0, 0),
+    5: (0, 0, 0, 0, 0, 0, 0, 0),
+    6: (0.6, 0, 0, 0, 0, 0.6, 0, 0),
+    7: (0.4, 0.4, 0, 0, 0.4, 0, 1, 0),
+}
+BEN: Filled = {
+    (1, 3): ("semantic", [1, 2, 3, 4, 5]),
+    (4, 1): ("names", [2, 4, 6, 8]),
+    (6, 1): ("stopwords", [1, 2]),
+}
+
+
+def table() -> pd.DataFrame:
+    rows = [
+        (item, "m", "words" if kind == "updates" else "none", kind, layer, "v", rank, 0, f"t{rank}")
+        for item, (kind, layer) in ITEMS.items()
+        for rank in range(1, 11)
+    ]
+    return pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS)).sample(frac=1, random_state=0)
+
+
+def annotation(name: str, filled: Filled) -> Annotation:
+    marks = [(item, rank, number) for (item, number), (_, ranks) in filled.items() for rank in ranks]
+    patterns = [(item, number, "", kind) for (item, number), (kind, _) in filled.items()]
+    return Annotation(
+        name,
+        pd.DataFrame(marks, columns=["item", "rank", "pattern"]),
+        pd.DataFrame(patterns, columns=["item", "pattern", "description", "class"]),
+    )
+
+
+def test_an_item_is_counted_as_by_hand() -> None:
+    found = by_item(table(), annotation("anna", ANNA))
+    assert found[["kind", "layer"]].apply(tuple, axis=1).to_dict() == ITEMS
+    for item, expected in COUNTED.items():
+        assert tuple(found.loc[item, list(MEASURES)]) == pytest.approx(expected), item
+    parts = found[["semantic", "syntactic", "names", "stopwords"]].sum(axis=1)
+    assert parts.tolist() == pytest.approx(found["covered"].tolist())
+
+
+def test_four_tokens_are_a_pattern_and_three_are_none() -> None:
+    for size, counted in ((3, 0.0), (4, 0.4)):
+        found = by_item(table(), annotation("x", {(1, 1): ("names", list(range(1, size + 1)))})).loc[1]
+        assert (found["covered"], found["concepts"], found["small_patterns"]) == (
+            pytest.approx(counted), int(size == 4), int(size == 3),
+        )  # fmt: skip
+
+
+def test_shares_are_means_over_annotators_and_items() -> None:
+    sample, both = table(), [annotation("anna", ANNA), annotation("ben", BEN)]
+    for given in (both[:1], both):
+        found = tally_concepts(sample, given)
+        assert list(found.columns) == list(COLUMNS)
+        items = [by_item(sample, one) for one in given]
+        for kind, layer, name in itertools.product(KINDS, (None, 0, 1), MEASURES):
+            own = [item for item, key in ITEMS.items() if key[0] == kind and layer in (None, key[1])]
+            each = [np.mean([one.loc[item, name] for one in items]) for item in own]
+            same = found["layer"].isna() if layer is None else found["layer"] == layer
+            (row,) = found[same & (found["method"] == kind) & (found["metric"] == name)].itertuples()
+            assert (row.n, row.k, row.model) == (len(own), 10, "m")
+            assert row.corpus == ("words" if kind == "updates" else "none")
+            assert row.value == pytest.approx(np.mean(each))
+            if len(each) > 1 and np.std(each) > 0:
+                low, high = stats.t.interval(0.95, len(each) - 1, np.mean(each), stats.sem(each))
+                assert (row.low, row.high) == pytest.approx((low, high))
+    alone = tally_concepts(sample, both[:1])
+    overall = alone[alone["layer"].isna() & (alone["metric"] == "covered")].set_index("method")["value"]
+    assert overall.to_dict() == pytest.approx({"values": 1.7 / 3, "random": 0, "updates": 0.5})
+    with pytest.raises(InputError, match="no filled sheets"):
+        tally_concepts(sample, [])
+
+
+def test_agreement_is_that_of_scikit_learn() -> None:
+    sample, one, other = table(), annotation("anna", ANNA), annotation("ben", BEN)
+    found = annotator_agreement(sample, [one, other]).set_index(["method", "metric"])
+    assert set(found["one"]) == {"anna"}
+    assert set(found["other"]) == {"ben"}
+    for kind in ("all", *KINDS):
+        items = [item for item, key in ITEMS.items() if kind in ("all", key[0])]
+        flags, counts = [], []
+        for filled in (ANNA, BEN):
+            large = {key: own for key, own in filled.items() if len(own[1]) >= 4}
+            inside = {(item, rank) for (item, _), (_, ranks) in large.items() for rank in ranks}
+            flags.append([(item, rank) in inside for item in items for rank in range(1, 11)])
+            content = [item for (item, _), (name, _) in large.items() if name != "stopwords"]
+            counts.append([content.count(item) for item in items])
+        assert found.loc[(kind, "kappa_covered"), ["value", "n"]].tolist() == [
+            pytest.approx(cohen_kappa_score(*flags)), len(flags[0]),
+        ]  # fmt: skip
+        assert found.loc[(kind, "kappa_concepts"), ["value", "n"]].tolist() == [
+            pytest.approx(cohen_kappa_score(*counts, weights="quadratic")), len(items),
+        ]  # fmt: skip
+        assert found.loc[(kind, "same_concepts"), "value"] == pytest.approx(np.mean(np.equal(*counts)))
+
+
+def test_every_two_annotators_are_compared_and_one_with_nobody() -> None:
+    three = [annotation(name, ANNA) for name in "abc"]
+    found = annotator_agreement(table(), three)
+    assert sorted(set(zip(found["one"], found["other"], strict=True))) == [("a", "b"), ("a", "c"), ("b", "c")]
+    kappa = found[(found["metric"] == "kappa_covered")].set_index("method")["value"]
+    assert kappa["all"].tolist() == [1, 1, 1]
+    assert kappa["random"].isna().all(), "both have said one and the same throughout, so there is no kappa"
+    assert annotator_agreement(table(), three[:1]).empty
+
+
+def test_the_paper_s_number_of_tokens_is_the_default() -> None:
+    assert concepts.SMALLEST == 4
+    assert concepts.TOP == 30

@@ -1,0 +1,197 @@
+"""The sheet asks what it should and no more, and the rates are those that one counts by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from scipy import stats
+
+from matlens import InputError
+from matlens.annotation.plausibility import (
+    SHEET_COLUMNS,
+    make_plausibility_sheet,
+    plausibility_rates,
+    read_plausibility_sheet,
+)
+from matlens.lens.predictions import COLUMNS
+from matlens.models.vocabulary import visible
+
+# Two sentences, three layers, two tokens each; the last layer has one way to be read.
+TOKENS = {
+    ("cats", "id", 0): "a b", ("cats", "mat", 0): "b x", ("dogs", "id", 0): "x a", ("dogs", "mat", 0): "y z",
+    ("cats", "id", 1): "x y", ("cats", "mat", 1): "a y", ("dogs", "id", 1): "b c", ("dogs", "mat", 1): "c x",
+    ("cats", "id", 2): "x z", ("dogs", "id", 2): "y b",
+}  # fmt: skip
+# The same token is not the same question in another sentence: "a" and "y" are answered differently.
+PLAUSIBLE = {"cats": set("xy"), "dogs": set("axz")}
+# Plausible tokens, sentence by sentence:
+#            layer 0           layer 1           layer 2
+#            id      mat       id      mat       both
+#   cats     0 of 2  1 of 2    2 of 2  1 of 2    1 of 2
+#   dogs     2 of 2  1 of 2    0 of 2  1 of 2    0 of 2
+COUNTED = {
+    # layer: (tokens id, mat, instances with one id, mat, instances where id has more, instances)
+    None: (5, 5, 3, 5, 2, 6),
+    0: (2, 2, 1, 2, 1, 2),
+    1: (2, 2, 1, 2, 1, 2),
+    2: (1, 1, 1, 1, 0, 2),
+}
+
+
+def predictions(tokens: dict[tuple[str, str, int], str] = TOKENS) -> pd.DataFrame:
+    rows = [
+        (prompt, method, layer, rank, token, 0.5 / rank)
+        for (prompt, method, layer), top in tokens.items()
+        for rank, token in enumerate(top.split(" "), start=1)
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def filled(sheet: pd.DataFrame) -> pd.DataFrame:
+    pairs = zip(sheet["sentence"], sheet["token"], strict=True)
+    return sheet.assign(plausible=[int(token in PLAUSIBLE[sentence]) for sentence, token in pairs])
+
+
+def written(sheet: pd.DataFrame, folder: Path) -> Path:
+    sheet.to_csv(folder / "sheet.csv", index=False)
+    return folder / "sheet.csv"
+
+
+# The sheet
+
+
+def test_every_token_of_a_sentence_is_asked_once_without_telling_where_it_is_from() -> None:
+    sheet = make_plausibility_sheet(predictions())
+    assert list(sheet.columns) == list(SHEET_COLUMNS) == ["item", "sentence", "token", "plausible"]
+    asked = list(zip(sheet["sentence"], sheet["token"], strict=True))
+    assert sorted(asked) == sorted(
+        {(prompt, token) for (prompt, _, _), top in TOKENS.items() for token in top.split(" ")}
+    )
+    assert sheet["item"].tolist() == list(range(1, len(asked) + 1))
+    assert (sheet["plausible"] == "").all()
+
+
+def test_sentences_stay_together_in_their_order_and_tokens_are_shuffled_by_the_seed() -> None:
+    words = [chr(ord("a") + i) for i in range(20)]
+    names = ["tea", "ants", "moon"]
+    table = predictions({(name, "id", 0): " ".join(words) for name in names})
+    orders = set()
+    for seed in range(5):
+        sheet = make_plausibility_sheet(table, seed=seed)
+        assert sheet["sentence"].tolist() == [name for name in names for _ in words]
+        orders |= {"".join(own["token"]) for _, own in sheet.groupby("sentence")}
+        pd.testing.assert_frame_equal(make_plausibility_sheet(table, seed=seed), sheet)
+    # Neither the order of the layers, nor that of another seed or sentence.
+    assert len(orders) == 15
+    assert "".join(words) not in orders
+
+
+# Rates
+
+
+@pytest.mark.parametrize("last_method", ["id alone", "id and mat"])
+def test_rates_are_those_counted_by_hand(last_method: str) -> None:
+    table = predictions()
+    sheet = filled(make_plausibility_sheet(table))
+    if last_method == "id and mat":  # said twice, the last layer counts no more than once for each
+        last = table[table["layer"] == 2].assign(method="mat")
+        table = pd.concat([table, last], ignore_index=True)
+    found = plausibility_rates(table.sample(frac=1, random_state=1), sheet)
+    expected = [
+        (method, layer, metric, count, n)
+        for layer, (read, mapped, with_read, with_mapped, more, n) in COUNTED.items()
+        for method, metric, count, n in (
+            ("id", "tokens", read, 2 * n), ("id", "instances", with_read, n),
+            ("mat", "tokens", mapped, 2 * n), ("mat", "instances", with_mapped, n),
+            ("id", "more_than_mat", more, n),
+        )
+    ]  # fmt: skip
+    assert list(found.columns) == ["method", "layer", "metric", "value", "low", "high", "n"]
+    assert len(found) == len(expected)
+    for row, (method, layer, metric, count, n) in zip(found.itertuples(), expected, strict=True):
+        assert (row.method, row.metric, row.n) == (method, metric, n)
+        assert pd.isna(row.layer) if layer is None else row.layer == layer
+        interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
+        assert (row.value, row.low, row.high) == pytest.approx((count / n, interval.low, interval.high))
+
+
+def test_sentences_that_begin_alike_are_as_many_instances() -> None:
+    """A decoder has read the same of two sentences that are drawn after the same beginning."""
+    table = pd.concat([predictions(), predictions()], ignore_index=True)
+    once, twice = (
+        plausibility_rates(one, filled(make_plausibility_sheet(one))) for one in (predictions(), table)
+    )
+    assert twice["n"].tolist() == (2 * once["n"]).tolist()
+    assert twice["value"].tolist() == pytest.approx(once["value"].tolist())
+
+
+def test_a_sheet_of_other_predictions_is_refused() -> None:
+    other = {**TOKENS, ("cats", "id", 0): "a new", ("dogs", "mat", 1): "newer b"}
+    with pytest.raises(InputError, match=r"no mark for 'new' in 'cats', and 1 more: it belongs to other"):
+        plausibility_rates(predictions(other), filled(make_plausibility_sheet(predictions())))
+    # The token alone is not enough: it has to be of the sentence.
+    with pytest.raises(InputError, match=r"no mark for 'c' in 'cats', and 0 more"):
+        plausibility_rates(
+            predictions({**TOKENS, ("cats", "id", 0): "a c"}), filled(make_plausibility_sheet(predictions()))
+        )
+
+
+# Reading it
+
+
+@pytest.mark.parametrize("column", SHEET_COLUMNS)
+def test_a_sheet_without_a_column_is_refused(column: str, tmp_path: Path) -> None:
+    path = written(filled(make_plausibility_sheet(predictions())).drop(columns=column), tmp_path)
+    with pytest.raises(InputError, match=rf"sheet\.csv lacks the columns {column}\. Expected the sheet as"):
+        read_plausibility_sheet(path)
+
+
+@pytest.mark.parametrize("mark", ["", " ", "2", "yes", "1.0", "-1", "01", "nan"])
+def test_a_mark_that_is_neither_0_nor_1_is_refused_and_named(mark: str, tmp_path: Path) -> None:
+    sheet = filled(make_plausibility_sheet(predictions())).astype({"plausible": str})
+    sheet.loc[[3, 5], "plausible"] = mark
+    token = sheet.loc[3, "token"]
+    told = rf"2 of {len(sheet)} rows .* not marked 1 or 0, the first is item 4 \('{token}': '{mark}'\)"
+    with pytest.raises(InputError, match=told):
+        read_plausibility_sheet(written(sheet, tmp_path))
+
+
+def test_marks_may_have_spaces_around_them(tmp_path: Path) -> None:
+    sheet = filled(make_plausibility_sheet(predictions()))
+    path = written(sheet.assign(plausible=[f" {mark} " for mark in sheet["plausible"]]), tmp_path)
+    assert read_plausibility_sheet(path)["plausible"].tolist() == sheet["plausible"].tolist()
+
+
+@pytest.mark.parametrize("content", [None, b"", b'a,b\n"', b"\xff\xfe\x00 no text"])
+def test_what_is_no_sheet_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "sheet.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=r"The sheet .*sheet\.csv (cannot be read|lacks the columns)"):
+        read_plausibility_sheet(path)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "plain", "a,b", 'he said "no"', '"', " leading", "trailing ", " ", "", "two\nlines", "a\tb", "\r",
+        "nan", "NULL", "NA", "None", "1", "007", "1e5", "True", "'", ";", "#x", "\\", "日本", "é", "=1+1",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_awkward_tokens_come_back_from_a_sheet_as_they_went(token: str, ends: str, tmp_path: Path) -> None:
+    """Also from a spreadsheet program that ends its lines in its own way."""
+    rows = [("a sentence", "id", 0, 1, token, 0.9), ("a sentence", "id", 0, 2, "other", 0.1)]
+    sentence = token.replace("\r", "\n")  # white space of a corpus is normalised
+    rows += [(sentence, "id", 0, 1, "word", 0.9), (sentence, "id", 0, 2, token, 0.1)]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    sheet = make_plausibility_sheet(table)
+    marked = sheet.assign(plausible=(sheet["token"] == visible(token)).astype(int))
+    marked.to_csv(tmp_path / "sheet.csv", index=False, lineterminator=ends)
+    back = read_plausibility_sheet(tmp_path / "sheet.csv")
+    for column in ("sentence", "token", "plausible"):
+        assert back[column].tolist() == marked[column].tolist()
+    found = plausibility_rates(pd.concat([table, table.assign(method="mat")]), back)
+    assert found[(found["metric"] == "tokens")]["value"].tolist() == [0.5] * 4

@@ -1,0 +1,960 @@
+"""The command line: what it writes and prints, and what it says of input that it cannot use."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import N_LAYERS, WORDS
+from safetensors.torch import load_file, save_file
+from tqdm.auto import tqdm
+
+import matlens
+from matlens import InputError
+from matlens.activations import collecting
+from matlens.cli.app import app
+from matlens.study import workflow
+
+COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
+N_TRAIN, N_VALIDATION = 60, 20
+FIGURES = {"r2.png", "r2.pdf", "prediction.png", "prediction.pdf"}
+ALL_PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+Matlens = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run_matlens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Matlens:
+    """Run a command line in this process; an exception that would be a traceback comes through."""
+
+    def command(*arguments: object) -> Outcome:
+        monkeypatch.setattr("sys.argv", ["matlens", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "120")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        return Outcome(0 if code is None else int(code), said.out, said.err)
+
+    return command
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test asks the hub for anything."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("the hub is patched away")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hundred different sentences, one a line."""
+    generator = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text("".join(" ".join(generator.choice(WORDS, 5 + i % 16)) + "\n" for i in range(100)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def gpt2(model_folder: Callable[[str], Path]) -> Path:
+    return model_folder("gpt2")
+
+
+def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[str]:
+    return ["--train", str(n_train), "--val", str(n_validation), "--device", "cpu"]
+
+
+@pytest.fixture
+def inputs(gpt2: Path, corpus: Path) -> list[str]:
+    """What most commands start from."""
+    return ["--model", str(gpt2), "--corpus", str(corpus), *sizes()]
+
+
+@pytest.fixture(scope="session")
+def _finished(
+    gpt2: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, bytes]]:
+    out = tmp_path_factory.mktemp("finished") / "out"
+    model = matlens.load(str(gpt2), device="cpu")
+    texts = matlens.load_corpus(str(corpus))
+    workflow.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
+    workflow.fit_maps(out, progress=False)
+    workflow.evaluate_maps(model, out, progress=False)
+    workflow.plot_results(out)
+    return out, files(out)
+
+
+@pytest.fixture
+def finished(_finished: tuple[Path, dict[str, bytes]], tmp_path: Path) -> Path:
+    """A folder in which everything is done; a copy, to be damaged at will."""
+    original, content = _finished
+    assert files(original) == content
+    return Path(shutil.copytree(original, tmp_path / "finished"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def state(folder: Path) -> dict[str, bytes] | None:
+    """All that is in a folder, empty folders too, or None where there is no folder."""
+    if not folder.exists():
+        return None
+    return files(folder) | {str(p.relative_to(folder)): b"" for p in folder.rglob("*") if p.is_dir()}
+
+
+def results(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "results.csv")
+
+
+def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
+    """The words of the command and the dates inside PDF files taken out."""
+    clean = {name: re.sub(rb'"command": ".*"', b"", data) for name, data in content.items()}
+    return {name: re.sub(rb"/CreationDate \(.*?\)", b"", data) for name, data in clean.items()}
+
+
+def assert_refused(outcome: Outcome, *told: str) -> None:
+    """Exit code 2 and a message, without a traceback, that tells all of this."""
+    assert outcome.code == 2
+    assert re.search(r"^(error|Usage): ", outcome.err, re.MULTILINE)
+    assert "Traceback" not in outcome.err + outcome.out
+    message = " ".join(outcome.err.replace("│", " ").split())
+    for part in told:
+        assert part in message
+
+
+# --- what it does -----------------------------------------------------------------------------------
+
+
+def test_run_does_everything(run_matlens: Matlens, inputs: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    outcome = run_matlens("run", *inputs, "--out", out, "--seed", 3)
+    assert outcome.code == 0
+
+    arrays = {"tokens.npy", "offsets.npy", "positions.npy", "config.json"}
+    arrays |= {f"h.{layer}.npy" for layer in range(N_LAYERS + 1)}
+    maps = {"config.json"} | {f"h.{layer}.safetensors" for layer in range(N_LAYERS)}
+    expected = FIGURES | {"results.csv", "results.json"}
+    expected |= {f"{part}/{name}" for part in ("train", "validation") for name in arrays}
+    expected |= {f"maps/{name}" for name in maps}
+    assert set(files(out)) == expected
+    assert (out / "r2.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "prediction.pdf").read_bytes().startswith(b"%PDF")
+
+    table = results(out)
+    assert (out / "results.csv").read_text().splitlines()[0] == COLUMNS
+    fit = table[table["experiment"] == "fit_quality"]
+    for method in ("mat", "id"):
+        part = fit[fit["method"] == method]
+        assert list(zip(part["layer"], part["target"], strict=True)) == ALL_PAIRS
+    prediction = table[table["experiment"] == "prediction_quality"]
+    counted = prediction.groupby(["layer", "method", "metric"]).size().unstack()
+    assert len(counted) == (N_LAYERS + 1) * 2
+    assert (counted["precision"] == 3).all()
+    assert (counted["surprisal"] == 1).all()
+    assert set(table["n"]) == {N_VALIDATION}
+
+    origin = json.loads((out / "results.json").read_text())
+    assert origin["maps"]["data"]["seed"] == origin["validation"]["seed"] == 3
+    assert (origin["maps"]["data"]["n"], origin["maps"]["n_samples"]) == (N_TRAIN, N_TRAIN)
+    assert origin["validation"]["n"] == N_VALIDATION
+    assert origin["software"]["matlens"] == matlens.__version__
+    assert origin["software"]["torch"] == torch.__version__
+    assert origin["command"] == f"matlens run {' '.join(inputs)} --out {out} --seed 3"
+
+    for layer in range(N_LAYERS + 1):
+        (line,) = [line for line in outcome.out.splitlines() if line.startswith(f"│ {layer} ")]
+        shown = [float(cell) for cell in line.split("│")[2:-1] if cell.strip() not in ("", "–")]
+        wanted = printed(table, layer)
+        assert shown == pytest.approx(wanted, abs=0.00051)
+    for figure in FIGURES:
+        assert str(out / figure) in outcome.out
+
+
+def printed(table: pd.DataFrame, layer: int) -> list[float]:
+    """What the printed row of a layer should hold, read from the table one value at a time."""
+    values = []
+    for metric in ("r2", "precision", "surprisal"):
+        for method in ("mat", "id"):
+            rows = table[(table["layer"] == layer) & (table["target"] == N_LAYERS)]
+            rows = rows[(rows["metric"] == metric) & (rows["method"] == method)]
+            values += list(rows[rows["k"].isin([1]) | rows["k"].isna()]["value"])
+    return values
+
+
+def test_run_equals_the_commands_one_after_the_other(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path
+) -> None:
+    whole, steps = tmp_path / "whole", tmp_path / "steps"
+    assert run_matlens("run", *inputs, "--out", whole).code == 0
+    for command in (
+        ["collect", *inputs, "--out", steps],
+        ["fit", steps],
+        ["evaluate", steps, "--device", "cpu"],
+        ["plot", steps],
+    ):
+        assert run_matlens(*command).code == 0
+    assert (whole / "results.csv").read_bytes() == (steps / "results.csv").read_bytes()
+    assert without_command(files(whole)) == without_command(files(steps))
+
+
+def test_running_again_does_no_work_for_what_is_finished(
+    run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worked(*_: object, **__: object) -> None:
+        raise RuntimeError("work was done")
+
+    content = without_command(files(finished))
+    times = {path: path.stat().st_mtime_ns for part in ("train", "validation", "maps")
+             for path in (finished / part).iterdir()}  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(collecting, "_run", worked)
+        with pytest.raises(RuntimeError, match="work was done"):
+            run_matlens("run", *inputs, "--out", tmp_path / "new")
+        patch.setattr(workflow, "fit_samples", worked)
+        assert run_matlens("run", *inputs, "--out", finished).code == 0
+    assert without_command(files(finished)) == content
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ("all", ALL_PAIRS),
+        ("last", [(0, 3), (1, 3), (2, 3)]),
+        ("0:3,1:3", [(0, 3), (1, 3)]),
+        ("2:3, 0:1 ,0:3", [(2, 3), (0, 1), (0, 3)]),
+        ("-4:-1", [(0, 3)]),
+        ("-3:3,0:-2", [(1, 3), (0, 2)]),
+    ],
+)
+def test_pairs(
+    run_matlens: Matlens, inputs: list[str], finished: Path, pairs: str, expected: list[tuple[int, int]]
+) -> None:
+    every = results(finished)
+    shutil.rmtree(finished / "maps")
+    outcome = run_matlens("run", *inputs, "--out", finished, "--pairs", pairs)
+    assert outcome.code == 0
+    chosen = [(f"h.{source}", f"h.{target}") for source, target in expected]
+    assert list(matlens.MapSet.load(finished / "maps")) == chosen
+    # The same numbers as among all pairs, and no others.
+    keys = ["experiment", "method", "layer", "target", "metric", "k"]
+    fitted = every["metric"] == "r2"
+    pair_of = pd.Series(list(zip(every["layer"], every["target"], strict=True)), index=every.index)
+    shown = {source for source, target in expected if target == N_LAYERS} | {N_LAYERS}
+    wanted = every[(fitted & pair_of.isin(expected)) | (~fitted & every["layer"].isin(shown))]
+    pd.testing.assert_frame_equal(
+        results(finished).sort_values(keys, ignore_index=True), wanted.sort_values(keys, ignore_index=True)
+    )
+    rows = [line.split("│")[1].strip() for line in outcome.out.splitlines() if line.startswith("│")]
+    assert rows == [str(layer) for layer in sorted(shown)]
+
+
+def test_all_positions(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
+    assert run_matlens("run", *inputs, "--out", tmp_path / "all", "--positions", "all").code == 0
+    train = matlens.Activations.load(tmp_path / "all" / "train")
+    drawn = matlens.Activations.load(finished / "train")
+    assert train.n_rows == int(train.examples.lengths.sum()) > N_TRAIN
+    at_positions = torch.from_numpy(train.examples.offsets[:-1] + train.examples.positions)
+    for layer in range(N_LAYERS + 1):
+        torch.testing.assert_close(train[layer][at_positions], drawn[layer])
+    # Evaluated on one position a sentence, the same ones, so that the numbers compare.
+    assert without_command(files(tmp_path / "all" / "validation")) == without_command(
+        files(finished / "validation")
+    )
+    new, old = results(tmp_path / "all"), results(finished)
+    assert list(new["n"]) == list(old["n"])
+    assert mat_r2(new, 0, 3) > mat_r2(old, 0, 3)  # ten times the samples
+    assert json.loads((tmp_path / "all/results.json").read_text())["maps"]["n_samples"] == train.n_rows
+
+
+def mat_r2(table: pd.DataFrame, source: int, target: int) -> float:
+    part = table[(table["layer"] == source) & (table["target"] == target) & (table["metric"] == "r2")]
+    return float(part[part["method"] == "mat"]["value"].iloc[0])
+
+
+def test_intercept_and_ridge(run_matlens: Matlens, finished: Path) -> None:
+    x = np.load(finished / "train" / "h.0.npy").astype(np.float64)
+    y = np.load(finished / "train" / "h.3.npy").astype(np.float64)
+    before = mat_r2(results(finished), 0, 3)
+
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("fit", finished, "--ridge", 0.5).code == 0
+    assert run_matlens("evaluate", finished, "--device", "cpu").code == 0
+    ridge = matlens.MapSet.load(finished / "maps")[0, 3]
+    expected = np.linalg.solve(x.T @ x + 0.5 * np.eye(x.shape[1]), x.T @ y).T
+    np.testing.assert_allclose(ridge.weight, expected, rtol=1e-4, atol=1e-5)
+    assert ridge.bias is None
+    after = mat_r2(results(finished), 0, 3)
+    assert abs(after - before) > 1e-3
+
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("fit", finished, "--intercept").code == 0
+    assert run_matlens("evaluate", finished, "--device", "cpu").code == 0
+    affine = matlens.MapSet.load(finished / "maps")[0, 3]
+    ones = np.concatenate([np.ones((len(x), 1)), x], axis=1)
+    solution = np.linalg.lstsq(ones, y, rcond=None)[0]
+    assert affine.bias is not None
+    np.testing.assert_allclose(affine.bias, solution[0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(affine.weight, solution[1:].T, rtol=1e-3, atol=1e-4)
+    assert mat_r2(results(finished), 0, 3) not in (before, after)
+    assert json.loads((finished / "results.json").read_text())["maps"]["intercept"] is True
+
+
+def test_run_hands_the_penalty_and_the_intercept_on(
+    run_matlens: Matlens, inputs: list[str], finished: Path
+) -> None:
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("run", *inputs, "--out", finished, "--intercept", "--ridge", 0.5).code == 0
+    together = files(finished / "maps")
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("fit", finished, "--intercept", "--ridge", 0.5).code == 0
+    assert without_command(files(finished / "maps")) == without_command(together)
+    origin = json.loads((finished / "results.json").read_text())["maps"]
+    assert (origin["intercept"], origin["ridge"]) == (True, 0.5)
+
+
+def test_the_seed_decides(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("again", 1)):
+        assert run_matlens("run", *inputs, "--out", tmp_path / name, "--seed", seed).code == 0
+    one, again, zero = (results(folder) for folder in (tmp_path / "one", tmp_path / "again", finished))
+    assert without_command(files(tmp_path / "one")) == without_command(files(tmp_path / "again"))
+    of_maps = (one["method"] == "mat") & (one["metric"] == "r2")
+    assert (one[of_maps]["value"] != zero[of_maps]["value"]).all()
+    pd.testing.assert_frame_equal(one, again)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_special_tokens_of_bert(
+    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path, skip: bool
+) -> None:
+    command = [
+        "run",
+        "--model",
+        model_folder("bert"),
+        "--corpus",
+        corpus,
+        *sizes(),
+        "--out",
+        tmp_path / "out",
+    ]
+    assert run_matlens(*command, *(["--skip-special"] if skip else [])).code == 0
+    examples = matlens.Activations.load(tmp_path / "out" / "train").examples
+    at_the_ends = (examples.positions == 0) | (examples.positions == examples.lengths - 1)
+    assert at_the_ends.any() != skip
+    read = examples.tokens[examples.offsets[:-1][~at_the_ends]]
+    assert len(set(read)) == 1  # [CLS] is read all the same
+
+
+def test_batches_change_nothing(
+    run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "batched"
+    assert run_matlens("run", *inputs, "--out", out, "--batch-tokens", 30).code == 0
+    assert json.loads((out / "train/config.json").read_text())["request"]["batch_tokens"] == 30
+    for part in ("train", "validation"):
+        ours, theirs = (matlens.Activations.load(folder / part) for folder in (out, finished))
+        np.testing.assert_array_equal(ours.examples.tokens, theirs.examples.tokens)
+        for site in theirs:
+            torch.testing.assert_close(ours[site], theirs[site], rtol=1e-4, atol=1e-6)
+    pd.testing.assert_frame_equal(results(out), results(finished), rtol=1e-2, atol=1e-3)
+
+
+def test_collect_goes_on_between_the_parts(
+    run_matlens: Matlens, inputs: list[str], finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = without_command(files(finished))
+    shutil.rmtree(finished / "validation")
+    batches: list[int] = []
+    run = collecting._run
+
+    def counted(model: Any, batch: Any, *rest: Any) -> Any:
+        batches.append(len(batch.index))
+        return run(model, batch, *rest)
+
+    monkeypatch.setattr(collecting, "_run", counted)
+    assert run_matlens("collect", *inputs, "--out", finished).code == 0
+    assert sum(batches) == N_VALIDATION
+    assert without_command(files(finished)) == content
+
+
+def test_fit_tells_what_it_has_written(run_matlens: Matlens, finished: Path) -> None:
+    shutil.rmtree(finished / "maps")
+    outcome = run_matlens("fit", finished, "--pairs", "last")
+    assert outcome.code == 0
+    assert f"{N_LAYERS} maps in {finished / 'maps'}" in outcome.out
+
+
+def test_plot_draws_from_the_table_alone(run_matlens: Matlens, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    shutil.copy(finished / "results.csv", tmp_path / "alone")
+    assert run_matlens("plot", tmp_path / "alone").code == 0
+    drawn = without_command(files(tmp_path / "alone"))
+    assert set(drawn) == FIGURES | {"results.csv"}
+    assert drawn.items() <= without_command(files(finished)).items()
+
+
+def test_evaluate_takes_a_model_that_has_moved(
+    run_matlens: Matlens, inputs: list[str], gpt2: Path, tmp_path: Path
+) -> None:
+    moved, out = tmp_path / "moved", tmp_path / "out"
+    shutil.copytree(gpt2, tmp_path / "here")
+    inputs = [str(tmp_path / "here") if item == str(gpt2) else item for item in inputs]
+    assert run_matlens("run", *inputs, "--out", out).code == 0
+    table = (out / "results.csv").read_bytes()
+    (tmp_path / "here").rename(moved)
+    assert_refused(run_matlens("evaluate", out), str(tmp_path / "here"))
+    assert run_matlens("evaluate", out, "--model", moved, "--device", "cpu").code == 0
+    assert (out / "results.csv").read_bytes() == table
+
+
+@pytest.mark.parametrize("command", ["run", "collect", "fit", "evaluate", "plot"])
+def test_help(run_matlens: Matlens, command: str) -> None:
+    outcome = run_matlens(command, "--help")
+    assert outcome.code == 0
+    assert f" {command} [OPTIONS]" in outcome.out
+    assert command in run_matlens("--help").out
+
+
+def test_interrupting_is_no_error(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collecting, "_run", interrupt)
+        outcome = run_matlens("collect", *inputs, "--out", tmp_path / "out")
+    assert outcome.code == 130
+    assert "Run the same command again" in outcome.err
+    assert run_matlens("collect", *inputs, "--out", tmp_path / "out").code == 0
+
+
+# --- what it refuses --------------------------------------------------------------------------------
+
+
+def test_model_that_is_not_there(run_matlens: Matlens, corpus: Path, tmp_path: Path) -> None:
+    for name in ("no-such-model", "nobody/no-such-model", "./no-such-folder", tmp_path / "absent.gguf"):
+        outcome = run_matlens("run", "--model", name, "--corpus", corpus, *sizes(), "--out", tmp_path / "out")
+        assert_refused(outcome, str(name), "Expected", ".gguf file")
+        assert state(tmp_path / "out") is None
+
+
+def _without_config(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder
+
+
+def _corrupt_gguf(folder: Path) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(range(200)))
+    return path
+
+
+def _truncated_weights(folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return folder
+
+
+def _no_weights(folder: Path) -> Path:
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def _broken_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text("{")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_without_config, ["holds no config.json", "Expected a Hugging Face model folder"]),
+        (_corrupt_gguf, ["could not be loaded", "Expected a complete model", "Is the file whole"]),
+        (_truncated_weights, ["could not be loaded", "Expected a complete model", "Is the file whole"]),
+        (_no_weights, ["could not be loaded", "model.safetensors", "Expected a complete model"]),
+        (_broken_tokenizer, ["could not be loaded", "Expected a complete model"]),
+    ],
+)
+def test_model_that_is_damaged(
+    run_matlens: Matlens,
+    gpt2: Path,
+    corpus: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], Path],
+    told: list[str],
+) -> None:
+    name = damage(Path(shutil.copytree(gpt2, tmp_path / "model")))
+    outcome = run_matlens("run", "--model", name, "--corpus", corpus, *sizes(), "--out", tmp_path / "out")
+    assert_refused(outcome, str(name), *told)
+    assert state(tmp_path / "out") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, ["there is no file or folder", "Give one of the samples"]),
+        (b"", ["is empty", "Give a source with sentences in it"]),
+        (b"too short\n\n", ["has no sentence to use", "1 shorter than 5 words"]),
+        (b"only this one sentence here\n", ["asked for 60+20 sentences", "has 1:", "ask for fewer"]),
+        (b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n", ["is not UTF-8: line 2", "iconv"]),
+    ],
+)
+def test_corpus_that_cannot_be_used(
+    run_matlens: Matlens, gpt2: Path, tmp_path: Path, content: bytes | None, told: list[str]
+) -> None:
+    path = tmp_path / "corpus.txt"
+    if content is not None:
+        path.write_bytes(content)
+    outcome = run_matlens("run", "--model", gpt2, "--corpus", path, *sizes(), "--out", tmp_path / "out")
+    assert_refused(outcome, str(path), *told)
+    assert state(tmp_path / "out") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--train", 90, "--val", 20], ["asked for 90+20 sentences", "has 100", "ask for fewer"]),
+        (["--limit", 70], ["asked for 60+20 sentences", "has 70"]),
+        (["--val", 1], ["'--val'", "greater than or equal to 2"]),
+        (["--train", 0], ["'--train'", "greater than or equal to 1"]),
+        (["--seed", -1], ["'--seed'", "greater than or equal to 0"]),
+        (["--seed", "x"], ["'--seed'"]),
+        (["--ridge", -0.1], ["'--ridge'", "greater than or equal to 0"]),
+        (["--batch-tokens", 0], ["'--batch-tokens'"]),
+        (["--positions", "some"], ["'--positions'", "drawn", "all"]),
+        (["--dtype", "int8"], ["'--dtype'", "float32", "bfloat16"]),
+        (["--device", "abacus"], ["The device abacus cannot be used here", "Expected cpu, cuda or mps"]),
+        (["--no-such-option"], ["--no-such-option"]),
+        (["--pairs", "3"], ["--pairs 3", "expected all, last, or a list such as 0:12,6:12"]),
+        (["--pairs", ""], ["--pairs", "expected all, last, or a list"]),
+        (["--pairs", "first"], ["--pairs first", "expected all, last, or a list"]),
+        (["--pairs", "0:1:2"], ["--pairs 0:1:2", "expected all, last, or a list"]),
+        (["--pairs", "0:3,,1:3"], ["--pairs 0:3,,1:3", "expected all, last, or a list"]),
+        (["--pairs", "0:h"], ["--pairs 0:h", "expected all, last, or a list"]),
+        (["--pairs", "0:4"], ["4 is not a layer of the stream", "expected 0 to 3"]),
+        (["--pairs", "-5:3"], ["-5 is not a layer of the stream", "expected 0 to 3"]),
+        (["--pairs", "2:1"], ["from layer 2 to layer 1", "the source must lie before the target"]),
+        (["--pairs", "1:-3"], ["from layer 1 to layer 1", "the source must lie before the target"]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if "--" in str(value[0]) else "",
+)
+def test_option_that_makes_no_sense(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, options: list[object], told: list[str]
+) -> None:
+    outcome = run_matlens("run", *inputs, *options, "--out", tmp_path / "out")
+    assert_refused(outcome, *told)
+    assert "could not be loaded" not in outcome.err  # not the model's fault
+    assert state(tmp_path / "out") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--pairs", "1"], ["--pairs 1", "expected all, last, or a list"]),
+        (["--pairs", "0:9"], ["9 is not a layer of the stream", "expected 0 to 3"]),
+        (["--pairs", "3:0"], ["the source must lie before the target"]),
+        (["--ridge", "-1"], ["'--ridge'", "greater than or equal to 0"]),
+        (["--ridge", "nan"], ["ridge"]),
+    ],
+)
+def test_fit_refuses(
+    run_matlens: Matlens, finished: Path, options: Sequence[str], told: Sequence[str]
+) -> None:
+    shutil.rmtree(finished / "maps")
+    before = state(finished)
+    assert_refused(run_matlens("fit", finished, *options), *told)
+    assert state(finished) == before
+
+
+def test_vectors_that_are_not_finite(run_matlens: Matlens, corpus: Path, gpt2: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(gpt2, tmp_path / "large"))
+    weights = load_file(model / "model.safetensors")
+    for layer in (0, 1):  # each fits into float16, their sum does not
+        weights[f"transformer.h.{layer}.mlp.c_proj.bias"][5] = 40000.0
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    command = ["run", "--model", model, "--corpus", corpus, *sizes(), "--out", tmp_path / "out"]
+    outcome = run_matlens(*command, "--dtype", "float16")
+    assert_refused(outcome, "h.2 are not finite", "float16", "bfloat16 or float32")
+    assert state(tmp_path / "out") is None
+    assert run_matlens(*command, "--dtype", "bfloat16").code == 0
+
+
+@pytest.mark.parametrize("place", ["file/out", "file", "/proc/out", "/dev/null/out"])
+def test_output_folder_that_cannot_be_written(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    outcome = run_matlens("run", *inputs, "--out", tmp_path / place)
+    assert_refused(outcome, str(tmp_path / place), "cannot be written", "Expected a folder that you may")
+    assert state(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("part", ["train", "validation", "maps"])
+def test_output_folder_with_other_files(
+    run_matlens: Matlens, inputs: list[str], finished: Path, part: str
+) -> None:
+    shutil.rmtree(finished / part)
+    (finished / part / "deep").mkdir(parents=True)
+    (finished / part / "deep" / "mine.txt").write_text("mine")
+    before = state(finished)
+    assert_refused(run_matlens("run", *inputs, "--out", finished), str(finished / part), "holds other files")
+    assert state(finished) == before
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--seed", 5], ["seed: 0 there, 5 now"]),
+        (["--train", 40], ["n: 60 there, 40 now"]),
+        (["--positions", "all"], ["positions: drawn there, all now"]),
+        (["--batch-tokens", 64], ["batch_tokens: 2048 there, 64 now"]),
+        (["--dtype", "bfloat16"], ["dtype: float32 there, bfloat16 now"]),
+    ],
+    ids=lambda value: str(value[0]),
+)
+def test_output_folder_of_another_collection(
+    run_matlens: Matlens,
+    inputs: list[str],
+    finished: Path,
+    options: list[object],
+    told: list[str],
+    unfinished: bool,
+) -> None:
+    if unfinished:
+        break_off(finished / "train")
+    before = state(finished)
+    outcome = run_matlens("run", *inputs, "--out", finished, *options)
+    if "--batch-tokens" in options and not unfinished:  # what is finished does not depend on it
+        assert outcome.code == 0
+        return
+    assert_refused(outcome, str(finished / "train"), "belongs to another job", *told)
+    assert state(finished) == before
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--ridge", "0.5"], "ridge: 0.0 there, 0.5 now"),
+        (["--intercept"], "intercept: False there, True now"),
+        (["--pairs", "last"], "pairs"),
+    ],
+    ids=["ridge", "intercept", "pairs"],
+)
+def test_maps_of_another_fit(
+    run_matlens: Matlens, finished: Path, options: list[str], told: str, unfinished: bool
+) -> None:
+    if unfinished:
+        break_off(finished / "maps")
+    before = state(finished)
+    outcome = run_matlens("fit", finished, *options)
+    assert_refused(outcome, str(finished / "maps"), "belongs to another job", told, "remove")
+    assert state(finished) == before
+
+
+def break_off(folder: Path) -> None:
+    """Leave a folder as a killed command does."""
+    (folder / "config.json").rename(folder / "unfinished.json")
+
+
+def test_maps_of_another_model(
+    run_matlens: Matlens, inputs: list[str], gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(gpt2, model)
+    inputs = [str(model) if item == str(gpt2) else item for item in inputs]
+    assert run_matlens("collect", *inputs, "--out", out).code == 0
+    assert run_matlens("fit", out).code == 0
+    before = state(out)
+
+    weights = load_file(model / "model.safetensors")
+    weights["transformer.h.1.ln_1.weight"] *= 1.5
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    outcome = run_matlens("evaluate", out)
+    assert_refused(outcome, str(model), "fitted on the model", "fingerprint", "fit maps for this model")
+    assert_refused(run_matlens("run", *inputs, "--out", out), "belongs to another job", "fingerprint")
+    assert state(out) == before
+    assert run_matlens("evaluate", out, "--model", gpt2, "--device", "cpu").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "part", "told"),
+    [
+        (["fit"], "train", "no finished activations"),
+        (["evaluate"], "maps", "no finished maps"),
+        (["plot"], "results.csv", "'matlens evaluate' writes it"),
+    ],
+    ids=["fit", "evaluate", "plot"],
+)
+def test_folder_that_is_not_there(
+    run_matlens: Matlens, tmp_path: Path, command: list[str], part: str, told: str
+) -> None:
+    outcome = run_matlens(*command, tmp_path / "absent")
+    assert_refused(outcome, str(tmp_path / "absent" / part), told)
+    assert state(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "part"), [("fit", "train"), ("evaluate", "validation"), ("evaluate", "maps")]
+)
+def test_folder_that_is_unfinished(run_matlens: Matlens, finished: Path, command: str, part: str) -> None:
+    break_off(finished / part)
+    if command == "fit":
+        shutil.rmtree(finished / "maps")
+    before = state(finished)
+    outcome = run_matlens(command, finished)
+    assert_refused(outcome, str(finished / part), "was broken off", "Run the same command again")
+    assert state(finished) == before
+
+
+@pytest.mark.parametrize("command", ["run", "fit", "evaluate"])
+@pytest.mark.parametrize("content", [b"", b"junk", b"half"], ids=str)
+def test_maps_that_are_damaged(
+    run_matlens: Matlens, inputs: list[str], finished: Path, command: str, content: bytes
+) -> None:
+    path = finished / "maps" / "h.1.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
+    before = state(finished)
+    arguments = [*inputs, "--out", finished] if command == "run" else [finished]
+    outcome = run_matlens(command, *arguments)
+    # Fitting alone does not mend it: a finished folder is left as it is.
+    assert_refused(
+        outcome, str(path), "cannot be read as safetensors", f"removing the folder {finished / 'maps'}"
+    )
+    assert state(finished) == before
+
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("fit", finished).code == 0
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["h.1.npy", "tokens.npy"])
+@pytest.mark.parametrize("kept", [0, 60, 200])
+def test_collection_that_is_damaged(run_matlens: Matlens, finished: Path, name: str, kept: int) -> None:
+    shutil.rmtree(finished / "maps")
+    path = finished / "train" / name
+    path.write_bytes(path.read_bytes()[:kept])
+    before = state(finished)
+    outcome = run_matlens("fit", finished)
+    assert_refused(outcome, str(finished / "train"), "is damaged", "Remove that folder")
+    assert state(finished) == before
+
+
+@pytest.mark.parametrize(
+    "content", ["", "junk", "{}", "[]", '{"request": 3}', '{"request": {"holds": "maps"}}']
+)
+@pytest.mark.parametrize("command", ["run", "evaluate"])
+def test_configuration_that_is_damaged(
+    run_matlens: Matlens, inputs: list[str], finished: Path, command: str, content: str
+) -> None:
+    (finished / "maps" / "config.json").write_text(content)
+    before = state(finished)
+    arguments = [*inputs, "--out", finished] if command == "run" else [finished]
+    assert_refused(run_matlens(command, *arguments), str(finished / "maps"))
+    assert state(finished) == before
+
+
+def _cut(text: str, kept: float) -> str:
+    return text[: int(len(text) * kept)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "\0\1\2",
+        lambda text: COLUMNS + "\n",
+        lambda text: text.replace("metric", "measure"),
+        lambda text: _cut(text, 0.05),
+        lambda text: _cut(text, 0.5),
+        lambda text: text.replace(",0,1,r2", ",x,1,r2"),
+        lambda text: text.replace(",1,r2", ",,r2"),
+        lambda text: text.replace(",r2,,", ",r2,,x"),
+        lambda text: text.replace(",mat,", ",mut,"),
+        lambda text: text.replace(",precision,10,", ",precision,ten,"),
+    ],
+    ids=[
+        "empty",
+        "binary",
+        "no-rows",
+        "column",
+        "cut-5",
+        "cut-50",
+        "layer",
+        "no-target",
+        "value",
+        "method",
+        "k",
+    ],
+)
+def test_table_that_is_damaged(run_matlens: Matlens, finished: Path, damage: Callable[[str], str]) -> None:
+    path = finished / "results.csv"
+    whole = path.read_text()
+    path.write_text(damage(whole))
+    assert path.read_text() != whole
+    before = state(finished)
+    assert_refused(run_matlens("plot", finished), str(path), "'matlens evaluate' writes it")
+    assert state(finished) == before
+
+
+# --- a disk that is full ----------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size: the system refuses the write, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))  # Python ignores SIGXFSZ from the start
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+NO_ROOM = ["There is no room on the disk", "Free some, or write elsewhere"]
+
+
+@pytest.mark.parametrize("n_bytes", [0, 100, 2000, 5000])
+def test_no_room_for_a_collection(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, n_bytes: int
+) -> None:
+    with largest_file(n_bytes):
+        outcome = run_matlens("run", *inputs, "--out", tmp_path / "new" / "out")
+    assert_refused(outcome, *NO_ROOM, str(tmp_path / "new" / "out"))
+    assert state(tmp_path) == {}
+
+
+def test_no_room_for_the_second_part(run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path) -> None:
+    command = ["collect", "--model", gpt2, "--corpus", corpus, *sizes(10, 60), "--out", tmp_path / "out"]
+    with largest_file(5000):
+        assert_refused(run_matlens(*command), *NO_ROOM, str(tmp_path / "out" / "validation"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
+    assert matlens.Activations.load(tmp_path / "out" / "train").n_rows == 10
+    assert run_matlens(*command).code == 0
+
+
+def test_no_room_while_a_collection_goes_on(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up late: the system refuses a row in the middle."""
+    pwrite, n_calls = os.pwrite, 0
+
+    def refusing(*arguments: Any) -> int:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > 100:
+            raise OSError(28, "No space left on device")
+        return pwrite(*arguments)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refusing)
+        assert_refused(run_matlens("collect", *inputs, "--batch-tokens", 40, "--out", out), *NO_ROOM)
+    assert n_calls > 100
+    assert state(out) is None
+
+
+def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it comes out of a loop whose progress is shown."""
+
+    def work() -> None:
+        rows = iter(tqdm(range(3), desc="slow work"))  # held by this frame, so by the exception's traceback
+        raise InputError(f"No row {next(rows)}.")
+
+    with pytest.raises(SystemExit) as ended:
+        app.speaking(work)
+    assert ended.value.code == 2
+    assert "slow work" in (said := capsys.readouterr().err)
+    assert said.endswith("\nerror: No row 0.\n")
+
+
+def test_no_room_for_maps(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
+    whole = without_command(files(finished / "maps"))
+    shutil.rmtree(finished / "maps")
+    before = state(finished)
+    with largest_file(10_000):  # the first source, with three maps, is too large; the others are not
+        assert_refused(run_matlens("fit", finished), *NO_ROOM, str(finished / "maps"))
+        assert state(finished) == before
+        pairs = ["--pairs", "2:3,1:3,0:1,0:2,0:3"]  # here it comes last
+        assert_refused(run_matlens("run", *inputs, "--out", finished, *pairs), *NO_ROOM)
+        assert state(finished) == before
+    assert run_matlens("fit", finished).code == 0
+    assert without_command(files(finished / "maps")) == whole
+
+
+@pytest.mark.parametrize("first_time", [True, False])
+def test_no_room_for_results(run_matlens: Matlens, finished: Path, first_time: bool) -> None:
+    if first_time:
+        for name in ("results.csv", "results.json"):
+            (finished / name).unlink()
+    before = state(finished)
+    with largest_file(1000):
+        assert_refused(run_matlens("evaluate", finished, "--device", "cpu"), *NO_ROOM, str(finished))
+    assert state(finished) == before
+
+
+@pytest.mark.parametrize("written_before", [0, 1])
+@pytest.mark.parametrize("first_time", [True, False])
+def test_results_are_written_together_or_not_at_all(
+    run_matlens: Matlens,
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first_time: bool,
+    written_before: int,
+) -> None:
+    for name in ("results.csv", "results.json"):
+        (finished / name).unlink() if first_time else (finished / name).write_text("old")
+    before = state(finished)
+    fsync, n_calls = os.fsync, 0
+
+    def refusing(descriptor: int) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > written_before:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refusing)
+        assert_refused(run_matlens("evaluate", finished, "--device", "cpu"), *NO_ROOM)
+    assert n_calls == written_before + 1
+    assert state(finished) == before
+
+
+def test_no_room_for_figures(run_matlens: Matlens, finished: Path) -> None:
+    for name in FIGURES:
+        (finished / name).unlink()
+    before = state(finished)
+    with largest_file(10_000):
+        assert_refused(run_matlens("plot", finished), *NO_ROOM, str(finished))
+    assert state(finished) == before

@@ -1,0 +1,148 @@
+"""Perplexity is the exponential of Hugging Face's own loss, sentence by sentence, changed models included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, MASKED, assert_near
+from scipy import stats
+from test_ffn_baselines import by_formula
+from test_ffn_control import CHOSEN, by_hand
+
+import matlens
+from matlens import InputError
+from matlens.control.baselines import SelfDebiasing
+from matlens.control.control import controlled
+from matlens.control.perplexity import Losses, perplexity_estimate, perplexity_ratio, sentence_losses
+from matlens.corpora.corpus import Corpus
+
+Models = Callable[[str], Any]
+DECODERS = [name for name in ARCHITECTURES if name not in MASKED]
+
+
+@torch.inference_mode()
+def plain_losses(plain: Any, tokenizer: Any, corpus: Corpus) -> Losses:
+    """From the loss that Hugging Face gives for labels, one sentence at a time."""
+    lost, counted = [], []
+    for sentence in corpus.sentences:
+        ids = torch.tensor([tokenizer(sentence)["input_ids"]])
+        counted.append(ids.shape[1] - 1)
+        lost.append(float(plain(ids, labels=ids).loss) * counted[-1])
+    return Losses(np.array(lost), np.array(counted))
+
+
+def assert_alike(ours: Losses, theirs: Losses) -> None:
+    np.testing.assert_array_equal(ours.counted, theirs.counted)
+    np.testing.assert_allclose(ours.lost, theirs.lost, rtol=2e-5)
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["unchanged", "controlled"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_it_is_hugging_faces_loss(
+    name: str, control: bool, small_model: Models, plain_model: Models, sentences: Corpus
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    with by_hand(name, plain, CHOSEN if control else {}):
+        expected = plain_losses(plain, model.tokenizer, sentences)
+    with controlled(model, CHOSEN, CHOSEN) if control else nullcontext():
+        found = [sentence_losses(model, sentences, batch_tokens=n, progress=False) for n in (1, 70, 10_000)]
+    for ours in found:
+        assert_alike(ours, expected)
+    total = math.exp(expected.lost.sum() / expected.counted.sum())
+    assert perplexity_estimate(found[0]).value == pytest.approx(total, rel=1e-4)
+    assert perplexity_estimate(found[0]).n == 40
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_under_self_debiasing_it_is_that_of_the_formulas_probabilities(
+    name: str, small_model: Models, plain_model: Models, sentences: Corpus
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    few = Corpus("few", sentences.sentences[:4], 4, 0, 0, 0)
+    debiasing = SelfDebiasing(["threat", "profanity"], decay=2000.0)
+    lost = []
+    for sentence in few.sentences:
+        ids = model.tokenizer(sentence)["input_ids"]
+        total = 0.0
+        for place in range(1, len(ids)):
+            rows = []
+            for prefix in ("", *debiasing.prefixes):
+                read = [*model.tokenizer(prefix)["input_ids"], *ids[:place]]
+                with torch.inference_mode():
+                    rows.append(plain(torch.tensor([read])).logits[0, -1].double().tolist())
+            total -= math.log(by_formula(rows[0], rows[1:], 2000.0, 0.01)[ids[place]])
+        lost.append(total)
+    for batch_tokens in (1, 1000):
+        ours = sentence_losses(model, few, debiasing=debiasing, batch_tokens=batch_tokens, progress=False)
+        np.testing.assert_allclose(ours.lost, lost, rtol=1e-4)
+    unchanged = sentence_losses(model, few, progress=False)
+    assert not np.allclose(unchanged.lost, lost, rtol=1e-3)
+
+
+def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("neox")
+    own = sentence_losses(model, sentences, progress=False)
+    debiased = sentence_losses(model, sentences, debiasing=SelfDebiasing(decay=0.0), progress=False)
+    np.testing.assert_allclose(own.lost, debiased.lost, rtol=1e-5)
+
+
+# Intervals
+
+
+def test_the_interval_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
+    rng = np.random.default_rng(0)
+    hits, n = 0, 400
+    for _ in range(n):
+        counted = rng.integers(5, 40, 60)
+        lost = rng.normal(3 * counted, 2 * np.sqrt(counted) + 0.2 * counted)
+        found = perplexity_estimate(Losses(lost, counted))
+        hits += found.low < math.exp(3) < found.high
+    assert stats.binomtest(hits, n, 0.95).pvalue > 0.01
+
+
+def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
+    rng = np.random.default_rng(1)
+    counted = rng.integers(5, 40, 50)
+    base = Losses(rng.normal(3, 1, 50) * counted, counted)
+    changed = Losses(base.lost + rng.normal(0.3, 0.05, 50) * counted, counted)
+    ratio = perplexity_ratio(changed, base)
+    assert ratio.value == pytest.approx(perplexity_estimate(changed).value / perplexity_estimate(base).value)
+    assert ratio.low < ratio.value < ratio.high
+    assert ratio.high / ratio.low < perplexity_estimate(base).high / perplexity_estimate(base).low
+    same = perplexity_ratio(base, base)
+    assert (same.value, same.low, same.high) == (1, 1, 1)
+    lonely = perplexity_estimate(Losses(np.array([3.0]), np.array([2])))
+    assert lonely.value == pytest.approx(math.exp(1.5))
+    assert math.isnan(lonely.low)
+
+
+# What cannot be read
+
+
+def test_what_has_no_perplexity_is_told(
+    small_model: Models, sentences: Corpus, model_folder: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match="predicts masked tokens, not the next one, so it has no perplexity"):
+        sentence_losses(small_model("bert"), sentences)
+    with pytest.raises(InputError, match="No sentence has two tokens"):
+        sentence_losses(small_model("llama"), Corpus("one", ("w1",), 1, 0, 0, 0))
+    broken = matlens.load(str(model_folder("llama")), device="cpu")
+    with torch.no_grad():
+        broken.original_model.get_output_embeddings().weight.fill_(math.nan)
+    with pytest.raises(InputError, match="not finite"):
+        sentence_losses(broken, sentences)
+
+
+def test_half_precision_is_read_in_full(
+    model_folder: Callable[[str], Any], plain_model: Models, sentences: Corpus
+) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.bfloat16)
+    found = sentence_losses(model, sentences, progress=False)
+    expected = plain_losses(plain_model("gpt2"), model.tokenizer, sentences)
+    assert_near(torch.from_numpy(found.lost), torch.from_numpy(expected.lost), 1e-2)

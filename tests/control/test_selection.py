@@ -1,0 +1,78 @@
+"""Value vectors are chosen by what a grader says of their top tokens, and chance is the seed's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from conftest import N_LAYERS, make_tokenizer
+from test_ffn_updates import plain_values
+
+from matlens import InputError
+from matlens.control.selection import draw_harmless, grade_values, most_harmless
+from matlens.ffn.projection import Projection, TopTokens, top_tokens_of_all
+from matlens.ffn.values import ValueVectors
+
+
+def score(texts: Sequence[str]) -> list[float]:
+    """Share of words with an even number."""
+    return [sum(word[-1] in "02468" for word in text.split()) / len(text.split()) for text in texts]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_the_top_tokens_of_every_value_vector_are_graded_together(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    values = ValueVectors(model)
+    graded = grade_values(
+        values,
+        top_tokens_of_all(values, Projection.from_model(model), k=5, progress=False),
+        model.tokenizer,
+        score,
+    )
+    assert len(graded) == len(values)
+    tokenizer, e = make_tokenizer(bert=name == "bert"), plain.get_output_embeddings().weight.detach()
+    for layer in range(N_LAYERS):
+        own = graded[graded["layer"] == layer]
+        for row, v in zip(own.itertuples(), plain_values(name, plain, layer), strict=True):
+            words = [tokenizer.decode([t]) or f"<{t}>" for t in (e @ v).topk(5).indices.tolist()]
+            assert row.value == f"L{layer}D{row[3]}"
+            assert row.text == " ".join(words)
+            assert row.score == score([row.text])[0]
+
+
+@pytest.fixture
+def graded() -> pd.DataFrame:
+    return pd.DataFrame({"value": [f"L0D{i}" for i in range(100)], "score": [i / 100 for i in range(100)]})
+
+
+def test_the_harmless_are_drawn_below_the_threshold_by_the_seed(graded: pd.DataFrame) -> None:
+    shuffled = graded.sample(frac=1, random_state=1)
+    chosen = [draw_harmless(shuffled, 5, seed=seed)["value"].tolist() for seed in range(40)]
+    assert chosen[0] == draw_harmless(shuffled, 5, seed=0)["value"].tolist()
+    assert all(len(set(one)) == 5 for one in chosen)
+    assert {value for one in chosen for value in one} == {f"L0D{i}" for i in range(10)}
+    assert set(draw_harmless(graded, 30, below=0.3)["value"]) == {f"L0D{i}" for i in range(30)}
+
+
+def test_the_most_harmless_come_in_their_order(graded: pd.DataFrame) -> None:
+    found = most_harmless(graded.sample(frac=1, random_state=2), 3)
+    assert found["value"].tolist() == ["L0D0", "L0D1", "L0D2"]
+
+
+def test_more_than_there_are_cannot_be_chosen(
+    graded: pd.DataFrame, small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match=r"11 value vectors were asked for, and 10 have a score below 0\.1"):
+        draw_harmless(graded, 11)
+    for n in (0, 101):
+        with pytest.raises(InputError, match=f"{n} value vectors were asked for, and 100 have a score"):
+            most_harmless(graded, n)
+    few = TopTokens(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
+    model = small_model("llama")
+    with pytest.raises(InputError, match="Top tokens of 4 vectors for 144 value vectors"):
+        grade_values(ValueVectors(model), few, model.tokenizer, score)

@@ -1,0 +1,90 @@
+"""Prompts are read as they stand in their files, and what is wrong with a line is told with its number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matlens import InputError
+from matlens.corpora.prompts import read_prompts
+
+ROWS = [
+    {"filename": "a.txt", "prompt": {"text": "You are such a", "toxicity": 0.2}, "challenging": True},
+    {"prompt": {"text": " My neighbour is "}, "challenging": False},
+    {"prompt": {"text": ""}, "challenging": True},
+    {"prompt": {"text": None}, "challenging": False},
+    {"prompt": "plain text", "challenging": True, "question": "Why?"},
+]
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_prompts_of_json_lines_are_in_their_field_or_in_its_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "prompts.jsonl", [*ROWS, "", "  "])
+    assert read_prompts(path) == ["You are such a", "My neighbour is", "plain text"]
+    assert read_prompts(str(path), challenging=True) == ["You are such a", "plain text"]
+    other = written(tmp_path / "others.JSONL", [{"question": "Why?"}, {"question": "How?"}])
+    assert read_prompts(other, field="question") == ["Why?", "How?"]
+
+
+def test_a_text_has_a_prompt_in_every_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text('\ufeffYou are such a \n\n\t\n{"prompt": 1}\r\nYou are such a', encoding="utf-8")
+    assert read_prompts(path) == ["You are such a", '{"prompt": 1}', "You are such a"]
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", ['{"prompt": "a \\ud83d b"}'])
+    assert read_prompts(path) == ["a \ufffd b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "told"),
+    [
+        ([ROWS[0], "{"], {}, r"line 2 of .*p\.jsonl' is not JSON"),
+        ([ROWS[0], "", "[1]"], {}, r"line 3 of .* is a JSON list: expected one JSON object a line"),
+        ([ROWS[0], "null"], {}, r"line 2 of .* is a JSON NoneType"),
+        ([ROWS[0], {"text": "x"}], {}, r"line 2 of .* has no field 'prompt', it has text\..*--field"),
+        ([ROWS[0], {"prompt": {"toxicity": 1}}], {}, r"'prompt' in line 2 of .* has no field 'text'"),
+        ([ROWS[0], {"prompt": 7}], {}, r"line 2 of .* has int in 'prompt': expected text"),
+        ([ROWS[0], {"prompt": {"text": ["x"]}}], {}, r"'prompt' in line 2 of .* has list in 'text'"),
+        ([ROWS[0], {"prompt": "x"}], {"challenging": True}, r"line 2 of .* has None in 'challenging'"),
+        ([{"prompt": "x", "challenging": 1}], {"challenging": True}, "has 1 in 'challenging'. Expected true"),
+        ([{"prompt": " "}], {}, "has no prompt in its 1 lines"),
+        ([ROWS[1]], {"challenging": True}, "has no challenging prompt in its 1 lines"),
+        ([], {}, "has no prompt in its 0 lines"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_told(
+    rows: list[Any], options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "p.jsonl", rows)
+    with pytest.raises(InputError, match=told):
+        read_prompts(path, **options)
+
+
+def test_files_that_hold_no_prompts_are_told(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.txt", tmp_path):
+        with pytest.raises(InputError, match=r"There is no file .* Expected prompts: a text with one a line"):
+            read_prompts(path)
+    text = tmp_path / "p.txt"
+    text.write_text("hello")
+    with pytest.raises(InputError, match="is a text, which marks no prompt as challenging"):
+        read_prompts(text, challenging=True)
+    text.write_bytes(b"hello\n\xff")
+    with pytest.raises(InputError, match="is not UTF-8: line 2, byte 6"):
+        read_prompts(text)
+
+
+def test_the_prompts_that_come_along_are_many_and_different() -> None:
+    folder = Path(__file__).parents[1] / "analyses" / "prompts"
+    prompts = read_prompts(folder / "provocations.txt")
+    assert len(prompts) == len(set(prompts)) >= 100
+    banned = read_prompts(folder / "banned.txt")
+    assert len(banned) == len(set(banned))

@@ -1,0 +1,278 @@
+"""Clusters of a model's value vectors: scikit-learn's, kept in a folder, and told as written out by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, LAYERS, N_LAYERS, SITE_MODULES, make_tokenizer
+from sklearn.cluster import AgglomerativeClustering
+from sklearn.metrics import adjusted_rand_score
+
+import matlens
+from matlens import InputError
+from matlens.ffn.agglomeration import distances_gib
+from matlens.ffn.clusters import Clusters, cluster_table
+from matlens.ffn.projection import Projection
+from matlens.ffn.values import ValueVectors
+from matlens.study.ffn import clustered
+
+COMPUTING = "matlens.ffn.clusters.agglomerate"
+
+
+def plain_unit_vectors(name: str, plain: Any) -> np.ndarray:
+    """All value vectors of a plain model at length 1, layer after layer, in float64."""
+    weights = []
+    for block in plain.get_submodule(LAYERS[name][0]):
+        weight = block.get_submodule(SITE_MODULES[name]["ffn_post"][0]).weight.detach().double()
+        weights.append(weight if name == "gpt2" else weight.T)
+    vectors = torch.cat(weights).numpy()
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def made(values: ValueVectors, labels: list[int]) -> Clusters:
+    """Clusters that are given."""
+    model = {"name": values.model_name, "fingerprint": values.fingerprint}
+    return Clusters(np.array(labels), {"method": "exact", "model": model, "n_clusters": max(labels) + 1})
+
+
+def changed(
+    model_folder: Callable[[str], Path], tmp_path: Path, change: Callable[[Any], None]
+) -> ValueVectors:
+    """Value vectors of a small gpt2 whose output matrices are changed."""
+    import transformers
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder("gpt2"))
+    with torch.no_grad():
+        change([block.mlp.c_proj.weight for block in plain.transformer.h])
+    plain.save_pretrained(tmp_path / "changed")
+    make_tokenizer().save_pretrained(tmp_path / "changed")
+    return ValueVectors(matlens.load(str(tmp_path / "changed"), device="cpu"))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_clusters_of_a_model_are_those_of_its_plain_weights(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    values, unit = ValueVectors(small_model(name)), plain_unit_vectors(name, plain_model(name))
+    distances = 1 - unit @ unit.T
+    for n_clusters in (1, 2, 40, len(unit) - 1):
+        options = {"metric": "precomputed", "linkage": "average"}
+        theirs = AgglomerativeClustering(n_clusters=n_clusters, **options).fit_predict(distances)
+        ours = Clusters.fit(values, n_clusters, progress=False)
+        assert ours.method == "exact"
+        assert len(ours) == n_clusters == len(ours.sizes)
+        assert adjusted_rand_score(theirs, ours.labels) == 1
+        assert ours.sizes.tolist() == sorted(np.bincount(theirs).tolist(), reverse=True)
+    alone = Clusters.fit(values, len(values), progress=False)
+    assert alone.labels.tolist() == list(range(len(values)))
+
+
+@pytest.mark.parametrize(("n_clusters", "told"), [(0, "0 clusters of 384"), (385, "385 clusters of 384")])
+def test_clusters_are_one_to_as_many_as_vectors(
+    n_clusters: int, told: str, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=rf"{told} value vectors: expected 1 to 384"):
+        Clusters.fit(ValueVectors(small_model("gpt2")), n_clusters, folder=tmp_path / "clusters")
+    assert not (tmp_path / "clusters").exists()
+
+
+def test_the_method_and_its_reason_are_told_before_the_work(
+    small_model: Callable[[str], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = ValueVectors(small_model("gpt2"))
+    needed = distances_gib(len(values))
+    exact = Clusters.fit(values, 9, memory=needed)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("Clustering 384 value vectors, exactly: the distances of exact clusters take ")
+    assert f"GiB, at most the {needed:g} they may." in said.err
+    near = Clusters.fit(values, 9, memory=0)
+    assert "by near neighbours" in (said := capsys.readouterr().err)
+    assert "more than the 0 they may" in said
+    assert (exact.method, near.method) == ("exact", "neighbours")
+    assert adjusted_rand_score(exact.labels, near.labels) < 1
+    monkeypatch.setattr(COMPUTING, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Clusters.fit(values, 9)
+    assert "Clustering 384" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        Clusters.fit(values, 9, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(0.0, "L1D5 is zero or not finite"), (float("nan"), "L1D5"), (float("inf"), "L1D5")]
+)
+def test_a_vector_without_a_direction_is_named(
+    value: float,
+    told: str,
+    small_model: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    values = ValueVectors(small_model("gpt2"))
+    plain = ValueVectors.layer
+
+    def layer(self: ValueVectors, number: int) -> torch.Tensor:
+        vectors = plain(self, number).clone()
+        if number == 1:
+            vectors[5] = value
+            vectors[7, 3] = value
+        return vectors
+
+    monkeypatch.setattr(ValueVectors, "layer", layer)
+    with pytest.raises(InputError, match=rf"{told}.*nor do {0 if value == 0 else 1} more"):
+        Clusters.fit(values, 9, folder=tmp_path / "new" / "clusters", progress=False)
+    assert not (tmp_path / "new").exists()
+
+
+def test_short_vectors_count_as_much_as_long_ones(
+    model_folder: Callable[[str], Path], small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    def shorter(weights: list[Any]) -> None:
+        weights[0].mul_(1e-30)  # whose squares float32 cannot tell from zero
+        weights[1].mul_(1e3)
+
+    plain = Clusters.fit(ValueVectors(small_model("gpt2")), 30, progress=False)
+    scaled = Clusters.fit(changed(model_folder, tmp_path, shorter), 30, progress=False)
+    assert adjusted_rand_score(plain.labels, scaled.labels) == 1
+
+
+# Kept in a folder
+
+
+def test_what_is_kept_is_not_computed_again(
+    small_model: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values, folder = ValueVectors(small_model("llama")), tmp_path / "deep" / "clusters"
+    first = Clusters.fit(values, 20, folder=folder)
+    alone = Clusters.fit(values, 20, progress=False)
+    capsys.readouterr()
+    monkeypatch.setattr(COMPUTING, lambda *_: 1 / 0)
+    again, loaded = Clusters.fit(values, 20, folder=folder), Clusters.load(folder)
+    assert capsys.readouterr().err == ""
+    for other in (again, loaded, alone):
+        assert other.labels.tolist() == first.labels.tolist()
+        assert other.method == first.method == "exact"
+        assert other.provenance == first.provenance
+    assert first.provenance["model"]["fingerprint"] == values.fingerprint
+    told = json.loads((folder / "config.json").read_text())
+    assert told["software"]["scikit-learn"]
+    assert told["command"]
+
+
+def test_the_output_folder_has_a_place_for_each_job(
+    small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [("llama", 20, 4.0), ("llama", 20, 0.0), ("llama", 21, 4.0), ("bert", 20, 4.0)]
+    found = [clustered(ValueVectors(small_model(name)), tmp_path, n, memory=gib) for name, n, gib in jobs]
+    assert len(list((tmp_path / "clusters").iterdir())) == len(jobs)
+    monkeypatch.setattr(COMPUTING, lambda *_: 1 / 0)
+    for (name, n, gib), first in zip(jobs, found, strict=True):
+        again = clustered(ValueVectors(small_model(name)), tmp_path, n, memory=gib)
+        assert again.labels.tolist() == first.labels.tolist()
+        assert again.method == ("exact" if gib else "neighbours")
+
+
+def test_a_folder_of_another_job_is_refused(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    values = ValueVectors(small_model("llama"))
+    Clusters.fit(values, 20, folder=tmp_path / "clusters", progress=False)
+    before = (tmp_path / "clusters" / "labels.npy").read_bytes()
+    for other, n, gib, told in [
+        (ValueVectors(small_model("gpt2")), 20, 4, "belongs to another job .*fingerprint"),
+        (values, 21, 4, "belongs to another job .n_clusters: 20 there, 21 now"),
+        (values, 20, 0, "belongs to another job .method: exact there, neighbours now"),
+    ]:
+        with pytest.raises(InputError, match=told):
+            Clusters.fit(other, n, memory=gib, folder=tmp_path / "clusters", progress=False)
+    assert (tmp_path / "clusters" / "labels.npy").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["short", "empty", "text", "gone", "missing cluster", "square"])
+def test_damaged_clusters_are_told(damage: str, small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    values = ValueVectors(small_model("llama"))
+    Clusters.fit(values, 20, folder=tmp_path, progress=False)
+    file = tmp_path / "labels.npy"
+    labels = np.load(file)
+    if damage == "short":
+        file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "gone":
+        file.unlink()
+    elif damage in ("missing cluster", "square"):
+        np.save(file, np.where(labels == 3, 4, labels) if damage == "missing cluster" else labels[None])
+    else:
+        file.write_text("" if damage == "empty" else "labels")
+    for open_it in (lambda: Clusters.load(tmp_path), lambda: Clusters.fit(values, 20, folder=tmp_path)):
+        with pytest.raises(InputError, match=r"are damaged: .*Remove that folder and cluster again"):
+            open_it()
+
+
+def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no finished clusters"):
+        Clusters.load(tmp_path / "absent")
+    Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
+    config = tmp_path / "clusters" / "config.json"
+    shutil.copy(config, tmp_path / "before.json")
+    config.write_text(config.read_text().replace('"holds": "clusters"', '"holds": "maps"'))
+    with pytest.raises(InputError, match="does not hold clusters of matlens"):
+        Clusters.load(tmp_path / "clusters")
+
+
+# What is told of them
+
+
+def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> None:
+    values = ValueVectors(small_model("llama"))  # 3 layers of 48
+    clusters = made(values, [row % 5 for row in range(len(values))])
+    assert clusters.members(2).tolist() == list(range(2, len(values), 5))
+    assert [values.at(row).layer for row in clusters.members(4)[[0, -1]]] == [0, N_LAYERS - 1]
+    assert clusters.holding(values, ["L1D0", "L0D4", "L-1D-2", (0, 8)]) == [3, 4, 2]
+    for wrong in (-1, 5):
+        with pytest.raises(InputError, match=f"no cluster {wrong}: expected 0 to 4"):
+            clusters.members(wrong)
+    with pytest.raises(InputError, match="Index 48 of L0D48 is out of range"):
+        clusters.holding(values, ["L0D48"])
+
+
+def test_clusters_of_another_model_are_refused(small_model: Callable[[str], Any]) -> None:
+    values, other = ValueVectors(small_model("llama")), ValueVectors(small_model("gemma3"))
+    clusters = made(values, [0] * len(values))
+    for use in (clusters.holding, clusters.directions):
+        with pytest.raises(InputError, match=r"clusters of the model .*llama.* this model's is"):
+            use(other, ["L0D0"] if use == clusters.holding else [0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_the_table_is_the_one_written_out(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    values, unit = ValueVectors(model), plain_unit_vectors(name, plain)
+    labels = [0] * len(values)
+    labels[7] = labels[values.d_mlp + 2] = labels[values.d_mlp + 5] = 1
+    labels[-1] = 2
+    found = cluster_table(values, Projection.from_model(model), made(values, labels), [2, 1], n_tokens=4)
+    assert found["cluster"].tolist() == [2, 1]
+    assert found["size"].tolist() == [1, 3]
+    assert found["layers"].tolist() == [1, 2]
+    assert found[["first_layer", "last_layer"]].values.tolist() == [[N_LAYERS - 1] * 2, [0, 1]]
+    assert found["members"].tolist() == [f"L{N_LAYERS - 1}D{values.d_mlp - 1}", "L0D7 L1D2 L1D5"]
+    own = unit[[7, values.d_mlp + 2, values.d_mlp + 5]]
+    pairs = [own[i] @ own[j] for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert np.isnan(found["cosine"][0])
+    assert found["cosine"][1] == pytest.approx(np.mean(pairs), abs=1e-6)
+    embedding = plain.get_output_embeddings().weight.detach().double().numpy()
+    for vector, texts in zip((unit[-1], own.mean(0)), found["tokens"], strict=True):
+        best = np.argsort(-(embedding @ vector))[:4].tolist()
+        names = zip(best, model.tokenizer.convert_ids_to_tokens(best), strict=True)
+        assert texts == ", ".join(f"<{token}>" if name is None else name for token, name in names)

@@ -1,0 +1,345 @@
+"""Events and their tables are those that loops over the examples find, written from the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import ARCHITECTURES, N_LAYERS, assert_near
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from matlens import InputError, collect, make_examples
+from matlens.activations.sinks import sink_rows
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.ffn.events import (
+    event_scores,
+    find_events,
+    find_saturation,
+    find_updates,
+    saturation_frequency,
+    update_scores,
+)
+from matlens.ffn.projection import Projection
+from matlens.ffn.scores import lift, odds
+from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.ffn.values import ValueVectors
+from matlens.lens.quality import COLUMNS
+
+METRICS = {"max": max, "mean": lambda values: sum(values) / len(values), "min": min}
+REFERENCE = {
+    "update": "before",
+    "stays": "before",
+    "falls": "before",
+    "saturation": "final",
+    "elimination": "before",
+}
+
+
+def make_trace(
+    before: Tensor, after: Tensor, rank: Tensor, *, k: int = 2, seed: int = 0, norm: Tensor | None = None
+) -> Trace:
+    """A trace of given candidates and ranks, ``[n, n_layers]``, with random scores."""
+    n, n_layers = before.shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def random() -> Tensor:
+        return torch.randn(n, n_layers * k, generator=generator)
+
+    rows = {"before": before.float(), "after": after.float(), "rank": rank.float()}
+    rows |= {"norm": torch.ones(n, n_layers) if norm is None else norm}
+    for group in GROUPS:
+        rows |= {f"index.{group}": random().abs().floor(), f"coefficient.{group}": random()}
+        rows |= {f"score.{group}.{reference}": random() for reference in REFERENCES}
+    examples = Examples(np.arange(2 * n), 2 * np.arange(n + 1), np.ones(n, int), {"corpus": "words", "n": n})
+    model = {"n_layers": n_layers, "base_model_name_or_path": "some/model", "fingerprint": "none"}
+    return Trace(rows, examples, {"model": model, "data": examples.provenance, "k": k})
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, min_layers: int = 1) -> Trace:
+    """Few tokens, so that candidates come back often; ranks that are 0 where the candidate stays."""
+    n, n_layers = draw(st.integers(1, 6)), draw(st.integers(min_layers, 4))
+    tokens = st.lists(st.integers(0, 2), min_size=n * n_layers, max_size=n * n_layers)
+    before, after = (torch.tensor(draw(tokens)).view(n, n_layers) for _ in range(2))
+    ranks = torch.tensor(draw(tokens)).view(n, n_layers) + 1
+    return make_trace(
+        before, after, ranks.where(before != after, torch.zeros_like(ranks)), k=draw(st.integers(1, 3))
+    )
+
+
+# The definition, in loops
+
+
+def made_at(trace: Trace, example: int) -> tuple[int, str]:
+    """The layer from which on the predicted token is always the candidate, and what brought it there."""
+    final = int(trace.after[example, trace.n_layers - 1])
+    layer, by = trace.n_layers - 1, "ffn"
+    for l in reversed(range(trace.n_layers)):
+        if int(trace.after[example, l]) != final:
+            break
+        layer, by = l, "ffn"
+        if int(trace.before[example, l]) != final:
+            break
+        layer, by = l, "attention"
+    return layer, by
+
+
+def eliminated_at(trace: Trace, example: int) -> int | None:
+    """The layer whose FFN leaves its candidate on the lowest rank, if one falls at all."""
+    worst, at = 0, None
+    for layer in range(trace.n_layers):
+        if int(trace.rank[example, layer]) > worst:
+            worst, at = int(trace.rank[example, layer]), layer
+    return at
+
+
+def all_updates(trace: Trace) -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in REFERENCE}
+    for example in range(len(trace)):
+        for layer in range(trace.n_layers):
+            found["update"].append((example, layer))
+            found["falls" if int(trace.rank[example, layer]) > 0 else "stays"].append((example, layer))
+        layer, by = made_at(trace, example)
+        if by == "ffn":
+            found["saturation"].append((example, layer))
+        eliminated = eliminated_at(trace, example)
+        if eliminated is not None:
+            found["elimination"].append((example, eliminated))
+    return found
+
+
+@settings(deadline=None, max_examples=300)
+@given(traces())
+def test_predictions_are_made_where_a_loop_finds_it(trace: Trace) -> None:
+    made = find_saturation(trace)
+    for example in range(len(trace)):
+        layer, by = made_at(trace, example)
+        assert int(made.layer[example]) == layer
+        assert bool(made.by_ffn[example]) == (by == "ffn")
+
+
+@settings(deadline=None, max_examples=300)
+@given(traces())
+def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
+    expected = all_updates(trace)
+    found = find_updates(trace)
+    assert list(found) == list(REFERENCE)
+    for name, own in found.items():
+        assert list(zip(own.example.tolist(), own.layer.tolist(), strict=True)) == expected[name]
+        assert own.reference == REFERENCE[name]
+    assert list(find_events(trace)) == ["saturation", "elimination"]
+
+
+def test_an_example_that_can_be_followed_by_eye() -> None:
+    """dog is made at the FFN of layer 1; cow, which falls to the fifth place, is eliminated at layer 0."""
+    cow, cat, dog = 0, 1, 2
+    before = torch.tensor([[cow, cat, dog], [dog, dog, dog], [cat, cow, dog], [cat, cow, dog]])
+    after = torch.tensor([[cat, dog, dog], [dog, dog, dog], [cow, cat, dog], [cow, dog, dog]])
+    rank = torch.tensor([[4, 1, 0], [0, 0, 0], [2, 2, 0], [3, 9, 0]])
+    trace = make_trace(before, after, rank)
+    made = find_saturation(trace)
+    assert made.layer.tolist() == [1, 0, 2, 1]
+    assert made.by_ffn.tolist() == [True, False, False, True]
+    found = find_events(trace)
+    assert found["saturation"].example.tolist() == [0, 3]
+    assert found["saturation"].layer.tolist() == [1, 1]
+    assert found["elimination"].example.tolist() == [0, 2, 3]
+    assert found["elimination"].layer.tolist() == [0, 0, 1]  # the first of equals in the second of them
+
+
+# Tables
+
+
+def expected_value(
+    trace: Trace, places: list[tuple[int, int]], group: str, reference: str, metric: str
+) -> list[float]:
+    return [METRICS[metric](trace.score[group, reference][place].tolist()) for place in places]
+
+
+def some(rows: list[bool] | None, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return places if rows is None else [place for place in places if rows[place[0]]]
+
+
+@settings(deadline=None, max_examples=150)
+@given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
+def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | None) -> None:
+    places = {name: some(rows, found) for name, found in all_updates(trace).items()}
+    assume(places["saturation"] and places["elimination"])
+    table = event_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
+    assert list(table) == ["event", *COLUMNS]
+    assert len(table) == 2 * 2 * 3
+    assert not table.duplicated(["event", "method", "metric"]).any()
+    for row in table.itertuples():
+        own = places[row.event]
+        values = expected_value(trace, own, row.method, REFERENCE[row.event], row.metric)
+        assert row.value == pytest.approx(sum(values) / len(values), rel=1e-5, abs=1e-6)
+        assert row.layer == pytest.approx(sum(layer for _, layer in own) / len(own))
+        assert (row.n, row.k, row.experiment) == (len(own), trace.k, "events")
+        assert (row.model, row.corpus) == ("some/model", "words")
+        assert np.isnan(row.low) if row.n == 1 else row.low <= row.value <= row.high
+
+
+@settings(deadline=None, max_examples=100)
+@given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
+def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
+    trace: Trace, rows: list[bool] | None
+) -> None:
+    assume(rows is None or any(rows[: len(trace)]))
+    table = update_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
+    places = {name: some(rows, found) for name, found in all_updates(trace).items()}
+    there = {(name, layer) for name, found in places.items() for _, layer in found}
+    assert set(zip(table["event"], table["layer"], strict=True)) == there
+    assert not table.duplicated(["event", "layer", "method", "metric"]).any()
+    for row in table.itertuples():
+        metric, _, percent = row.metric.partition("_p")
+        own = [place for place in places[row.event] if place[1] == row.layer]
+        values = expected_value(trace, own, row.method, REFERENCE[row.event], metric)
+        if percent:
+            assert row.event == "update"
+            expected = float(np.percentile(values, int(percent)))
+        else:
+            expected = sum(values) / len(values)
+        assert row.value == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert (row.n, row.target) == (len(own), row.layer)
+    quantiles = {f"{metric}_p{percent}" for metric in METRICS for percent in ("05", "50", "95")}
+    assert set(table[table["event"] == "update"]["metric"]) == {*METRICS, *quantiles}
+
+
+@settings(deadline=None, max_examples=150)
+@given(traces())
+def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) -> None:
+    table = saturation_frequency(trace)
+    assert list(table) == list(COLUMNS)
+    assert len(table) == 3 * trace.n_layers
+    made = [made_at(trace, example) for example in range(len(trace))]
+    for row in table.itertuples():
+        hits = [layer == row.layer and row.method in ("either", by) for layer, by in made]
+        assert row.value == pytest.approx(sum(hits) / len(hits))
+        assert row.low <= row.value <= row.high
+        assert (row.metric, row.n) == ("share", len(trace))
+    shares = table.groupby("method")["value"].sum()
+    assert shares["either"] == pytest.approx(1)
+    assert shares["ffn"] + shares["attention"] == pytest.approx(1)
+
+
+def test_a_model_of_one_layer_has_its_events_there() -> None:
+    trace = make_trace(torch.tensor([[0], [1]]), torch.tensor([[1], [1]]), torch.tensor([[7], [0]]))
+    table = event_scores(trace)
+    assert set(table["layer"]) == {0}
+    assert set(table["n"]) == {1}
+    shares = saturation_frequency(trace).set_index("method")["value"]
+    assert shares.to_dict() == {"either": 1.0, "ffn": 0.5, "attention": 0.5}
+    assert set(update_scores(trace)["event"]) == set(REFERENCE)
+
+
+# Nothing to tell
+
+
+def test_no_event_is_told_by_name() -> None:
+    """Where every candidate is there from the start, nothing is made by an FFN and nothing falls."""
+    same = torch.zeros(3, 2, dtype=torch.long)
+    with pytest.raises(
+        InputError, match=r"no saturation event among 3 examples: no FFN makes a prediction for good"
+    ):
+        event_scores(make_trace(same, same, same))
+    # The first candidate falls and comes back by attention; the second falls for good, at the first layer.
+    before, after = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[1, 1], [1, 1]])
+    trace = make_trace(before, after, torch.tensor([[0, 0], [2, 0]]))
+    assert len(event_scores(trace)) == 12
+    with pytest.raises(InputError, match=r"no saturation event among 1 examples"):
+        event_scores(trace, rows=torch.tensor([True, False]))
+    # Candidates that tie for the top change without a rank.
+    trace = make_trace(before, after, torch.zeros(2, 2))
+    with pytest.raises(
+        InputError, match=r"no elimination event among 2 examples: no FFN takes a candidate from the top"
+    ):
+        event_scores(trace)
+    assert set(update_scores(trace)["event"]) == {"update", "stays", "saturation"}
+
+
+def test_sinks_are_the_examples_with_a_huge_vector() -> None:
+    norm = torch.tensor([[1.0, 2.0], [1.1, 41.0], [0.9, 2.1], [21.0, 2.0], [1.0, 39.0]])
+    tokens = torch.zeros(5, 2, dtype=torch.long)
+    trace = make_trace(tokens, tokens, tokens, norm=norm)
+    assert trace.sinks.tolist() == [False, False, False, True, False]  # the medians are 1 and 2.1
+    norm[1, 1] = 42.1
+    assert make_trace(tokens, tokens, tokens, norm=norm).sinks.tolist() == [False, True, False, True, False]
+
+
+def test_sinks_of_a_trace_are_those_of_the_collected_stream(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    model = small_model("gpt2")
+    examples = make_examples(model, sentences)
+    trace = Trace.run(model, examples, k=2, progress=False)
+    vectors = collect(model, examples, [f"h.{layer + 1}" for layer in range(N_LAYERS)], progress=False)
+    for layer in range(N_LAYERS):
+        assert_near(trace.norm[:, layer], vectors[f"h.{layer + 1}"].norm(dim=1))
+    assert torch.equal(trace.sinks, sink_rows(vectors))
+
+
+# Scores beside others
+
+
+@pytest.fixture
+def real(small_model: Callable[[str], Any], sentences: Corpus) -> Callable[[str], tuple[Any, Trace]]:
+    def of(name: str) -> tuple[Any, Trace]:
+        model = small_model(name)
+        return model, Trace.run(model, make_examples(model, sentences).head(8), k=3, progress=False)
+
+    return of
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_lift_and_odds_are_differences_of_the_projections_scores(
+    name: str, real: Callable[[str], tuple[Any, Trace]]
+) -> None:
+    model, trace = real(name)
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    lifted, against = lift(trace, model), odds(trace, model)
+    assert set(lifted) == set(against) == set(trace.score)
+    for example in range(len(trace)):
+        for layer in range(trace.n_layers):
+            place = example, layer
+            before, after = int(trace.before[place]), int(trace.after[place])
+            final = int(trace.final[example])
+            for group in GROUPS:
+                vectors = values.layer(layer)[trace.index[group][place]]
+                of_all = projection.scores(trace.coefficient[group][place][:, None] * vectors).double()
+                scale = 1e-5 * float(of_all.abs().max())
+                for reference, token, rival in (("before", before, after), ("final", final, before)):
+                    expected = (of_all[:, token] - of_all.mean(1), of_all[:, token] - of_all[:, rival])
+                    for ours, theirs in zip((lifted, against), expected, strict=True):
+                        torch.testing.assert_close(
+                            ours[group, reference][place].double(), theirs, rtol=0, atol=scale
+                        )
+
+
+def test_other_scores_of_the_same_events_go_into_the_same_tables(
+    real: Callable[[str], tuple[Any, Trace]],
+) -> None:
+    model, trace = real("gptj")
+    lifted = lift(trace, model)
+    for make in (event_scores, update_scores):
+        plain, other = make(trace), make(trace, scores=lifted)
+        same = [column for column in plain if column not in ("value", "low", "high")]
+        pd.testing.assert_frame_equal(plain[same], other[same])
+        assert not np.allclose(plain["value"], other["value"], rtol=1e-3)
+        doubled = make(trace, scores={key: 2 * scores for key, scores in trace.score.items()})
+        np.testing.assert_allclose(doubled["value"], 2 * plain["value"], rtol=1e-6)
+
+
+def test_scores_beside_others_want_the_model_that_was_traced(
+    real: Callable[[str], tuple[Any, Trace]], small_model: Callable[[str], Any]
+) -> None:
+    _, trace = real("llama")
+    for of in (lift, odds):
+        with pytest.raises(InputError, match="The trace is of another model than"):
+            of(trace, small_model("gemma2"))

@@ -1,0 +1,400 @@
+"""Extreme sub-updates, their clusters and groups are those that plain loops over a trace find."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import LAYERS, N_LAYERS, SITE_MODULES, plain_vectors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from matlens import InputError, make_examples
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
+from matlens.ffn.clusters import Clusters
+from matlens.ffn.extremes import cluster_activity, drawn_sub_updates, extreme_sub_updates, usual_threshold
+from matlens.ffn.groups import final_confidence, group_table, place_table
+from matlens.ffn.projection import TOP, Projection
+from matlens.ffn.scores import lift
+from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.ffn.values import ValueVectors
+from matlens.lens.quality import COLUMNS
+
+N, K, D_MLP = (
+    14,
+    4,
+    48,
+)  # examples, sub-updates of each update, and value vectors of a layer of the small llama
+
+
+def make_trace(values: ValueVectors, *, seed: int = 0, n_sinks: int = 2) -> Trace:
+    """A trace of a small model with given numbers; its first examples are at sinks."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = N, values.n_layers
+
+    def random() -> torch.Tensor:
+        return torch.randn(*shape, K, generator=generator)
+
+    norm = torch.ones(shape)
+    norm[:n_sinks, 1] = 1000
+    rank = torch.randint(0, 2, shape, generator=generator).float()
+    rows = {"before": torch.zeros(shape), "after": torch.zeros(shape), "rank": rank, "norm": norm}
+    for group in GROUPS:
+        index = torch.rand(*shape, values.d_mlp, generator=generator).topk(K).indices
+        rows |= {f"index.{group}": index.flatten(1).float(), f"coefficient.{group}": random().flatten(1)}
+        rows |= {f"score.{group}.{reference}": random().flatten(1) for reference in REFERENCES}
+    examples = Examples(np.arange(3 * N), 3 * np.arange(N + 1), np.arange(N) % 3, {"corpus": "words", "n": N})
+    model = {
+        "n_layers": values.n_layers,
+        "base_model_name_or_path": "some/model",
+        "fingerprint": values.fingerprint,
+    }
+    return Trace(rows, examples, {"model": model, "data": examples.provenance, "k": K})
+
+
+def make_clusters(values: ValueVectors, n_clusters: int, seed: int = 0) -> Clusters:
+    labels = np.random.default_rng(seed).permutation(np.arange(len(values)) % n_clusters)
+    model = {"name": values.model_name, "fingerprint": values.fingerprint}
+    return Clusters(labels, {"method": "exact", "model": model, "n_clusters": n_clusters})
+
+
+def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int, int, int, float, float]]:
+    found = []
+    for example in range(len(trace)):
+        for layer in range(trace.n_layers):
+            for i in range(trace.k):
+                score = float(scores["dominant", "before"][example, layer, i])
+                if score > threshold or score < -threshold:
+                    row = layer * D_MLP + int(trace.index["dominant"][example, layer, i])
+                    coefficient = float(trace.coefficient["dominant"][example, layer, i])
+                    found.append((example, layer, row, coefficient, score))
+    return found
+
+
+def as_rows(found: Any) -> list[tuple[Any, ...]]:
+    return [tuple(row) for row in zip(*(column.tolist() for column in found), strict=True)]
+
+
+@pytest.fixture
+def values(small_model: Callable[[str], Any]) -> ValueVectors:
+    return ValueVectors(small_model("llama"))
+
+
+@pytest.fixture
+def commonness() -> TokenFrequency:
+    """Half of the vocabulary does not occur, and 6 tokens are common."""
+    return TokenFrequency(np.repeat(np.arange(30), [20] * 6 + [5] * 24), 60)
+
+
+# Which are extreme
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.7, 1.5])
+def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVectors) -> None:
+    trace = make_trace(values)
+    expected = found_by_loop(trace, trace.score, threshold)
+    assert 0 < len(expected) < N * N_LAYERS * K
+    assert as_rows(extreme_sub_updates(trace, values, threshold=threshold)) == expected
+
+
+def test_scores_can_be_read_otherwise(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
+    trace = make_trace(values)
+    other = lift(trace, small_model("llama"))
+    ours = as_rows(extreme_sub_updates(trace, values, scores=other, threshold=1.2))
+    assert ours == found_by_loop(trace, other, 1.2)
+    assert ours != found_by_loop(trace, trace.score, 1.2)
+
+
+def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> None:
+    trace = make_trace(values)
+    size = sorted(abs(score) for _, _, _, _, score in found_by_loop(trace, trace.score, 0))
+    place = 0.99 * (len(size) - 1)
+    low, part = math.floor(place), place - math.floor(place)
+    threshold = usual_threshold(trace.score)
+    assert threshold == pytest.approx((1 - part) * size[low] + part * size[low + 1])
+    expected = found_by_loop(trace, trace.score, threshold)
+    assert len(expected) == 2  # of 168
+    assert as_rows(extreme_sub_updates(trace, values)) == expected
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_threshold_is_a_positive_number(threshold: float, values: ValueVectors) -> None:
+    with pytest.raises(InputError, match=rf"The threshold is {threshold}. Expected a positive number"):
+        extreme_sub_updates(make_trace(values), values, threshold=threshold)
+
+
+def test_a_threshold_that_nothing_passes_says_what_is_largest(values: ValueVectors) -> None:
+    trace = make_trace(values)
+    largest = float(trace.score["dominant", "before"].abs().max())
+    with pytest.raises(
+        InputError, match=rf"No score passes {largest:g} either way: the largest is {largest:g}"
+    ):
+        extreme_sub_updates(trace, values, threshold=largest)
+    trace.score["dominant", "before"][:] = 0
+    with pytest.raises(InputError, match="The threshold is 0"):
+        extreme_sub_updates(trace, values)
+
+
+def test_a_trace_of_another_model_is_refused(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
+    other = ValueVectors(small_model("gpt2"))
+    for use in (
+        lambda: extreme_sub_updates(make_trace(values), other),
+        lambda: drawn_sub_updates(make_trace(values), other, 3),
+    ):
+        with pytest.raises(InputError, match=r"The trace is of another model than .*gpt2"):
+            use()
+
+
+def test_sub_updates_are_drawn_evenly_and_by_the_seed(values: ValueVectors) -> None:
+    trace = make_trace(values)
+    every = found_by_loop(trace, trace.score, 0)
+    assert as_rows(drawn_sub_updates(trace, values, 10**6)) == every
+    draws = [as_rows(drawn_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
+    assert as_rows(drawn_sub_updates(trace, values, 20, seed=7)) == draws[7]
+    for draw in draws:
+        assert len(set(draw)) == 20
+        assert set(draw) <= set(every)
+        assert draw == sorted(draw, key=every.index)
+    times = Counter(row for draw in draws for row in draw)
+    assert len(times) == len(every)
+    assert max(times.values()) < 20  # 7 on average
+
+
+# How common tokens are
+
+
+def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:
+    """Written out: 4 + 3 of 12 are half, 4 are not."""
+    text = np.array([2, 2, 2, 2, 5, 5, 5, 0, 0, 3, 3, 7])
+    found = TokenFrequency(text, 9)
+    assert found.counts.tolist() == [2, 0, 4, 2, 0, 3, 0, 1, 0]
+    assert np.flatnonzero(found.common).tolist() == [2, 5]
+    common, unseen = found.shares(np.array([[2, 5, 0, 3], [2, 1, 4, 6], [8, 8, 8, 8]]))
+    assert common.tolist() == [0.5, 0.25, 0]
+    assert unseen.tolist() == [0, 0.75, 1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
+def test_half_of_the_text_is_common_and_no_token_too_many(text: list[int]) -> None:
+    common = set(np.flatnonzero(TokenFrequency(np.array(text), 9).common).tolist())
+    times = Counter(text)
+    made = sum(times[token] for token in common)
+    assert 2 * made >= len(text)
+    assert all(2 * (made - times[token]) < len(text) for token in common)
+    assert min(times[token] for token in common) >= max(
+        (times[token] for token in times if token not in common), default=0
+    )
+
+
+def test_the_text_is_all_sentences_of_the_corpus(
+    sentences: Corpus, small_model: Callable[[str], Any]
+) -> None:
+    tokenizer = small_model("bert").tokenizer  # which would add [CLS] and [SEP]
+    words = Counter(word for sentence in sentences.sentences for word in sentence.split())
+    found = TokenFrequency.from_corpus(sentences, tokenizer, 60)
+    assert {word: int(found.counts[tokenizer.convert_tokens_to_ids(word)]) for word in words} == words
+    assert found.counts.sum() == sum(words.values())
+
+
+def test_kinds_by_what_most_tokens_are() -> None:
+    common, unseen = np.array([0.5, 0.49, 0, 0, 1]), np.array([0.5, 0, 0.9, 0.89, 0])
+    assert frequency_kinds(common, unseen) == ["common", "other", "unlikely", "other", "common"]
+
+
+# Clusters of extreme sub-updates
+
+
+def plain_unit_vectors(plain: Any) -> np.ndarray:
+    blocks = plain.get_submodule(LAYERS["llama"][0])
+    modules = [block.get_submodule(SITE_MODULES["llama"]["ffn_post"][0]) for block in blocks]
+    vectors = torch.cat([module.weight.detach().double().T for module in modules]).numpy()
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clusters_and_signs_are_told_as_a_loop_finds_them(
+    seed: int,
+    values: ValueVectors,
+    commonness: TokenFrequency,
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+) -> None:
+    trace, clusters = make_trace(values, seed=seed), make_clusters(values, 6)
+    found = extreme_sub_updates(trace, values, threshold=0.9)
+    projection = Projection.from_model(small_model("llama"))
+    ours = cluster_activity(found, clusters, trace, values, projection, commonness)
+    unit = plain_unit_vectors(plain_model("llama"))
+    embedding = plain_model("llama").get_output_embeddings().weight.detach().double().numpy()
+    by_loop: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    expected = found_by_loop(trace, trace.score, 0.9)
+    for example, layer, row, coefficient, score in expected:
+        key = int(clusters.labels[row]), 1 if coefficient > 0 else -1
+        by_loop.setdefault(key, []).append((example, layer, score))
+    order = sorted(by_loop, key=lambda key: (-len(by_loop[key]), *key))
+    assert list(zip(ours["cluster"], ours["sign"], strict=True)) == order
+    assert {sign for _, sign in order} == {1, -1}
+    for told, (cluster, sign) in zip(ours.itertuples(), order, strict=True):
+        own = by_loop[cluster, sign]
+        rows = [row for row in range(len(values)) if clusters.labels[row] == cluster]
+        assert (told.size, told.extremes) == (len(rows), len(own))
+        assert told.share == pytest.approx(len(own) / len(expected))
+        assert told.raised == pytest.approx(sum(score > 0 for *_, score in own) / len(own))
+        assert told.at_sinks == pytest.approx(sum(example < 2 for example, *_ in own) / len(own))
+        assert told.examples == pytest.approx(len({example for example, *_ in own}) / N)
+        layers = [layer for _, layer, _ in own]
+        assert told.layer == pytest.approx(sum(layers) / len(layers))
+        assert (told.first_layer, told.last_layer) == (min(layers), max(layers))
+        assert told.members == " ".join(f"L{row // D_MLP}D{row % D_MLP}" for row in rows)
+        pairs = [unit[a] @ unit[b] for a in rows for b in rows if a < b]
+        assert told.cosine == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
+        top = np.argsort(-(embedding @ (sign * unit[rows].mean(0))))[:TOP].tolist()
+        assert told.common == pytest.approx(sum(token < 6 for token in top) / TOP)
+        assert told.unseen == pytest.approx(sum(token >= 30 for token in top) / TOP)
+        assert told.tokens.split(", ")[0] == small_model("llama").tokenizer.convert_ids_to_tokens(top[0])
+        assert told.kind == frequency_kinds(np.array([told.common]), np.array([told.unseen]))[0]
+
+
+# Groups
+
+
+def test_groups_are_told_as_a_loop_finds_them(
+    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
+) -> None:
+    trace, clusters = make_trace(values, seed=3), make_clusters(values, 30)
+    projection = Projection.from_model(small_model("llama"))
+    found, beside = extreme_sub_updates(trace, values, threshold=1.4), drawn_sub_updates(trace, values, 25)
+    tables = [
+        cluster_activity(each, clusters, trace, values, projection, commonness) for each in (found, beside)
+    ]
+    names = np.array(["unlikely", "common", "other"])
+    kind_of = pd.concat(tables)
+    kind_of["kind"] = names[(kind_of["cluster"] + (kind_of["sign"] > 0)) % 3]
+    confident = torch.linspace(0.1, 0.9, N)
+    ours = group_table(found, beside, kind_of, clusters, values, trace, confident)
+    assert list(ours.columns) == list(COLUMNS)
+    assert set(ours["method"]) == {"all", *KINDS}
+    assert set(ours["model"]) == {"some/model"}
+    assert set(ours["corpus"]) == {"words"}
+    assert set(ours["k"]) == {K}
+
+    def kind(row: int, coefficient: float) -> str:
+        return str(names[(clusters.labels[row] + (coefficient > 0)) % 3])
+
+    every = [(*one, kind(one[2], one[3])) for one in as_rows(found)]
+    others = [kind(row, coefficient) for _, _, row, coefficient, _ in as_rows(beside)]
+    for method in ("all", *KINDS):
+        part = ours[ours["method"] == method]
+        told = part.set_index("metric")
+        own = [one for one in every if method in ("all", one[-1])]
+        chosen = sorted({int(clusters.labels[row]) for _, _, row, *_ in own})
+        sizes = [int((clusters.labels == cluster).sum()) for cluster in chosen]
+        cosines = [
+            float(tables[0].set_index("cluster")["cosine"].groupby(level=0).first()[c]) for c in chosen
+        ]
+        layers = [layer for _, layer, *_ in own]
+        assert part["layer"].tolist() == pytest.approx([sum(layers) / len(layers)] * len(part))
+        expected = {
+            "share": (len(own) / len(every), len(every)),
+            "share_drawn": (sum(method in ("all", other) for other in others) / len(others), 25),
+            "clusters": (len(chosen), len(chosen)),
+            "vectors": (sum(sizes) / len(values), len(chosen)),
+            "cosine": (float(np.median(cosines)), len(chosen)),
+            "active": (len({row for _, _, row, *_ in own}) / len(values), len(own)),
+            "raised": (sum(score > 0 for _, _, _, _, score, _ in own) / len(own), len(own)),
+            "at_sinks": (sum(example < 2 for example, *_ in own) / len(own), len(own)),
+        }
+        active = {(example, layer) for example, layer, *_ in own if example >= 2}
+        idle = {(example, layer) for example in range(2, N) for layer in range(N_LAYERS)} - active
+        for name, quantity in (
+            ("place", lambda example, layer: trace.examples.positions[example] + 1),
+            ("confidence", lambda example, layer: float(confident[example])),
+            ("stays", lambda example, layer: float(trace.rank[example, layer] == 0)),
+        ):
+            expected[name] = (sum(quantity(*one) for one in active) / len(active), len(active))
+            means = 0.0
+            for layer in range(N_LAYERS):
+                own_idle = [quantity(*one) for one in idle if one[1] == layer]
+                if times := sum(one[1] == layer for one in active):
+                    means += times * sum(own_idle) / len(own_idle)
+            beside_them = [one for one in idle if one[1] in {layer for _, layer in active}]
+            expected[f"{name}_else"] = (means / len(active), len(beside_them))
+        assert set(told.index) == set(expected)
+        for metric, (value, n) in expected.items():
+            assert told["value"][metric] == pytest.approx(value, abs=1e-6), (method, metric)
+            assert told["n"][metric] == n, (method, metric)
+
+
+def test_layers_where_all_updates_have_one_are_set_beside_nothing(
+    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
+) -> None:
+    trace, clusters = make_trace(values), make_clusters(values, 6)
+    trace.score["dominant", "before"][:, 0] = 9.0
+    trace.score["dominant", "before"][:, 1] = 0.0
+    found = extreme_sub_updates(trace, values, threshold=1.0)
+    table = cluster_activity(
+        found, clusters, trace, values, Projection.from_model(small_model("llama")), commonness
+    )
+    confident = torch.full((N,), 0.5)
+    told = group_table(found, found, table, clusters, values, trace, confident)
+    every = told[told["method"] == "all"].set_index("metric")
+    last = (trace.score["dominant", "before"][2:, 2].abs() > 1).any(1)
+    assert every["n"]["stays"] == int(last.sum())
+    assert every["value"]["stays"] == pytest.approx(float((trace.rank[2:, 2] == 0)[last].double().mean()))
+    assert every["n"]["stays_else"] == int((~last).sum())
+    only = extreme_sub_updates(trace, values, threshold=5.0)
+    told = group_table(only, only, table, clusters, values, trace, confident)
+    assert not {"stays", "stays_else", "place"} & set(told["metric"])
+
+
+def test_places_are_counted_as_a_loop_counts_them(
+    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
+) -> None:
+    trace, clusters = make_trace(values), make_clusters(values, 9)
+    trace.examples.positions[:] = [0, 1, 2, 3, 4, 5, 9, 10, 19, 20, 39, 40, 55, 0]
+    found = extreme_sub_updates(trace, values, threshold=0.9)
+    projection = Projection.from_model(small_model("llama"))
+    table = cluster_activity(found, clusters, trace, values, projection, commonness)
+    told = place_table(found, table, clusters, trace)
+    ranges = [(1, 1), (2, 2), (3, 3), (4, 5), (6, 10), (11, 20), (21, 40), (41, 56)]
+    assert told[["first_place", "last_place"]].drop_duplicates().to_numpy().tolist() == list(
+        map(list, ranges)
+    )
+    kind_of = {(row.cluster, row.sign): row.kind for row in table.itertuples()}
+    for row in told.itertuples():
+        examples = [
+            example for example in range(N)
+            if row.first_place <= trace.examples.positions[example] + 1 <= row.last_place
+        ]  # fmt: skip
+        own = [
+            example for example, _, vector, coefficient, _ in as_rows(found)
+            if kind_of[int(clusters.labels[vector]), 1 if coefficient > 0 else -1] == row.kind
+        ]  # fmt: skip
+        assert row.examples == len(examples)
+        assert row.per_example == pytest.approx(sum(map(own.count, examples)) / len(examples))
+    assert (told["per_example"] * told["examples"]).sum() == pytest.approx(len(found.row))
+    trace.examples.positions[:] = 2
+    assert set(place_table(found, table, clusters, trace)["first_place"]) == {3}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
+def test_confidence_is_the_largest_probability_of_the_plain_model(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    examples = make_examples(small_model(name), sentences).head(9)
+    expected = []
+    for start, end, position in zip(
+        examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
+    ):
+        seen = plain_vectors(name, plain_model(name), torch.from_numpy(examples.tokens[start:end]))
+        expected.append(float(seen["logits"][0, position].softmax(-1).max()))
+    ours = final_confidence(small_model(name), examples, progress=False)
+    assert ours.tolist() == pytest.approx(expected, rel=1e-4)

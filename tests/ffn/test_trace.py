@@ -1,0 +1,489 @@
+"""Every number of a trace is the one that the plain model gives, sentence by sentence and by hooks alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from breaking import break_off_at
+from conftest import (
+    ARCHITECTURES,
+    LAYERS,
+    MASKED,
+    N_LAYERS,
+    SITE_MODULES,
+    assert_near,
+    load_plain,
+    make_sentences,
+    plain_vectors,
+    save_model,
+)
+from scipy import stats
+from torch import Tensor
+
+import matlens
+from matlens import InputError, collect, make_examples
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.ffn import trace as module
+from matlens.ffn.projection import Projection
+from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.ffn.values import ValueVectors
+from matlens.models.anatomy import Anatomy
+
+WIRINGS = (*ARCHITECTURES, "neox-sequential")
+N, K, BUDGET = 10, 4, 30  # sentences, sub-updates, tokens of a batch
+ROUNDING = 2e-5  # of the largest number
+
+
+def plain_values(name: str, plain: Any, layer: int) -> Tensor:
+    """Rows of a layer's output matrix: Conv1D keeps it as it multiplies, Linear transposed."""
+    block = plain.get_submodule(LAYERS[name][0])[layer]
+    weight = block.get_submodule(SITE_MODULES[name]["ffn_post"][0]).weight.detach()
+    return (weight if name == "gpt2" else weight.T).double()
+
+
+def plain_unembedding(plain: Any) -> Tensor:
+    return plain.get_output_embeddings().weight.detach().double()
+
+
+@torch.inference_mode()
+def plain_logits(name: str, plain: Any, vector: Tensor) -> Tensor:
+    """The model's own final norm and head, in float32."""
+    norm = copy.deepcopy(plain.get_submodule(LAYERS[name][1])).float()
+    if name in MASKED:  # the module is the whole head
+        return norm(vector.float())
+    logits = copy.deepcopy(plain.get_output_embeddings()).float()(norm(vector.float()))
+    cap = getattr(plain.config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+@pytest.fixture(scope="module")
+def pair(
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Any, Any]]:
+    """A small model, loaded and plain. BERT's has greater weights: as it is, it predicts one token always."""
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def both(name: str) -> tuple[Any, Any]:
+        if name not in MASKED:
+            return small_model(name), plain_model(name)
+        if name not in made:
+            folder = save_model(name, tmp_path_factory.mktemp("lively") / name)
+            plain = load_plain(name, folder)
+            with torch.no_grad():
+                for path, parameter in plain.named_parameters():
+                    if "layer" in path and path.endswith("dense.weight"):
+                        parameter.mul_(20)
+            plain.save_pretrained(folder)
+            made[name] = matlens.load(str(folder), device="cpu"), plain
+        return made[name]
+
+    return both
+
+
+@dataclass
+class Seen:
+    """One FFN and one sentence, as the plain model has them."""
+
+    before: Tensor  # x
+    logits_before: Tensor
+    logits_after: Tensor  # of x~
+    m: Tensor
+
+
+def seen(name: str, plain: Any, examples: Examples, sentence: int) -> list[Seen]:
+    """What the FFN of every layer does to a sentence that is read alone."""
+    start, end = examples.offsets[sentence : sentence + 2]
+    at = examples.positions[sentence]
+    found = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
+    told = from_vectors(name, plain, {site: vectors[0, at] for site, vectors in found.items()})
+    assert_near(told[-1].logits_after, found["logits"][0, at])
+    return told
+
+
+def from_vectors(name: str, plain: Any, at: dict[str, Tensor]) -> list[Seen]:
+    told = []
+    for layer in range(N_LAYERS):
+        # In parallel blocks as if attention came first.
+        x = at[f"mid.{layer}"] if f"mid.{layer}" in at else at[f"h.{layer}"] + at[f"attn_out.{layer}"]
+        logits = [plain_logits(name, plain, vector) for vector in (x, at[f"h.{layer + 1}"])]
+        told.append(Seen(x, *logits, at[f"ffn_post.{layer}"].double()))
+    return told
+
+
+def assert_top(token: Tensor, logits: Tensor) -> None:
+    """Check that no other token is above it by more than rounding."""
+    assert float(logits.max() - logits[token]) <= ROUNDING * float(logits.abs().max())
+
+
+def rank_bounds(token: Tensor, logits: Tensor) -> tuple[int, int]:
+    """Fewest and most tokens that may be above it, as rounding falls."""
+    slack = ROUNDING * float(logits.abs().max())
+    return int((logits > logits[token] + slack).sum()), int((logits > logits[token] - slack).sum()) - 1
+
+
+def assert_close(ours: Tensor, theirs: Tensor, scale: float) -> None:
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=ROUNDING * scale)
+
+
+def check(name: str, plain: Any, examples: Examples, trace: Trace, told: list[list[Seen]]) -> None:
+    """Compare every number of a trace, and see that the comparison says something."""
+    e, sure = plain_unembedding(plain), 0
+    assert (len(trace), trace.n_layers, trace.k) == (len(examples), N_LAYERS, K)
+    assert trace.before.dtype == trace.after.dtype == trace.rank.dtype == torch.int64
+    for sentence in range(len(examples)):
+        for layer, own in enumerate(told[sentence]):
+            where = sentence, layer
+            assert_top(trace.before[where], own.logits_before)
+            assert_top(trace.after[where], own.logits_after)
+            low, high = rank_bounds(trace.before[where], own.logits_after)
+            assert low <= int(trace.rank[where]) <= high
+            sure += low == high
+            v = plain_values(name, plain, layer)
+            lengths = own.m.abs() * v.norm(dim=1)
+            chosen = trace.index["dominant"][where]
+            assert_near(lengths[chosen], lengths.topk(K).values, ROUNDING)
+            assert len(set(chosen.tolist())) == K
+            tokens = {"before": trace.before[where], "final": trace.final[sentence]}
+            # A small coefficient is a difference of large numbers: rounding is small against all of them.
+            largest = float(own.m.abs().max())
+            for group in GROUPS:
+                index = trace.index[group][where]
+                assert_close(trace.coefficient[group][where], own.m[index], largest)
+                for reference in REFERENCES:
+                    static = v[index] * e[tokens[reference]]
+                    scale = largest * float(static.abs().sum(1).max())
+                    scores = own.m[index] * static.sum(1)
+                    assert_close(trace.score[group, reference][where], scores, scale)
+    assert sure > 0.5 * len(examples) * N_LAYERS, "most ranks could be several, so this proves little"
+    assert torch.equal(trace.final, trace.after[:, -1])
+
+
+@pytest.mark.parametrize("name", WIRINGS)
+def test_every_number_is_the_plain_models(
+    name: str, pair: Callable[[str], tuple[Any, Any]], sentences: Corpus
+) -> None:
+    model, plain = pair(name)
+    examples = make_examples(model, sentences).head(N)
+    trace = Trace.run(model, examples, k=K, batch_tokens=BUDGET, progress=False)
+    check(name, plain, examples, trace, [seen(name, plain, examples, sentence) for sentence in range(N)])
+    assert (trace.rank > 0).any(), "no candidate ever falls, so this proves less"
+    assert (trace.before != trace.final[:, None]).any(), "both references are one"
+    assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
+
+
+@pytest.mark.parametrize("name", ["neox", "gptj"])
+def test_in_parallel_blocks_attention_comes_before_the_ffn(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    """So what FFNs do is the whole step from before to after but attention's part of it."""
+    model = small_model(name)
+    examples = make_examples(model, sentences).head(N)
+    readout, trace = matlens.Readout(model), Trace.run(model, examples, k=K, progress=False)
+    sites = [f"{kind}.{layer}" for kind in ("h", "attn_out", "ffn_out") for layer in range(N_LAYERS)]
+    vectors = collect(model, examples, [*sites, "h.3"], progress=False)
+    for layer in range(N_LAYERS):
+        x = vectors[f"h.{layer + 1}"] - vectors[f"ffn_out.{layer}"]
+        logits = readout.logits(x)
+        for row in range(N):
+            assert_top(trace.before[row, layer], logits[row])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_half_precision_model_is_traced_in_float32(
+    name: str, model_folder: Callable[[str], Path], sentences: Corpus
+) -> None:
+    model = matlens.load(str(model_folder(name)), device="cpu", dtype=torch.bfloat16)
+    plain = load_plain(name, model_folder(name), dtype=torch.bfloat16)
+    examples = make_examples(model, sentences).head(N)
+    trace = Trace.run(model, examples, k=K, progress=False)
+    kinds = [f"{kind}.{layer}" for kind in ("mid", "ffn_post") for layer in range(N_LAYERS)]
+    stream = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
+    vectors = collect(model, examples, [*kinds, *stream], progress=False)  # rounded as the model rounds
+    rows = [{site: vectors[site][row] for site in vectors} for row in range(N)]
+    check(name, plain, examples, trace, [from_vectors(name, plain, row) for row in rows])
+    assert trace.score["dominant", "final"].dtype == torch.float32
+    assert trace.provenance["model"]["dtype"] == "bfloat16"
+
+
+# The definition's exponential: what a score means
+
+
+@pytest.mark.parametrize("name", WIRINGS)
+def test_scores_change_log_odds_exactly_as_the_definition_says(
+    name: str, pair: Callable[[str], tuple[Any, Any]], sentences: Corpus
+) -> None:
+    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalised, where the read-out is softmax(E x)."""
+    model, plain = pair(name)
+    examples = make_examples(model, sentences).head(N)
+    trace = Trace.run(model, examples, k=K, progress=False)
+    projection, values, e = Projection.from_model(model), ValueVectors(model), plain_unembedding(plain)
+    differing = 0
+    for sentence in range(N):
+        for layer, own in enumerate(seen(name, plain, examples, sentence)):
+            x, v, where = own.before.double(), plain_values(name, plain, layer), (sentence, layer)
+            log_p = (e @ x).log_softmax(-1)
+            of_all = projection.scores(values.layer(layer)).double()  # static scores of all tokens
+            one, other = trace.before[where], trace.final[sentence]
+            scale = float(own.m.abs().max() * (e.abs() @ v.abs().T).max())
+            for group in GROUPS:
+                for i, index in enumerate(trace.index[group][where].tolist()):
+                    added = own.m[index] * v[index]
+                    after = (e @ (x + added)).log_softmax(-1)
+                    change = after - log_p
+                    # The whole distribution, by the scores of the projection.
+                    scores = float(trace.coefficient[group][where][i]) * of_all[index]
+                    expected = (log_p.exp() * scores.exp()).log()
+                    expected = expected - expected.logsumexp(-1)
+                    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5 * scale)
+                    # The odds of the two references, by the scores of the trace.
+                    ours = trace.score[group, "before"][where][i] - trace.score[group, "final"][where][i]
+                    odds = float(change[one] - change[other])
+                    assert float(ours) == pytest.approx(odds, rel=0, abs=1e-5 * scale)
+                    assert float(trace.score[group, "before"][where][i]) == pytest.approx(
+                        float(scores[one]), rel=0, abs=1e-5 * scale
+                    )
+                    differing += abs(odds) > 1e-2 * scale
+    assert differing > N * N_LAYERS, "hardly any odds change, so this proves little"
+
+
+# Batches and chance
+
+
+@pytest.mark.parametrize("name", ["gpt2", "neox", "bert", "gemma3"])
+def test_batches_change_nothing(name: str, small_model: Callable[[str], Any], sentences: Corpus) -> None:
+    model = small_model(name)
+    examples = make_examples(model, sentences)
+    traces = [
+        Trace.run(model, examples, k=K, batch_tokens=tokens, progress=False) for tokens in (1, 60, 10_000)
+    ]
+    for trace in traces[1:]:
+        assert torch.equal(trace.index["random"], traces[0].index["random"])
+        same = trace.index["dominant"] == traces[0].index["dominant"]
+        assert float(same.double().mean()) > 0.99  # two of one length may change places
+        for found, expected in (
+            (trace.before, traces[0].before), (trace.after, traces[0].after), (trace.rank, traces[0].rank)
+        ):  # fmt: skip
+            assert float((found == expected).double().mean()) > 0.99  # likewise two tokens
+        for reference in REFERENCES:
+            token = trace.before == traces[0].before if reference == "before" else trace.final[:, None] == (
+                traces[0].final[:, None]
+            )  # fmt: skip
+            for group in GROUPS:
+                there = same & token[..., None] if group == "dominant" else token[..., None].expand_as(same)
+                ours, theirs = trace.score[group, reference], traces[0].score[group, reference]
+                assert_near(ours[there], theirs[there])
+
+
+def drawn(model: Any, examples: Examples, **options: Any) -> Tensor:
+    return Trace.run(model, examples, progress=False, **options).index["random"]
+
+
+def test_random_sub_updates_are_the_seeds_own_distinct_and_uniform(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    model = small_model("llama")
+    examples, d_mlp = make_examples(model, sentences), 48
+    index = drawn(model, examples, k=10)
+    assert torch.equal(index, drawn(model, examples, k=10, batch_tokens=BUDGET))
+    other = drawn(model, examples, k=10, seed=1)
+    assert float((index == other).double().mean()) < 0.1
+    assert not torch.equal(index[:, 0], index[:, 1]), "layers draw their own"
+    assert (int(index.min()), int(index.max())) == (0, d_mlp - 1)
+    ordered = index.sort(-1).values
+    assert bool((ordered[..., 1:] > ordered[..., :-1]).all()), "one is drawn twice for one update"
+    counts = torch.bincount(index.flatten(), minlength=d_mlp).numpy()
+    assert stats.chisquare(counts).pvalue > 0.01
+    counts = torch.bincount(index[..., 0].flatten(), minlength=d_mlp).numpy()  # the first has no order
+    assert stats.chisquare(counts).pvalue > 0.01
+    everything = drawn(model, examples.head(3), k=d_mlp).sort(-1).values
+    assert torch.equal(everything, torch.arange(d_mlp).expand_as(everything))
+
+
+# On disk
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Bytes of every file but the configuration, which names the command."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
+
+
+def assert_equal(one: Trace, other: Trace) -> None:
+    for name in ("before", "after", "rank"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    for name in ("index", "coefficient", "score"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert one.examples.fingerprint == other.examples.fingerprint
+
+
+@pytest.fixture
+def llama(small_model: Callable[[str], Any]) -> tuple[Any, Examples]:
+    model = small_model("llama")
+    return model, make_examples(model, make_sentences())
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sentences each batch had that was run."""
+    found: list[int] = []
+    stream = module.stream
+
+    def counting(*given: Any, **options: Any) -> Iterator[Any]:
+        for rows in stream(*given, **options):
+            found.append(len(rows.index))
+            yield rows
+
+    monkeypatch.setattr(module, "stream", counting)
+    return found
+
+
+def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
+    llama: tuple[Any, Examples], runs: list[int], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"k": K, "seed": 3, "progress": False}
+    memory = Trace.run(*llama, **options)
+    disk = Trace.run(*llama, folder=tmp_path / "deep" / "trace", **options)
+    assert_equal(memory, disk)
+    runs.clear()
+    assert_equal(Trace.run(*llama, folder=tmp_path / "deep" / "trace", batch_tokens=1, **options), disk)
+    assert_equal(Trace.load(tmp_path / "deep" / "trace"), disk)
+    assert not runs
+    told = Trace.load(tmp_path / "deep" / "trace").provenance
+    assert (told["k"], told["seed"], told["data"]["corpus"]) == (K, 3, "words")
+    assert told["software"]["matlens"] == matlens.__version__
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("batch", [0, 2, 3])
+def test_a_trace_that_was_broken_off_goes_on_to_the_same_bytes(
+    batch: int,
+    after: bool,
+    llama: tuple[Any, Examples],
+    runs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"k": K, "batch_tokens": 55, "progress": False}
+    whole = Trace.run(*llama, folder=tmp_path / "whole", **options)
+    total = len(runs)
+    assert total > 4
+    with monkeypatch.context() as patch:
+        break_off_at(patch, batch, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            Trace.run(*llama, folder=tmp_path / "broken", **options)
+    with pytest.raises(InputError, match=r"broken off\. Run the same command again"):
+        Trace.load(tmp_path / "broken")
+    runs.clear()
+    assert_equal(Trace.run(*llama, folder=tmp_path / "broken", **options), whole)
+    assert len(runs) == total - batch - after  # what was there was not run again
+    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("broken", "whole")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"k": 3}, "k: 4 there, 3 now"), ({"seed": 1}, "seed: 0 there, 1 now"), ({"part": 20}, "examples: ")],
+)
+def test_a_folder_of_another_job_is_refused_and_left_alone(
+    changed: dict[str, int],
+    told: str,
+    finished: bool,
+    llama: tuple[Any, Examples],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples = llama
+    options: dict[str, Any] = {"folder": tmp_path / "out", "k": K, "batch_tokens": 55, "progress": False}
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        break_off_at(patch, 99 if finished else 2, after=True)
+        Trace.run(model, examples, **options)
+    assert (tmp_path / "out" / "config.json").is_file() == finished
+    before = contents(tmp_path / "out")
+    given = {**options, **changed}
+    other = examples.head(given.pop("part", len(examples)))
+    with pytest.raises(InputError, match=f"belongs to another job.*{told}"):
+        Trace.run(model, other, **given)
+    assert contents(tmp_path / "out") == before
+
+
+def test_what_is_no_trace_is_refused(
+    llama: tuple[Any, Examples], small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    collect(*llama, [0], folder=tmp_path / "vectors", progress=False)
+    with pytest.raises(InputError, match="does not hold trace"):
+        Trace.load(tmp_path / "vectors")
+    with pytest.raises(InputError, match="belongs to another job"):
+        Trace.run(*llama, k=K, folder=tmp_path / "vectors", progress=False)
+    with pytest.raises(InputError, match="holds no finished trace"):
+        Trace.load(tmp_path / "nothing")
+    Trace.run(*llama, k=K, folder=tmp_path / "trace", progress=False)
+    with pytest.raises(InputError, match="belongs to another job"):
+        Trace.run(small_model("gpt2"), llama[1], k=K, folder=tmp_path / "trace", progress=False)
+
+
+# What cannot be done
+
+
+def test_what_cannot_be_traced_is_told_before_anything_is_run(
+    llama: tuple[Any, Examples],
+    small_model: Callable[[str], Any],
+    runs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples = llama
+    for k in (0, 49):
+        with pytest.raises(InputError, match=f"{k} sub-updates were asked for. Expected 1 to 48"):
+            Trace.run(model, examples, k=k, folder=tmp_path / "out")
+    with pytest.raises(InputError, match="no value vectors that are known"):  # these blocks are stream-only
+        Trace.run(small_model("granite"), examples, k=K, folder=tmp_path / "out")
+    # Blocks with value vectors, but without a place that is the stream before the FFN.
+    found = Anatomy.from_model(model)
+    bare = replace(found, kinds=tuple(kind for kind in found.kinds if kind != "mid"))
+    monkeypatch.setattr(module, "anatomy", lambda _: bare)
+    with pytest.raises(InputError, match=r"pre-norm\) have no place that is known to be the stream before"):
+        Trace.run(model, examples, k=K, folder=tmp_path / "out")
+    assert not runs
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_left_behind_after_an_exception_in_the_middle(
+    llama: tuple[Any, Examples], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, examples = llama
+    model(torch.arange(5, 9)[None], return_type=None)
+
+    def hook_counts() -> list[int]:
+        modules = list(model.original_model.modules())
+        return [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in modules]
+
+    before, rows, calls = hook_counts(), module._Watch.rows, []
+
+    def failing(self: Any, batch: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("in the middle")
+        return rows(self, batch)
+
+    monkeypatch.setattr(module._Watch, "rows", failing)
+    for folder in (None, tmp_path / "out"):
+        calls.clear()
+        with pytest.raises(RuntimeError, match="in the middle"):
+            Trace.run(model, examples, k=K, batch_tokens=55, folder=folder, progress=False)
+        assert hook_counts() == before
+        assert all(not point.fwd_hooks for point in model.hook_dict.values())
+    assert not (tmp_path / "out").exists(), "something half-written is left"

@@ -1,0 +1,215 @@
+"""Top tokens of layers are those of the plain model's head, and people see them as they are."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import D_MODEL, MASKED, N_LAYERS, make_tokenizer, plain_vectors
+from rich.console import Console
+from torch import Tensor
+
+from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples, make_prompts
+from matlens.activations.activations import Activations
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.lens.predictions import COLUMNS, predictions_table, prompt_texts, side_by_side, top_predictions
+
+PROMPTS = {
+    False: ["w3 w14 w15 w9 w26", "w5 w35", "w8 w9 w7 w9 w3 w2 w3"],
+    True: ["w3 [MASK] w15 w9 w26", "w5 w35 [MASK]", "[MASK] w9 w7 w9 w3"],
+}
+K = 4
+
+
+@pytest.fixture
+def prompts(small_model: Callable[[str], Any]) -> Callable[[str], Activations]:
+    """The stream of a model at the positions of its prompts."""
+
+    def read(name: str) -> Activations:
+        model = small_model(name)
+        return collect(model, make_prompts(model, PROMPTS[name in MASKED]), progress=False)
+
+    return read
+
+
+def to_last(data: Activations) -> MapSet:
+    """Maps from every layer, with no fit behind them."""
+    generator = torch.Generator().manual_seed(5)
+    maps = [
+        LinearMap(torch.randn(D_MODEL, D_MODEL, generator=generator), None, f"h.{layer}", f"h.{N_LAYERS}")
+        for layer in range(N_LAYERS)
+    ]
+    return MapSet(maps, provenance={"model": data.provenance["model"]})
+
+
+@torch.inference_mode()
+def plain_head(name: str, plain: Any, h: Tensor) -> Tensor:
+    if name in MASKED:
+        return plain.cls(h)
+    norm = plain.transformer.ln_f if name == "gpt2" else plain.model.norm
+    return plain.lm_head(norm(h))
+
+
+@pytest.mark.parametrize(
+    ("layers", "meant"), [([0, 2, N_LAYERS], [0, 2, 3]), ([-1, 1, -3, 3, -4], [3, 1, 0]), (range(2), [0, 1])]
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_top_predictions_are_the_largest_of_a_softmax_of_the_plain_models_head(
+    name: str,
+    layers: list[int],
+    meant: list[int],
+    prompts: Callable[[str], Activations],
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+) -> None:
+    plain, tokenizer, data = plain_model(name), make_tokenizer(bert=name in MASKED), prompts(name)
+    maps = to_last(data)
+    expected = []
+    for layer in meant:
+        for method in ("id", "mat") if layer < N_LAYERS else ("id",):
+            for text in PROMPTS[name in MASKED]:
+                tokens = torch.tensor(tokenizer(text)["input_ids"])
+                position = (
+                    tokens.tolist().index(tokenizer.mask_token_id) if name in MASKED else len(tokens) - 1
+                )
+                h = plain_vectors(name, plain, tokens)[f"h.{layer}"][0, position]
+                if method == "mat":
+                    h = maps[layer, N_LAYERS].weight @ h
+                top = torch.topk(plain_head(name, plain, h[None])[0].softmax(-1), K)
+                for rank, (p, token) in enumerate(zip(*top, strict=True), start=1):
+                    expected.append((text, method, layer, rank, tokenizer.decode([token]), float(p)))
+    found = top_predictions(Readout(small_model(name)), maps, data, layers, k=K)
+    wanted = pd.DataFrame(expected, columns=list(COLUMNS))
+    pd.testing.assert_frame_equal(found, wanted, check_exact=False, rtol=1e-4)
+    assert found["token"].nunique() > 5, "the layers tell nothing apart"
+
+
+@pytest.mark.parametrize("layer", [N_LAYERS + 1, -N_LAYERS - 2])
+def test_a_layer_out_of_range_is_refused(
+    layer: int, prompts: Callable[[str], Activations], small_model: Callable[[str], Any]
+) -> None:
+    data = prompts("gpt2")
+    with pytest.raises(InputError, match=rf"Layer {layer} is out of range: this model has layers 0 to 3"):
+        top_predictions(Readout(small_model("gpt2")), to_last(data), data, [0, layer])
+
+
+def test_maps_of_another_model_are_refused(
+    prompts: Callable[[str], Activations], small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match="fitted on the model"):
+        top_predictions(Readout(small_model("gpt2")), to_last(prompts("llama")), prompts("gpt2"), [0])
+
+
+# What a model has read
+
+
+def read_by(name: str, small_model: Callable[[str], Any], lines: list[str], **options: Any) -> Any:
+    """Texts, beside the positions that they are read at."""
+    model = small_model(name)
+    examples = make_examples(model, Corpus("lines", tuple(lines), len(lines), 0, 0, 0), **options)
+    found = prompt_texts(Readout(model), Activations({}, examples, "drawn", {}))
+    return zip(found, examples.positions.tolist(), strict=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_decoder_has_read_its_sentence_up_to_the_position(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    lines = list(sentences.sentences)
+    seen = set()
+    for line, (text, position) in zip(lines, read_by(name, small_model, lines), strict=True):
+        assert text == " ".join(line.split()[: position + 1])
+        seen.add(len(line.split()) - position)
+    assert {1, 2} < seen, "a text that is cut one word late or early would not show"
+
+
+def test_a_masked_model_has_read_the_whole_sentence_around_its_mask(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    """The mask can stand for what the tokenizer adds at the ends, too."""
+    lines, seen = list(sentences.sentences), set()
+    for seed in range(3):
+        for line, (text, at) in zip(lines, read_by("bert", small_model, lines, seed=seed), strict=True):
+            whole = ["[CLS]", *line.split(), "[SEP]"]
+            seen.add("start" if at == 0 else "end" if at == len(whole) - 1 else "inside")
+            whole[at] = "[MASK]"
+            assert text == " ".join(word for word in whole if word not in ("[CLS]", "[SEP]"))
+    assert seen == {"start", "inside", "end"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_words_that_the_tokenizer_does_not_know_are_shown_as_it_reads_them(
+    name: str, small_model: Callable[[str], Any]
+) -> None:
+    """A person who is shown less than the model has read is asked about another sentence."""
+    line = "w1 zebra w2 w3 zebra w4"
+    (found,) = read_by(name, small_model, [line], draw_special=False)
+    text, position = found
+    words = line.replace("zebra", "[UNK]").split()
+    if name == "bert":
+        words[position - 1] = "[MASK]"
+    assert text == " ".join(words if name == "bert" else words[: position + 1])
+    assert "[UNK]" in text
+
+
+@pytest.mark.parametrize(("position", "text"), [(3, "w0 w1 w2"), (1, "w0"), (0, "[PAD]")])
+def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int, text: str) -> None:
+    tokenizer = make_tokenizer()
+    tokens = np.array(tokenizer.convert_tokens_to_ids(["[PAD]", "w0", "w1", "w2", "[PAD]"]))
+    examples = Examples(tokens, np.array([0, 5]), np.array([position]))
+    readout: Any = SimpleNamespace(tokenizer=tokenizer)
+    assert prompt_texts(readout, Activations({}, examples, "drawn", {})) == [text]
+
+
+# For people
+
+
+@pytest.mark.parametrize(
+    ("token", "visible"),
+    [
+        ("word", "word"), (" word", "␣word"), ("  word ", "␣ word "), (" ", "␣"), ("", ""), ("a b", "a b"),
+        ("\n", "\\n"), ("\n\n", "\\n\\n"), (" \n", "␣\\n"), ("\ta", "\\ta"), ("##ing", "##ing"),
+        ("\r", "\\r"),
+    ],
+)  # fmt: skip
+def test_spaces_and_line_breaks_can_be_seen(token: str, visible: str) -> None:
+    assert visible(token) == visible
+
+
+def table_of(tokens: list[str], prompt: str = "one") -> pd.DataFrame:
+    """Predictions of some layers, numbered so that each token tells where it belongs."""
+    rows = [
+        (prompt, method, layer, rank, f"{token}{method}{layer}", 0.5 / rank)
+        for layer in (2, 10)
+        for method in ("mat", "id")
+        for rank, token in enumerate(tokens, start=1)
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def test_side_by_side_has_a_column_for_each_layer_and_method_and_a_row_a_rank() -> None:
+    other = table_of([" x", "y"], "two").assign(method="id", layer=1)
+    table = pd.concat([other, table_of([" a", "b\n", "c"])]).sample(frac=1, random_state=0)
+    wide = side_by_side(table, "one")
+    assert list(wide.columns) == ["id_2", "mat_2", "id_10", "mat_10"]
+    for column in wide:
+        method, layer = str(column).split("_")
+        assert wide[column].tolist() == [f"␣a{method}{layer}", f"b\\n{method}{layer}", f"c{method}{layer}"]
+
+
+@pytest.mark.parametrize("token", ["[/b]", "[bold red]x", "a[0]", "\\", "[", ":smiley:", "x\\[b]", "&amp;"])
+def test_what_is_printed_is_the_token_and_no_markup(token: str) -> None:
+    table = table_of(["x"] * 2, token).assign(token=token)
+    file = io.StringIO()
+    Console(file=file, width=120, force_terminal=False).print(predictions_table(table, token))
+    title, *lines = file.getvalue().splitlines()
+    assert title.strip() == f"Input: {token}"
+    rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [[token] * 4] * 2

@@ -1,0 +1,375 @@
+"""Tables of results, against loops that follow the definitions one example at a time."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from matlens.activations.activations import Activations
+from matlens.corpora.examples import Examples
+from matlens.errors import InputError
+from matlens.lens import quality
+from matlens.lens.quality import (
+    JudgedPredictions,
+    as_substitute,
+    fit_quality,
+    judge_predictions,
+    layer_table,
+    prediction_quality,
+    prediction_rows,
+    r2_matrix,
+)
+from matlens.linear.maps import LinearMap, MapSet
+
+L, D, VOCAB, N = 3, 5, 14, 23
+MODEL = {"base_model_name_or_path": "small", "fingerprint": "f00d", "n_layers": L}
+
+
+class Head:
+    """A read-out that is linear and nothing else."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.weight = scale * random(VOCAB, D, seed=99)
+        self.largest = 0
+
+    def logits(self, h: Tensor) -> Tensor:
+        self.largest = max(self.largest, len(h))
+        return h @ self.weight.T
+
+    def log_probs(self, h: Tensor) -> Tensor:
+        return self.logits(h).log_softmax(-1)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def activations(n: int = N, model: dict[str, Any] = MODEL) -> Activations:
+    """A stream in which each layer is a step away from the one before; one site is inside a block."""
+    stream = [random(n, D, seed=0)]
+    for layer in range(L):
+        stream.append(stream[-1] + 0.7 * random(n, D, seed=layer + 1))
+    vectors = {f"h.{layer}": h for layer, h in enumerate(stream)}
+    vectors |= {"ln1_out.0": random(n, D, seed=20), "attn_out.0": random(n, D, seed=21)}
+    examples = Examples(np.zeros(n, dtype=np.int64), np.arange(n + 1), np.zeros(n, dtype=np.int64))
+    return Activations(vectors, examples, "drawn", {"model": model, "data": {"corpus": "words"}})
+
+
+def mapset(pairs: list[tuple[str, str]], model: dict[str, Any] = MODEL) -> MapSet:
+    maps = []
+    for i, (source, target) in enumerate(pairs):
+        weight = 0.8 * torch.eye(D) + 0.3 * random(D, D, seed=40 + i)
+        maps.append(LinearMap(weight, random(D, seed=60) if i % 2 else None, source, target))
+    return MapSet(maps, provenance={"model": model})
+
+
+ALL = [(f"h.{a}", f"h.{b}") for a in range(L) for b in range(a + 1, L + 1)]
+INSIDE = [("ln1_out.0", "attn_out.0"), ("h.0", "attn_out.0")]
+COLUMNS = [
+    "experiment",
+    "model",
+    "corpus",
+    "method",
+    "layer",
+    "target",
+    "metric",
+    "k",
+    "value",
+    "low",
+    "high",
+    "n",
+]
+
+
+def one(table: pd.DataFrame, **wanted: Any) -> Any:
+    rows = table
+    for column, value in wanted.items():
+        rows = rows[rows[column] == value]
+    assert len(rows) == 1
+    return rows.iloc[0]
+
+
+def apply(linear: LinearMap, h: list[float]) -> list[float]:
+    bias = [0.0] * D if linear.bias is None else linear.bias.tolist()
+    return [
+        sum(w * x for w, x in zip(row, h, strict=True)) + b
+        for row, b in zip(linear.weight.tolist(), bias, strict=True)
+    ]
+
+
+def distribution(head: Head, h: list[float]) -> list[float]:
+    scores = [sum(w * x for w, x in zip(row, h, strict=True)) for row in head.weight.tolist()]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return [weight / sum(weights) for weight in weights]
+
+
+# Quality of fit
+
+
+def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> None:
+    maps, data = mapset(ALL + INSIDE), activations()
+    table = fit_quality(maps, data, progress=False)
+    assert list(table.columns) == COLUMNS
+    assert len(table) == 2 * len(ALL)
+    for source, target in ALL:
+        truth = data[target].double().numpy()
+        mapped = np.array([apply(maps[source, target], h) for h in data[source].tolist()])
+        for method, prediction in (("mat", mapped), ("id", data[source].double().numpy())):
+            row = one(table, method=method, layer=int(source[2:]), target=int(target[2:]))
+            assert row["value"] == pytest.approx(r2_score(truth, prediction), abs=1e-5)
+            assert (row["experiment"], row["model"], row["corpus"]) == ("fit_quality", "small", "words")
+            assert (row["metric"], row["n"]) == ("r2", N)
+            assert row[["k", "low", "high"]].isna().all()
+
+
+# Quality of prediction
+
+
+def test_prediction_quality_is_what_a_loop_over_examples_counts() -> None:
+    maps, data, head = mapset(ALL + INSIDE), activations(), Head()
+    table = prediction_quality(head, maps, data, progress=False)  # type: ignore[arg-type]
+    assert list(table.columns) == COLUMNS
+    assert len(table) == (L + 1) * 2 * 4
+    values = set()
+    for layer in range(L + 1):
+        for method in ("mat", "id"):
+            ranks, surprisals = [], []
+            for h, final in zip(data[layer].tolist(), data[L].tolist(), strict=True):
+                substitute = apply(maps[layer, L], h) if method == "mat" and layer < L else h
+                p, q = distribution(head, final), distribution(head, substitute)
+                t = q.index(max(q))
+                ranks.append(sorted(p, reverse=True).index(p[t]))
+                surprisals.append(-math.log(p[t]))
+            for k in (1, 5, 10):
+                row = one(table, method=method, layer=layer, metric="precision", k=k)
+                hits = sum(r < k for r in ranks)
+                assert row["value"] == pytest.approx(hits / N)
+                interval = stats.binomtest(hits, N).proportion_ci(0.95, method="wilson")
+                assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high))
+                assert (row["experiment"], row["target"], row["n"]) == ("prediction_quality", L, N)
+                assert (row["model"], row["corpus"]) == ("small", "words")
+                values.add(row["value"])
+            row = one(table, method=method, layer=layer, metric="surprisal")
+            assert row["value"] == pytest.approx(np.mean(surprisals), rel=1e-5)
+            half = stats.t.ppf(0.975, N - 1) * np.std(surprisals, ddof=1) / math.sqrt(N)
+            assert (row["high"] - row["value"], row["value"] - row["low"]) == pytest.approx(
+                (half, half), rel=1e-4
+            )
+            assert pd.isna(row["k"])
+            assert (row["target"], row["n"]) == (L, N)
+    assert len(values) > 8, "the samples tell nothing apart"
+
+
+@pytest.mark.parametrize("scale", [0.01, 2.0, 30.0])
+def test_at_the_last_layer_both_methods_are_right_and_as_surprised_as_the_model_itself(scale: float) -> None:
+    data, head = activations(), Head(scale)
+    table = prediction_quality(head, mapset(ALL), data, progress=False)  # type: ignore[arg-type]
+    own = np.mean([-math.log(max(distribution(head, h))) for h in data[L].tolist()])
+    for method in ("mat", "id"):
+        for k in (1, 5, 10):
+            assert one(table, method=method, layer=L, metric="precision", k=k)["value"] == 1
+        found = one(table, method=method, layer=L, metric="surprisal")["value"]
+        assert found == pytest.approx(own, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 7, N - 1, N, 1000])
+def test_results_do_not_depend_on_how_many_examples_are_read_at_once(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, maps, data = Head(), mapset(ALL), activations()
+    whole = prediction_quality(head, maps, data, progress=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(quality, "_ROWS", rows)
+    head.largest = 0
+    parts = prediction_quality(head, maps, data, progress=False)  # type: ignore[arg-type]
+    assert head.largest == min(rows, N)
+    pd.testing.assert_frame_equal(parts, whole, rtol=1e-5)
+
+
+def test_only_layers_with_a_map_to_the_last_are_shown() -> None:
+    maps = mapset([("h.0", "h.2"), ("h.1", "h.3")])
+    table = prediction_quality(Head(), maps, activations(), progress=False)  # type: ignore[arg-type]
+    assert sorted(set(table["layer"])) == [1, 3]
+    assert set(table["target"]) == {3}
+
+
+@pytest.mark.parametrize("pairs", [[], INSIDE, [("h.0", "h.1"), ("h.1", "h.2")]])
+def test_without_a_map_to_the_last_layer_there_is_nothing_to_predict_from(
+    pairs: list[tuple[str, str]],
+) -> None:
+    with pytest.raises(InputError, match=r"no map to the last layer h\.3"):
+        prediction_quality(Head(), mapset(pairs), activations(), progress=False)  # type: ignore[arg-type]
+
+
+def test_maps_of_another_model_are_refused() -> None:
+    maps = mapset(ALL, MODEL | {"fingerprint": "beef"})
+    with pytest.raises(InputError, match=r"fingerprint beef, and this model's is f00d"):
+        fit_quality(maps, activations(), progress=False)
+    with pytest.raises(InputError, match=r"fingerprint beef, and this model's is f00d"):
+        prediction_quality(Head(), maps, activations(), progress=False)  # type: ignore[arg-type]
+
+
+def test_one_example_gives_a_prediction_without_an_interval_of_its_surprisal() -> None:
+    table = prediction_quality(Head(), mapset(ALL), activations(1), progress=False)  # type: ignore[arg-type]
+    assert table[table["metric"] == "surprisal"][["low", "high"]].isna().all(axis=None)
+    assert table[table["metric"] == "precision"][["low", "high"]].notna().all(axis=None)
+
+
+# Substitutes of any kind
+
+
+def judged_one_by_one(head: Head, truth: Tensor, substitute: Tensor) -> tuple[list[int], list[float]]:
+    """Ranks and surprisals, by a softmax of each example."""
+    ranks, surprisals = [], []
+    for final, h in zip(truth.tolist(), substitute.tolist(), strict=True):
+        p, q = distribution(head, final), distribution(head, h)
+        t = q.index(max(q))
+        ranks.append(sum(other > p[t] for other in p))
+        surprisals.append(-math.log(p[t]))
+    return ranks, surprisals
+
+
+@pytest.mark.parametrize("rows", [1, 4, N, 1000])
+def test_judge_is_a_softmax_of_the_truth_and_of_every_substitute(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "_ROWS", rows)
+    head, truth = Head(), random(N, D, seed=1)
+    given: dict[Any, Tensor] = {"near": truth + random(N, D, seed=2), (2, "far"): random(N, D, seed=3)}
+    given["itself"] = truth
+    found = judge_predictions(
+        head, truth, {key: as_substitute(h) for key, h in given.items()}, progress=False
+    )  # type: ignore[arg-type]
+    assert list(found) == list(given)
+    for key, h in given.items():
+        ranks, surprisals = judged_one_by_one(head, truth, h)
+        assert found[key].rank.tolist() == ranks
+        assert found[key].surprisal.tolist() == pytest.approx(surprisals, rel=1e-5)
+    assert set(found["itself"].rank.tolist()) == {0}
+    assert len(set(found["near"].rank.tolist())) > 3, "the samples tell nothing apart"
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float) -> None:
+    head, data = Head(), activations()
+    truth = data[L]
+    whole, broken = truth.clone(), truth.clone()
+    broken[[0, 7], [1, 4]] = wrong
+    broken[N - 1] = wrong
+    lost = torch.zeros(N, dtype=torch.bool)
+    lost[[0, 7, N - 1]] = True
+    given = {"broken": as_substitute(broken), "whole": as_substitute(whole)}
+    found = judge_predictions(head, truth, given, progress=False)  # type: ignore[arg-type]
+    for part, of_lost in (("rank", VOCAB), ("surprisal", math.inf)):
+        ours, theirs = (getattr(found[key], part) for key in ("broken", "whole"))
+        assert torch.equal(ours[~lost], theirs[~lost])
+        assert (ours[lost] == of_lost).all()
+    table = pd.DataFrame(prediction_rows("x", data, "broken", 1, found["broken"]))
+    for k in (1, 5, 10):
+        assert one(table, metric="precision", k=k)["value"] == (N - 3) / N
+    surprisal = one(table, metric="surprisal")
+    assert surprisal["value"] == math.inf
+    assert surprisal[["low", "high"]].isna().all()
+
+
+def test_a_truth_that_is_not_finite_is_refused() -> None:
+    truth = random(N, D, seed=1)
+    truth[3, 2] = math.inf
+    with pytest.raises(InputError, match="vectors at the read-out are not finite"):
+        judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = []
+
+    def bar(parts: list[slice], **options: Any) -> list[slice]:
+        hidden.append(options["disable"])
+        return parts
+
+    monkeypatch.setattr(quality, "tqdm", bar)
+    truth = random(N, D, seed=1)
+    judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=progress)  # type: ignore[arg-type]
+    prediction_quality(Head(), mapset(ALL), activations(), progress=progress)  # type: ignore[arg-type]
+    assert hidden == [not progress] * 2
+
+
+def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
+    surprisals = [0.1, 0.5, 1.5, 2.0, 0.25, 7.0, 4.0]
+    found = JudgedPredictions(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
+    data = activations(7)
+    table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, found))
+    assert list(table.columns) == COLUMNS
+    assert table["metric"].tolist() == ["precision"] * 3 + ["surprisal"]
+    for k, hits in ((1, 1), (5, 3), (10, 5)):
+        row = one(table, metric="precision", k=k)
+        interval = stats.binomtest(hits, 7).proportion_ci(0.95, method="wilson")
+        assert row[["value", "low", "high"]].tolist() == pytest.approx(
+            [hits / 7, interval.low, interval.high]
+        )
+    row = one(table, metric="surprisal")
+    assert row["value"] == pytest.approx(np.mean(surprisals))
+    low, high = stats.t.interval(0.95, 6, loc=np.mean(surprisals), scale=stats.sem(surprisals))
+    assert (row["low"], row["high"]) == pytest.approx((low, high))
+    assert pd.isna(row["k"])
+    named = {"experiment": "some study", "model": "small", "corpus": "words", "method": "scheme"}
+    for column, value in {**named, "layer": 2.5, "target": L, "n": 7}.items():
+        assert (table[column] == value).all()
+    del data.provenance["data"]["corpus"]
+    assert {line["corpus"] for line in prediction_rows("x", data, "scheme", 0, found)} == {"unnamed"}
+
+
+# Tables for people and figures
+
+
+def both() -> pd.DataFrame:
+    maps, data = mapset(ALL), activations()
+    tables = [fit_quality(maps, data, progress=False), prediction_quality(Head(), maps, data, progress=False)]  # type: ignore[arg-type]
+    return pd.concat([table.astype({"k": "Int64"}) for table in tables], ignore_index=True)
+
+
+def fit_only() -> pd.DataFrame:
+    return fit_quality(mapset(ALL), activations(), progress=False)
+
+
+@pytest.mark.parametrize("make", [both, fit_only])
+def test_layer_table_shows_what_concerns_the_last_layer(make: Callable[[], pd.DataFrame]) -> None:
+    results = make()
+    table = layer_table(results)
+    assert list(table.columns) == (
+        ["r2 mat", "r2 id", "P@1 mat", "P@1 id", "surprisal mat", "surprisal id"]
+        if make is both
+        else ["r2 mat", "r2 id"]
+    )
+    assert list(table.index) == list(range(L + 1 if make is both else L))
+    for name in table.columns:
+        short, method = name.split()
+        for layer in table.index:
+            if short == "r2" and layer == L:
+                assert math.isnan(table.loc[layer, name])
+                continue
+            wanted = {"method": method, "layer": layer, "target": L}
+            wanted |= {"metric": "precision", "k": 1} if short == "P@1" else {"metric": short}
+            assert table.loc[layer, name] == one(results, **wanted)["value"]
+
+
+def test_to_tensor_puts_r2_at_layer_and_target_and_nothing_elsewhere() -> None:
+    results = both()
+    for method in ("mat", "id"):
+        grid = r2_matrix(results, method)
+        assert grid.shape == (L + 1, L + 1)
+        for a in range(L + 1):
+            for b in range(L + 1):
+                if a < b:
+                    row = one(results, method=method, layer=a, target=b, metric="r2")
+                    assert grid[a, b].item() == pytest.approx(row["value"], rel=1e-6)
+                else:
+                    assert math.isnan(grid[a, b].item())

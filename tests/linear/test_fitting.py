@@ -1,0 +1,624 @@
+"""Least squares: every way of giving the samples solves the same problem, the one that gelsd solves."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn.linear_model import LinearRegression, Ridge
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.linear import fitting
+from matlens.linear.fitting import by_source, fit_samples, fit_stream
+from matlens.linear.maps import LinearMap
+from matlens.linear.moments import Moments
+
+EPS = torch.finfo(torch.float64).eps
+N, D_IN, D_OUT = 40, 7, 3
+Solution = tuple[Tensor, Tensor | None]
+Way = Callable[[Tensor, Tensor, bool, float], Solution]
+
+
+def random(n: int, d: int, seed: int = 0) -> Tensor:
+    """Normal numbers on a grid of 1/256, so that sums and differences of columns are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, d, generator=generator, dtype=torch.float64) * 256).round() / 256
+
+
+# The inputs. Each makes any number of samples, so that new points come from where the training points did.
+
+
+def plain(n: int, seed: int) -> Tensor:
+    return random(n, D_IN, seed)
+
+
+def wide(n: int, seed: int) -> Tensor:
+    return random(n, 2 * N, seed)
+
+
+def collinear(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 2], x[:, 4] = x[:, 0] - x[:, 1], x[:, 3]
+    return x
+
+
+def nearly_collinear(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed).float()
+    x[:, 2] = 0.3 * x[:, 0] - 0.7 * x[:, 1]
+    return x.double()
+
+
+def constant(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 1], x[:, 5] = 1.0, -3.5
+    return x
+
+
+def zero(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 0], x[:, 3] = 0.0, 0.0
+    return x
+
+
+def strong(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 1] *= 1e4
+    return x
+
+
+def weak(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 1] *= 1e-4
+    return x
+
+
+def everything(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 1], x[:, 2] = 1.0, 0.0
+    x[:, 3], x[:, 4], x[:, 5] = x[:, 0] * 2, x[:, 4] * 1e4, x[:, 5] * 1e-4
+    return x
+
+
+def everything_wide(n: int, seed: int) -> Tensor:
+    return torch.cat([everything(n, seed), wide(n, seed + 50)], 1)
+
+
+INPUTS = (
+    plain, wide, collinear, nearly_collinear, constant, zero, strong, weak, everything, everything_wide,
+)  # fmt: skip
+
+
+def targets(x: Tensor, seed: int = 1) -> Tensor:
+    """A function of the input that no linear map meets exactly, of coordinates of different size."""
+    y = (x / (1 + x.abs().amax(0))) @ random(x.shape[1], D_OUT, seed) + random(len(x), D_OUT, seed + 1)
+    return y * torch.tensor([1.0, 30.0, 0.1], dtype=torch.float64) + 0.5
+
+
+# The ways in which samples can be given. All solve in float64.
+
+
+def moments(x: Tensor, y: Tensor) -> Moments:
+    return Moments(x.shape[1], y.shape[1])
+
+
+def parts(x: Tensor, y: Tensor, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(x.split(sizes), y.split(sizes), strict=True)
+
+
+def one_update(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    return moments(x, y).update(x, y).solution(intercept=intercept, ridge=ridge)
+
+
+def row_by_row(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    state = moments(x, y)
+    for a, b in parts(x, y, [1] * len(x)):
+        state.update(a, b)
+    return state.solution(intercept=intercept, ridge=ridge)
+
+
+def uneven_updates(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    state = moments(x, y)
+    for a, b in parts(x, y, [0, 1, 0, 20, 3, 0, len(x) - 24]):
+        state.update(a, b)
+    return state.solution(intercept=intercept, ridge=ridge)
+
+
+def merged_in_turn(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    states = [moments(x, y).update(a, b) for a, b in parts(x, y, [1] * 5 + [0, len(x) - 5])]
+    return reduce(Moments.merge, states).solution(intercept=intercept, ridge=ridge)
+
+
+def merged_as_tree(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    states = [moments(x, y).update(a, b) for a, b in parts(x, y, [9, 2, 1, len(x) - 12])]
+    left, right = states[3].merge(states[0]), states[1].merge(states[2])
+    return moments(x, y).merge(right.merge(left)).solution(intercept=intercept, ridge=ridge)
+
+
+def batch(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    (fitted,) = fit_samples({"x": x, "y": y}, [("x", "y")], intercept=intercept, ridge=ridge)
+    return fitted.weight, fitted.bias
+
+
+def streamed(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    batches = ({"x": a, "y": b} for a, b in parts(x, y, [3, 0, 1] + [12] * 3 + [len(x) - 40]))
+    (fitted,) = fit_stream(batches, [("x", "y")], intercept=intercept, ridge=ridge)
+    return fitted.weight, fitted.bias
+
+
+def with_chunks_of_one(way: Way, x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "_chunk_size", lambda samples: 1)
+        return way(x, y, intercept, ridge)
+
+
+def batch_in_chunks(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    return with_chunks_of_one(batch, x, y, intercept, ridge)
+
+
+def streamed_in_chunks(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
+    return with_chunks_of_one(streamed, x, y, intercept, ridge)
+
+
+WAYS = (
+    one_update, row_by_row, uneven_updates, merged_in_turn, merged_as_tree,
+    batch, batch_in_chunks, streamed, streamed_in_chunks,
+)  # fmt: skip
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep maps in the float64 that they are solved in, to compare more digits than a float32 has."""
+
+    def of(w: Tensor, b: Tensor | None, source: str, target: str, provenance: Any = None) -> LinearMap:
+        return LinearMap(w, b, source, target, provenance or {})
+
+    monkeypatch.setattr(LinearMap, "of", of)
+
+
+def gelsd(x: Tensor, y: Tensor) -> Tensor:
+    return torch.linalg.lstsq(x.double(), y.double(), driver="gelsd").solution
+
+
+def slack(x: Tensor) -> float:
+    """What two backward stable solvers may differ by: rounding times the condition of what is kept."""
+    s = torch.linalg.svdvals(x.double())
+    kept = s[s > EPS * max(x.shape) * s[0]]
+    return float(100 * EPS * kept[0] / kept[-1])
+
+
+def predict(solution: Solution, x: Tensor) -> Tensor:
+    weight, bias = solution
+    return x.double() @ weight.T + (0 if bias is None else bias)
+
+
+def close(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """To a share of each target's largest value: a coordinate may be a thousand times another."""
+    error = (actual - expected).abs().amax(0) / expected.abs().amax(0)
+    assert actual.shape == expected.shape
+    assert error.max() < relative, f"{error.max():.2e} is not below {relative:.2e}"
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", INPUTS)
+def test_predictions_are_those_of_gelsd_on_old_and_new_points(
+    make: Callable[[int, int], Tensor], way: Way
+) -> None:
+    x, new = make(N, 0), make(25, 7)
+    y = targets(x)
+    reference, found = gelsd(x, y), way(x, y, False, 0.0)
+    assert found[1] is None
+    assert found[0].dtype == torch.float64
+    assert slack(x) < 1e-4, "the reference itself is not determined"
+    close(predict(found, x), x @ reference, slack(x))
+    close(predict(found, new), new @ reference, slack(x))
+
+
+@pytest.mark.parametrize("way", [one_update, merged_as_tree, batch, streamed])
+@pytest.mark.parametrize("make", INPUTS)
+@pytest.mark.usefixtures("in_float64")
+def test_weight_is_the_one_of_least_norm(make: Callable[[int, int], Tensor], way: Way) -> None:
+    x = make(N, 0)
+    y = targets(x)
+    weight, _ = way(x, y, False, 0.0)
+    close(weight.T, torch.linalg.pinv(x, rtol=EPS * max(x.shape)) @ y, slack(x))
+    # No part of the weight lies where the inputs have nothing.
+    _, s, vh = torch.linalg.svd(x)
+    nothing = vh[int((s > EPS * max(x.shape) * s[0]).sum()) :]
+    assert make not in (wide, collinear, zero, everything, everything_wide) or len(nothing)
+    assert not len(nothing) or (weight @ nothing.T).abs().max() <= slack(x) * weight.abs().max()
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("way", [one_update, row_by_row, merged_as_tree, batch, streamed])
+@pytest.mark.parametrize(("factor", "counts"), [(0.5, False), (2.0, True)])
+def test_a_direction_counts_from_the_singular_value_from_which_gelsd_counts_it(
+    way: Way, factor: float, counts: bool
+) -> None:
+    x = torch.zeros(400, 2, dtype=torch.float64)
+    x[0, 0], x[1, 1] = 1.0, factor * 400 * EPS
+    y = torch.ones(400, 1, dtype=torch.float64)
+    weight, _ = way(x, y, False, 0.0)
+    assert bool(gelsd(x, y)[1] != 0) == counts
+    torch.testing.assert_close(weight.T, gelsd(x, y))
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("y_dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("x_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_solution_is_in_float64_whatever_the_samples_are(
+    x_dtype: torch.dtype, y_dtype: torch.dtype, way: Way
+) -> None:
+    x = (random(N, D_IN) * 300).to(x_dtype)
+    y = targets(x.double()).to(y_dtype)
+    found = way(x, y, False, 0.0)
+    close(predict(found, x), x.double() @ gelsd(x, y), 1e-12)
+
+
+@pytest.mark.parametrize("way", [batch, streamed])
+def test_a_map_is_the_float64_solution_rounded_once(way: Way) -> None:
+    x = strong(N, 0)
+    y = targets(x)
+    for intercept in (False, True):
+        weight, bias = one_update(x, y, intercept, 0.0)
+        found = way(x, y, intercept, 0.0)
+        assert found[0].dtype == torch.float32
+        torch.testing.assert_close(found[0], weight.float(), rtol=1.5 * 2**-23, atol=0)
+        if bias is not None and found[1] is not None:
+            assert found[1].dtype == torch.float32
+            torch.testing.assert_close(found[1], bias.float(), rtol=1.5 * 2**-23, atol=0)
+
+
+# Intercept and ridge
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_intercept_is_sklearns(way: Way, offset: float) -> None:
+    x, new = random(N, D_IN) + offset, random(9, D_IN, 8) + offset
+    y = targets(x)
+    weight, bias = way(x, y, True, 0.0)
+    model = LinearRegression().fit(x.numpy(), y.numpy())
+    assert bias is not None
+    torch.testing.assert_close(weight, torch.from_numpy(model.coef_), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(bias, torch.from_numpy(model.intercept_), rtol=1e-9, atol=1e-7)
+    close(predict((weight, bias), new), torch.from_numpy(model.predict(new.numpy())), 1e-11)
+
+
+def offset_constant(n: int, seed: int) -> Tensor:
+    x = random(n, D_IN, seed)
+    x[:, 2] = 1000.0
+    return x
+
+
+def offset_collinear(n: int, seed: int) -> Tensor:
+    return collinear(n, seed) + 4096
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "make", [plain, wide, collinear, constant, zero, strong, weak, offset_constant, offset_collinear]
+)
+def test_intercept_is_least_squares_on_centred_samples_where_they_do_not_determine_the_map(
+    make: Callable[[int, int], Tensor], way: Way
+) -> None:
+    x, new = make(N, 0), make(25, 7)
+    y = targets(x)
+    centred = x - x.mean(0)
+    reference = torch.linalg.pinv(centred, rtol=1e-11) @ (y - y.mean(0))
+    found = way(x, y, True, 0.0)
+    for points in (x, new):
+        close(predict(found, points), y.mean(0) + (points - x.mean(0)) @ reference, 1e-8)
+    close(found[0].T, reference, 1e-7)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("ridge", [0.01, 5.0])
+@pytest.mark.parametrize("make", [plain, wide, collinear, nearly_collinear, constant, zero, everything])
+def test_ridge_is_sklearns(
+    make: Callable[[int, int], Tensor], ridge: float, intercept: bool, way: Way
+) -> None:
+    x, new = make(N, 0), make(25, 7)
+    y = targets(x)
+    weight, bias = way(x, y, intercept, ridge)
+    model = Ridge(alpha=ridge, fit_intercept=intercept, solver="svd", tol=0).fit(x.numpy(), y.numpy())
+    close(weight.T, torch.from_numpy(model.coef_).T, 1e-8)
+    assert (bias is not None) == intercept
+    close(predict((weight, bias), new), torch.from_numpy(model.predict(new.numpy())), 1e-8)
+
+
+def test_solve_returns_a_map_with_what_it_is_of() -> None:
+    x = plain(N, 0)
+    y = targets(x)
+    state = Moments(D_IN, D_OUT, source="h.1", target="h.4").update(x, y)
+    found = state.solve(intercept=True, ridge=2.0, provenance={"seed": 3})
+    weight, bias = state.solution(intercept=True, ridge=2.0)
+    assert bias is not None
+    assert found.bias is not None
+    assert (found.source, found.target, found.provenance) == ("h.1", "h.4", {"seed": 3})
+    assert torch.equal(found.weight, weight.float())
+    assert torch.equal(found.bias, bias.float())
+    assert not torch.allclose(found.weight, state.solve(intercept=True).weight, rtol=1e-3)
+    assert state.solve().bias is None
+
+
+# Properties for any input
+
+
+def matrices(rows: int, columns: int) -> st.SearchStrategy[np.ndarray]:
+    return arrays(np.float64, (rows, columns), elements=st.floats(-100, 100, width=32))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    n, d_in, d_out = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    return torch.from_numpy(draw(matrices(n, d_in))), torch.from_numpy(draw(matrices(n, d_out)))
+
+
+@given(problems(), st.sampled_from([0.0, 0.5]), st.booleans(), st.data())
+@settings(deadline=None)
+def test_residual_is_orthogonal_to_the_inputs_and_no_other_map_is_better(
+    problem: tuple[Tensor, Tensor], ridge: float, intercept: bool, data: st.DataObject
+) -> None:
+    x, y = problem
+    weight, bias = moments(x, y).update(x, y).solution(intercept=intercept, ridge=ridge)
+    residual = y - predict((weight, bias), x)
+    size = x.norm() + len(x) ** 0.5
+    offset = 0.0 if bias is None else len(x) ** 0.5 * float(bias.norm())
+    rounding = 1e-12 * float(size * (y.norm() + size * weight.norm() + offset))
+    assert (x.T @ residual - ridge * weight.T).abs().max() <= rounding
+    if intercept:
+        assert residual.sum(0).abs().max() <= rounding
+
+    def loss(w: Tensor, b: Tensor | None) -> float:
+        return float((y - predict((w, b), x)).square().sum() + ridge * w.square().sum())
+
+    step = torch.from_numpy(data.draw(matrices(*weight.shape))) * 10.0 ** -data.draw(st.integers(0, 4))
+    shift = data.draw(st.floats(-3, 3))
+    other = loss(weight + step, None if bias is None else bias + shift)
+    assert other >= loss(weight, bias) * (1 - 1e-11) - 4 * rounding * (1 + float(step.norm()) + abs(shift))
+
+
+@given(
+    arrays(np.float64, (6, 4), elements=st.integers(-3, 3)),
+    arrays(np.float64, (6, 2), elements=st.integers(-3, 3)),
+    arrays(np.float64, (2, 4), elements=st.integers(-3, 3)),
+)
+@settings(deadline=None)
+def test_of_all_maps_with_these_predictions_the_norm_is_least(
+    x: np.ndarray, y: np.ndarray, other: np.ndarray
+) -> None:
+    samples, towards = torch.from_numpy(x), torch.from_numpy(other)
+    weight, _ = one_update(samples, torch.from_numpy(y), False, 0.0)
+    unseen = torch.eye(4, dtype=torch.float64) - torch.linalg.pinv(samples, rtol=1e-10) @ samples
+    torch.testing.assert_close(weight @ unseen, torch.zeros_like(weight), rtol=0, atol=1e-9)
+    assert (weight + towards @ unseen).norm() >= weight.norm() - 1e-9
+
+
+@given(
+    problems(),
+    st.lists(st.integers(0, 4), max_size=8),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12),
+    st.booleans(),
+)
+@example((torch.ones(3, 1, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)), [1], [], True)
+@settings(deadline=None)
+def test_any_partition_in_any_order_and_grouping_gives_the_whole(
+    problem: tuple[Tensor, Tensor], sizes: list[int], merges: list[tuple[int, int]], intercept: bool
+) -> None:
+    # Of small integers, singular values are either rounding or far above it.
+    x, y = (part.clamp(-6, 6).round() for part in problem)
+    cuts = [min(cut, len(x)) for cut in np.cumsum([0, *sizes]).tolist()] + [len(x)]
+    pieces = [(x[a:b], y[a:b]) for a, b in pairwise(cuts)]
+    state = moments(x, y)
+    for a, b in pieces:
+        state.update(a, b)
+    states = [moments(x, y).update(a, b) for a, b in pieces]
+    for i, j in merges:
+        if len(states) > 1:
+            one = states.pop(i % len(states))
+            states[j % len(states)].merge(one)
+    whole = one_update(x, y, intercept, 0.0)
+    for found in (state, reduce(Moments.merge, states)):
+        assert found.n == len(x)
+        solution = found.solution(intercept=intercept, ridge=0.0)
+        torch.testing.assert_close(predict(solution, x), predict(whole, x), rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(solution[0], whole[0], rtol=1e-6, atol=1e-6)
+
+
+# Several sites
+
+
+SITES = {"a": random(N, 4, 11), "b": random(N, 6, 12), "c": random(N, 3, 13), "d": random(N, 4, 14)}
+PAIRS = [("b", "c"), ("a", "b"), ("b", "a"), ("a", "d"), ("b", "c"), ("c", "d")]
+
+
+def batches(samples: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, N, size):
+        yield {site: vectors[start : start + size] for site, vectors in samples.items()}
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("kept", [0, fitting._KEPT])
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+@pytest.mark.parametrize("intercept", [False, True])
+def test_several_targets_at_once_are_the_same_as_one_by_one(
+    intercept: bool, ridge: float, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "_KEPT", kept)
+    together = [
+        list(fit_samples(SITES, PAIRS, intercept=intercept, ridge=ridge, provenance={"seed": 4})),
+        list(fit_stream(batches(SITES, 7), PAIRS, intercept=intercept, ridge=ridge, provenance={"seed": 4})),
+    ]
+    for maps in together:
+        assert [(m.source, m.target) for m in maps] == [
+            ("b", "c"), ("b", "a"), ("a", "b"), ("a", "d"), ("c", "d"),
+        ]  # fmt: skip
+        for found in maps:
+            weight, bias = one_update(SITES[found.source], SITES[found.target], intercept, ridge)
+            torch.testing.assert_close(found.weight, weight)
+            torch.testing.assert_close(found.bias, bias)
+            assert found.provenance == {"seed": 4}
+
+
+def test_moments_of_targets_side_by_side_are_those_of_the_joined_target() -> None:
+    x, parted = SITES["a"], [SITES["b"], SITES["c"].float(), SITES["d"]]
+    apart = Moments(4, 13).update(x[:5], [y[:5] for y in parted]).update(x[5:], [y[5:] for y in parted])
+    joined = one_update(x, torch.cat([y.double() for y in parted], 1), False, 0.0)
+    torch.testing.assert_close(apart.solution(intercept=False, ridge=0.0)[0], joined[0])
+
+
+class Known(dict[str, Tensor]):
+    """Samples that know where they come from, as `Activations` do."""
+
+    provenance: Mapping[str, Any] = {"corpus": "words"}
+
+
+def test_numbers_are_layers_of_the_stream_and_provenance_is_the_samples_own() -> None:
+    samples = Known({"h.0": SITES["a"], "h.1": SITES["b"], "ln1_out.0": SITES["c"]})
+    pairs: list[tuple[str | int, str | int]] = [(0, 1), ("h.0", 1), ("ln1_out.0", 0)]
+    by_number = list(fit_samples(samples, pairs))
+    assert [(m.source, m.target) for m in by_number] == [("h.0", "h.1"), ("ln1_out.0", "h.0")]
+    assert [m.provenance for m in by_number] == [Known.provenance] * 2
+    assert next(fit_samples(samples, pairs, provenance={"seed": 1})).provenance == {"seed": 1}
+    for one, other in zip(by_number, fit_stream([samples], pairs), strict=True):
+        torch.testing.assert_close(one.weight, other.weight)
+        assert (one.source, one.target) == (other.source, other.target)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abc")), max_size=12))
+def test_pairs_are_grouped_by_source_in_the_order_of_first_occurrence(pairs: list[tuple[str, str]]) -> None:
+    grouped = by_source(pairs)
+    assert {(source, t) for source, found in grouped.items() for t in found} == set(pairs)
+    assert sum(map(len, grouped.values())) == len(set(pairs))
+    assert list(grouped) == sorted(grouped, key=[source for source, _ in pairs].index)
+    for source, found in grouped.items():
+        assert found == sorted(found, key=[t for s, t in pairs if s == source].index)
+
+
+@pytest.mark.parametrize("kept", [0, fitting._KEPT])
+def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = list(fit_samples(SITES, PAIRS, intercept=True))
+    sizes: list[int] = []
+    update = Moments.update
+
+    def watched(self: Moments, x: Tensor, y: Any) -> Moments:
+        sizes.append(len(x))
+        return update(self, x, y)
+
+    monkeypatch.setattr(Moments, "update", watched)
+    monkeypatch.setattr(fitting, "_CHUNK", 9)
+    monkeypatch.setattr(fitting, "_KEPT", kept)
+    in_chunks = list(fit_samples(SITES, PAIRS, intercept=True))
+    # Eight samples for each dimension at least: of b 6 dimensions, of a 4, of c 3.
+    assert sizes == [40, 32, 8, 24, 16]
+    sizes.clear()
+    streamed_maps = list(fit_stream(batches(SITES, 1), PAIRS, intercept=True))
+    assert sum(sizes) == 3 * N
+    assert max(sizes) < N
+    for found in (in_chunks, streamed_maps):
+        for one, other in zip(found, whole, strict=True):
+            assert (one.source, one.target) == (other.source, other.target)
+            torch.testing.assert_close(one.weight, other.weight)
+            torch.testing.assert_close(one.bias, other.bias)
+
+
+def test_fitting_leaves_the_samples_alone() -> None:
+    before = {site: vectors.clone() for site, vectors in SITES.items()}
+    list(fit_samples(SITES, PAIRS))
+    list(fit_stream(batches(SITES, 7), PAIRS))
+    for site, vectors in SITES.items():
+        assert torch.equal(vectors, before[site])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("seen_before", [0, 1, 5, 30])
+@pytest.mark.parametrize("row", [0, -1])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(
+    side: str, row: int, seen_before: int, bad: float
+) -> None:
+    x, y = plain(N, 0), targets(plain(N, 0))
+    state = Moments(D_IN, D_OUT, source="h.3", target="h.30").update(x[:seen_before], y[:seen_before])
+    bad_x, bad_y = x[seen_before:].clone(), y[seen_before:].clone()
+    (bad_x if side == "source" else bad_y)[row, 1] = bad
+    with pytest.raises(InputError, match=rf"samples of h\.{3 if side == 'source' else 30} hold"):
+        state.update(bad_x, bad_y)
+    assert state.n == seen_before
+    if seen_before:
+        torch.testing.assert_close(
+            state.solution(intercept=True, ridge=0.1),
+            one_update(x[:seen_before], y[:seen_before], True, 0.1),
+            rtol=0,
+            atol=0,
+        )
+    state.update(x[seen_before:], y[seen_before:])
+    close(predict(state.solution(intercept=False, ridge=0.0), x), x @ gelsd(x, y), 1e-12)
+
+
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+def test_batch_and_stream_name_the_site_that_is_not_finite(bad: str) -> None:
+    samples = {site: vectors.half() for site, vectors in SITES.items()}
+    samples[bad] = samples[bad] * 60000
+    assert not samples[bad].isfinite().all()
+    for fits in (fit_samples(samples, PAIRS), fit_stream(batches(samples, 7), PAIRS)):
+        with pytest.raises(InputError, match=rf"samples of .*\b{bad}\b.* hold"):
+            list(fits)
+
+
+@pytest.mark.parametrize("shape", [(N, D_OUT - 1), (N, D_OUT + 1), (N - 1, D_OUT), (N + 1, D_OUT)])
+def test_targets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    x = plain(N, 0)
+    with pytest.raises((ValueError, RuntimeError)):
+        Moments(D_IN, D_OUT).update(x, random(*shape))
+
+
+@pytest.mark.parametrize("names", [("h.0", "h.2"), ("h.1", "h.1"), ("h.2", "h.0")])
+def test_moments_of_other_sites_are_not_merged(names: tuple[str, str]) -> None:
+    x, y = plain(N, 0), targets(plain(N, 0))
+    state = Moments(D_IN, D_OUT, source="h.0", target="h.1").update(x, y)
+    other = Moments(D_IN, D_OUT, source=names[0], target=names[1]).update(x + 1, y)
+    with pytest.raises(InputError, match=rf"{names[0]} -> {names[1]} cannot be merged.* h\.0 -> h\.1"):
+        state.merge(other)
+    assert state.n == N
+    assert torch.equal(state.solution(intercept=False, ridge=0.0)[0], one_update(x, y, False, 0.0)[0])
+
+
+def test_merging_leaves_the_other_as_it_was() -> None:
+    x, y = plain(N, 0), targets(plain(N, 0))
+    other = moments(x, y).update(x[:20], y[:20])
+    before = other.solution(intercept=True, ridge=0.0)
+    moments(x, y).update(x[20:], y[20:]).merge(other).update(x, y)
+    assert other.n == 20
+    torch.testing.assert_close(other.solution(intercept=True, ridge=0.0), before, rtol=0, atol=0)
+
+
+def test_without_samples_there_is_no_map() -> None:
+    empty = {site: vectors[:0] for site, vectors in SITES.items()}
+    state = Moments(4, 3, source="h.0", target="h.1")
+    state.update(empty["a"], empty["c"]).merge(Moments(4, 3, source="h.0", target="h.1"))
+    with pytest.raises(InputError, match=r"No samples of h\.0 -> h\.1"):
+        state.solve()
+    with pytest.raises(InputError, match="no samples"):
+        list(fit_stream([], PAIRS))
+    with pytest.raises(InputError, match="No samples of b -> c, a"):
+        list(fit_stream([empty], PAIRS))
+    with pytest.raises(InputError, match="No samples of b -> c, a"):
+        list(fit_samples(empty, PAIRS))

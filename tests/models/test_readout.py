@@ -1,0 +1,265 @@
+"""The read-out of h^L is the model's own logits, and a read-out that is not is refused."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    ARCHITECTURES,
+    D_MODEL,
+    MASKED,
+    N_LAYERS,
+    WORDS,
+    assert_near,
+    load_plain,
+    make_tokenizer,
+    plain_vectors,
+    save_model,
+)
+from torch import Tensor, nn
+
+import matlens
+from matlens import InputError, Readout, collect, make_examples
+from matlens.activations.collecting import stream
+from matlens.corpora.corpus import Corpus
+from matlens.models import readout
+from matlens.models.identity import unembed_hash
+
+DECODERS = tuple(name for name in ARCHITECTURES if name not in MASKED)
+SCALED = ("gemma2", "granite", "cohere")
+LAST = f"h.{N_LAYERS}"
+
+
+def random_tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, 56, (3, 20), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "granite", "cohere"])
+def test_last_stream_reads_out_to_the_models_own_logits(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    found = plain_vectors(name, plain_model(name), random_tokens())
+    ours = Readout(small_model(name))
+    assert_near(ours.logits(found[LAST]), found["logits"], 2e-6)
+    log_probs = ours.log_probs(found[LAST])
+    assert_near(log_probs, found["logits"].log_softmax(-1), 2e-6)
+    # One vector, or any stack of them.
+    assert_near(ours.logits(found[LAST][1, 4]), found["logits"][1, 4], 2e-6)
+
+
+def test_bert_is_read_out_through_the_whole_head(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    """Dense, GELU, norm, decoder and bias written out with the weights of the checkpoint."""
+    weights = plain_model("bert").state_dict()
+    h = torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(1))
+    head = "cls.predictions."
+    x = h @ weights[head + "transform.dense.weight"].T + weights[head + "transform.dense.bias"]
+    x = x * 0.5 * (1 + torch.erf(x / 2**0.5))
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-12).sqrt()
+    x = x * weights[head + "transform.LayerNorm.weight"] + weights[head + "transform.LayerNorm.bias"]
+    logits = x @ weights["bert.embeddings.word_embeddings.weight"].T + weights[head + "bias"]
+    assert weights[head + "bias"].abs().max() > 0
+    assert_near(Readout(small_model("bert")).logits(h), logits, 2e-6)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaling_and_cap_are_those_of_the_config(name: str, small_model: Callable[[str], Any]) -> None:
+    """Written out for vectors of every size, so that the cap bends some of the logits and not others."""
+    model = small_model(name)
+    h = torch.randn(6, D_MODEL, generator=torch.Generator().manual_seed(2))
+    raw = copy.deepcopy(model.original_model.model.norm.original_component)(h)
+    raw = raw @ model.original_model.get_output_embeddings().weight.T
+    expected = {
+        "gemma2": 0.05 * torch.tanh(raw / 0.05),
+        "granite": raw / 4.0,
+        "cohere": raw * 0.25,
+    }[name]
+    assert (expected - raw).abs().max() > 0.1 * raw.abs().max()
+    assert_near(Readout(model).logits(h), expected.detach(), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_read_out_without_scaling_or_cap_is_refused(
+    name: str, dtype: torch.dtype, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = matlens.load(str(model_folder(name)), device="cpu", dtype=dtype)
+    Readout(model)
+    monkeypatch.setattr(readout, "_scaling", lambda model: (1.0, None))
+    with pytest.raises(InputError, match="do not give the model's own logits"):
+        Readout(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"), [*((name, 0) for name in DECODERS), *(("bert", i) for i in range(3))]
+)
+def test_a_read_out_with_a_part_left_out_is_refused(
+    name: str, left_out: int, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = readout._head_modules(small_model(name))
+    part = [module for i, module in enumerate(whole) if i != left_out]
+    monkeypatch.setattr(readout, "_head_modules", lambda model: part)
+    with pytest.raises(InputError, match="do not give the model's own logits"):
+        Readout(small_model(name))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+    ],
+    ids=str,
+)
+def test_a_slightly_wrong_read_out_of_a_half_precision_model_is_refused(
+    dtype: torch.dtype, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fifth too large is what a forgotten soft cap makes of the logits of a real Gemma 2."""
+    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=dtype)
+    Readout(model)
+    monkeypatch.setattr(readout, "_scaling", lambda model: (1.2, None))
+    with pytest.raises(InputError, match="do not give the model's own logits"):
+        Readout(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
+    name: str, dtype: torch.dtype, model_folder: Callable[[str], Path]
+) -> None:
+    folder = model_folder(name)
+    plain = load_plain(name, folder, dtype=dtype)
+    found = plain_vectors(name, plain, random_tokens())
+    ours = Readout(matlens.load(str(folder), device="cpu", dtype=dtype)).logits(found[LAST])
+    assert ours.dtype == torch.float32
+    # The same rounded weights, computed with in float32.
+    norm = {"bert": "cls.predictions.transform", "neox": "gpt_neox.final_layer_norm"}.get(
+        name, "transformer.ln_f" if name in ("gpt2", "gptj") else "model.norm"
+    )
+    exact = plain.float()
+    with torch.inference_mode():
+        expected = exact.get_output_embeddings()(exact.get_submodule(norm)(found[LAST].float()))
+    if name == "gemma2":
+        expected = 0.05 * torch.tanh(expected / 0.05)
+    assert_near(ours, expected, 2e-6)
+    # And near what the model itself says in half precision.
+    assert_near(ours, found["logits"].float(), 8 * torch.finfo(dtype).eps)
+
+
+def test_the_model_itself_stays_in_half_precision(model_folder: Callable[[str], Path]) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.float16)
+    Readout(model).logits(torch.zeros(D_MODEL))
+    assert {parameter.dtype for parameter in model.original_model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_top_tokens_are_the_most_probable_words(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    found = plain_vectors(name, plain_model(name), random_tokens(3))
+    probability = found["logits"][2, 7].double().softmax(-1)
+    order = probability.argsort(descending=True)
+    vocabulary = make_tokenizer(bert=name == "bert").get_vocab()
+    words = {i: word for word, i in vocabulary.items()}
+    top = Readout(small_model(name)).top_tokens(found[LAST][2, 7], k=7)
+    assert [word for word, _ in top] == [words.get(int(i), "") for i in order[:7]]
+    assert [p for _, p in top] == pytest.approx(probability[order[:7]].tolist(), rel=1e-4)
+    assert len(Readout(small_model(name)).top_tokens(found[LAST][2, 7])) == 5
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_compatibility_mode_is_refused_with_the_reason(
+    folded: bool, model_folder: Callable[[str], Path]
+) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu")
+    corpus = Corpus("words", (" ".join(WORDS[:6]),), 1, 0, 0, 0)
+    examples = make_examples(model, corpus)
+    model.enable_compatibility_mode(disable_warnings=True, no_processing=not folded)
+    attempts: list[Callable[[], Any]] = [
+        lambda: Readout(model),
+        lambda: collect(model, examples, progress=False),
+        lambda: next(stream(model, examples, [0], progress=False)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(InputError, match=r"compatibility mode.*matlens\.load"):
+            attempt()
+
+
+def test_compatibility_mode_would_have_changed_the_vectors(model_folder: Callable[[str], Path]) -> None:
+    """Why it is refused: the same hook carries another vector."""
+    model = matlens.load(str(model_folder("gpt2")), device="cpu")
+    h: list[Tensor] = []
+    hook = matlens.anatomy(model).hook(N_LAYERS)
+    for _ in range(2):
+        with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x.clone()))]):
+            model(random_tokens(), return_type=None)
+        model.enable_compatibility_mode(disable_warnings=True)
+    assert (h[0] - h[1]).abs().max() > 1e-3 * h[0].abs().max()
+
+
+def test_unembed_hash_is_of_the_unembedding_alone(tmp_path: Path) -> None:
+    folder = save_model("llama", tmp_path / "a")
+    plain = load_plain("llama", folder)
+    weight = plain.lm_head.weight.detach()
+    first = unembed_hash(matlens.load(str(folder), device="cpu"))
+    assert first == hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
+
+    def hash_after(change: Callable[[Any], None], where: str) -> str:
+        model = load_plain("llama", folder)
+        with torch.no_grad():
+            change(model)
+        model.save_pretrained(tmp_path / where)
+        make_tokenizer().save_pretrained(tmp_path / where)
+        return unembed_hash(matlens.load(str(tmp_path / where), device="cpu"))
+
+    assert hash_after(lambda model: None, "same") == first
+    assert hash_after(lambda model: model.model.norm.weight.add_(1), "norm") == first
+    assert hash_after(lambda model: model.lm_head.weight[17, 5].add_(1e-3), "one number") != first
+
+
+def test_a_model_without_an_unembedding_is_refused(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = matlens.load(str(model_folder("bert")), device="cpu")
+    monkeypatch.delitem(model._modules, "unembed")
+    with pytest.raises(InputError, match=r"no unembedding.*ForMaskedLM"):
+        Readout(model)
+
+
+def test_a_head_that_is_not_known_is_refused_in_words(small_model: Callable[[str], Any]) -> None:
+    """RoBERTa's masked-LM head has other names than BERT's: either it is read out right, or refused."""
+    try:
+        ours = Readout(small_model("roberta"))
+    except InputError:
+        return
+    model = small_model("roberta")
+    tokens = random_tokens() % 40 + 3
+    h: list[Tensor] = []
+    hook = matlens.anatomy(model).hook(N_LAYERS)
+    with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x))]):
+        logits = model(tokens, return_type="logits")
+    assert_near(ours.logits(h[0]), logits, 2e-6)
+
+
+def test_no_hook_is_left(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    model(random_tokens(), return_type=None)
+    before = [len(point.fwd_hooks) for point in model.hook_dict.values()]
+    Readout(model).logits(torch.zeros(D_MODEL))
+    assert [len(point.fwd_hooks) for point in model.hook_dict.values()] == before
+    assert sum(before) == 0
+
+
+def test_what_the_caller_gave_stays_as_it_was(small_model: Callable[[str], Any]) -> None:
+    h = torch.randn(4, D_MODEL, dtype=torch.float64)
+    kept = h.clone()
+    assert isinstance(Readout(small_model("gpt2"))._head, nn.Module)
+    assert Readout(small_model("gpt2")).logits(h).dtype == torch.float32
+    assert torch.equal(h, kept)

@@ -1,0 +1,222 @@
+"""Patching is there in its context and nowhere else, around every way to run a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
+from handpatched import Part, hand_vectors, jump_part, submodule_part
+from test_patching import SENTENCES, Models, assert_same, linear, replacement, vectors
+from test_sites import hook_counts
+from torch import Tensor
+
+import matlens
+from matlens import InputError, LinearMap, Site
+from matlens.models.anatomy import Anatomy
+from matlens.patching.contexts import patched
+from matlens.patching.replacements import Replacement
+
+# Skipped blocks
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_skipped_blocks_are_not_computed(name: str, small_model: Models) -> None:
+    """For every choice of kept blocks: they run once, and no module of the others does."""
+    model = small_model(name)
+    vectors(model)
+    for kept in itertools.product([False, True], repeat=N_LAYERS):
+        jumps = [jump_part(layer, layer + 1, layer) for layer in range(N_LAYERS) if not kept[layer]]
+        whole: Counter[int] = Counter()
+        inside: Counter[int] = Counter()
+        with ExitStack() as stack:
+            for layer, block in enumerate(model.blocks):
+                own = block.original_component
+                for module in own.modules():
+                    count = _count(whole if module is own else inside, layer)
+                    stack.callback(module.register_forward_pre_hook(count).remove)
+            with patched(model, [replacement(one) for one in jumps]), torch.inference_mode():
+                model(torch.tensor(SENTENCES[:1]))
+        assert [whole[layer] for layer in range(N_LAYERS)] == [int(one) for one in kept]
+        assert [inside[layer] > 0 for layer in range(N_LAYERS)] == list(kept)
+
+
+def _count(counter: Counter[int], layer: int) -> Callable[..., None]:
+    return lambda *_: counter.update([layer])
+
+
+# Around every way to run a model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_cache_holds_what_is_computed_and_no_more(
+    name: str, small_model: Models, plain_model: Models
+) -> None:
+    model, parts = small_model(name), [jump_part(0, 2), submodule_part("attn", 2)]
+    expected = hand_vectors(name, plain_model(name), parts, SENTENCES[:1])[0]
+    with patched(model, [replacement(one) for one in parts]), torch.inference_mode():
+        logits, cache = model.run_with_cache(torch.tensor(SENTENCES[:1]))
+        assert_near(logits[0], expected.pop("logits"))
+        assert torch.equal(model(torch.tensor(SENTENCES[:1])), logits)
+    for site, value in expected.items():
+        assert_near(cache[Anatomy.from_model(model).hook(site)][0], value)
+    skipped = {key for key in cache if key.startswith(("blocks.0.", "blocks.1."))}
+    ends = {"blocks.0.hook_in", "blocks.1.hook_out"}
+    assert skipped - {"blocks.0.hook_resid_pre", "blocks.1.hook_resid_post"} == ends  # and their other names
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hooks_inside_see_and_change_what_stands_in(
+    name: str, small_model: Models, plain_model: Models
+) -> None:
+    """A user's hook comes after the stand-in, at its output, and around the blocks that a jump skips."""
+    model, tokens = small_model(name), torch.tensor(SENTENCES[:1])
+    attn, over = submodule_part("attn", 0), jump_part(1, 2, 1)
+    doubled = attn._replace(weight=2 * attn.weight, bias=2 * attn.bias)
+    halve = Part("h.2", "h.2", 0.5 * torch.eye(D_MODEL))
+    expected = hand_vectors(name, plain_model(name), [doubled, over, halve], SENTENCES[:1])[0]["logits"]
+    hooks = [
+        (Anatomy.from_model(model).hook("attn_out.0"), lambda value, hook: 2 * value),
+        (Anatomy.from_model(model).hook("h.2"), lambda value, hook: 0.5 * value),
+    ]
+    with patched(model, [replacement(attn), replacement(over)]), torch.inference_mode():
+        alone = model(tokens)
+        assert_near(model.run_with_hooks(tokens, fwd_hooks=hooks)[0], expected)
+        assert torch.equal(model(tokens), alone)  # their end is not the end of what stands in
+        with model.hooks(fwd_hooks=hooks):
+            assert_near(model(tokens)[0], expected)
+        assert torch.equal(model(tokens), alone)
+
+
+def test_gradients_flow_through_what_stands_in(small_model: Models) -> None:
+    weights = [torch.eye(D_MODEL).requires_grad_() for _ in range(2)]
+    maps = [LinearMap(weights[0], None, "h.0", "h.1"), LinearMap(weights[1], None, "ffn_in.2", "ffn_out.2")]
+    with patched(small_model("gpt2"), maps):
+        small_model("gpt2")(torch.tensor(SENTENCES[:1])).square().sum().backward()
+    small_model("gpt2").zero_grad()
+    assert all(weight.grad is not None and bool(weight.grad.any()) for weight in weights)
+
+
+# The model is as before
+
+
+PARTS = [jump_part(1, 2), submodule_part("attn", 0, 1, where="not-first"), jump_part(3, 3, 2)]
+
+
+def state(model: Any) -> tuple[Any, ...]:
+    """All that patching could leave behind."""
+    attributes = [set(vars(module)) for module in model.modules()]
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    return hook_counts(model), attributes, tensors, [one["logits"] for one in vectors(model)]
+
+
+def assert_as_before(model: Any, before: tuple[Any, ...]) -> None:
+    counts, attributes, tensors, logits = state(model)
+    assert (counts, attributes) == before[:2]
+    assert not any("forward" in vars(block) for block in model.blocks)
+    assert set(tensors) == set(before[2])
+    assert all(torch.equal(value, before[2][key]) for key, value in tensors.items())
+    assert all(torch.equal(one, other) for one, other in zip(logits, before[3], strict=True))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_afterwards_the_model_is_as_before(name: str, small_model: Models) -> None:
+    model = small_model(name)
+    vectors(model)
+    before = state(model)
+    for _ in range(2):  # and can be patched again
+        with patched(model, [replacement(one) for one in PARTS]) as same:
+            assert same is model
+            vectors(model)
+            assert hook_counts(model) != before[0]
+        assert_as_before(model, before)
+
+
+def _failing(_: Any) -> Tensor:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where_it_fails", ["body", "jump", "stand-in", "positions", "entering"])
+def test_after_a_failure_the_model_is_as_before(
+    where_it_fails: str, small_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("gptj")
+    vectors(model)
+    before, parts = state(model), [replacement(one) for one in PARTS]
+    if where_it_fails == "jump":
+        parts.append(Replacement(_failing, Site("h", 2), Site("h", 3)))
+    elif where_it_fails == "stand-in":
+        parts.append(Replacement(_failing, Site("ffn_in", 2), Site("ffn_out", 2)))
+    elif where_it_fails == "positions":
+        parts.append(replacement(submodule_part("ffn", 2, where=(1, 0))))
+
+    run: Callable[[Any], Any] = _failing if where_it_fails == "body" else vectors
+    error, message = ZeroDivisionError, None
+    if where_it_fails == "positions":
+        error, message = InputError, r"2 rows for a batch of 4 sentences\..*one each"
+    with monkeypatch.context() as patch:
+        if where_it_fails == "entering":
+            patch.setattr(type(model), "hooks", lambda self, fwd_hooks: 1 / 0)
+        with pytest.raises(error, match=message), patched(model, parts):
+            run(model)
+    assert_as_before(model, before)
+    with patched(model, [replacement(one) for one in PARTS]):
+        pass
+
+
+# Contexts in contexts
+
+
+def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Models) -> None:
+    model = small_model("llama")
+    outer = [jump_part(0, 1), submodule_part("ffn", 1, 1, where="not-first")]
+    inner = [submodule_part("attn", 1, 2, where=(2, 1, 0, 5)), jump_part(2, 3, 3)]
+    with patched(model, [replacement(one) for one in outer]):
+        with patched(model, [replacement(one) for one in inner]):
+            both = vectors(model)
+        only_outer = vectors(model)
+    expected = hand_vectors("llama", plain_model("llama"), outer + inner, SENTENCES)
+    assert_same(both, expected)
+    assert_same(only_outer, hand_vectors("llama", plain_model("llama"), outer, SENTENCES))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model: Models) -> None:
+    """At the ends of a jump as if nothing were replaced, and nowhere on its way."""
+    model, one = small_model(name), linear(jump_part(0, 2))
+    tokens = torch.tensor([[7, 3, 41, 12]])
+    with torch.inference_mode():
+        h0, h2 = model(tokens, stop_at_layer=0), model(tokens, stop_at_layer=2)
+        from_two = model(one(h0), start_at_layer=2)
+        with patched(model, [one]):
+            assert torch.equal(model(tokens, stop_at_layer=0), h0)
+            assert_near(model(tokens, stop_at_layer=2), one(h0))
+            assert_near(model(h0, start_at_layer=0), from_two)
+            for asked in ({"stop_at_layer": 1}, {"start_at_layer": 1}):
+                given = tokens if "stop_at_layer" in asked else h0
+                with pytest.raises(InputError, match="cannot start or stop at layer 1: the jump"):
+                    model(given, **asked)
+        assert torch.equal(model(tokens, stop_at_layer=2), h2)
+
+
+def test_collecting_what_is_jumped_over_is_refused(small_model: Models) -> None:
+    model = small_model("llama")
+    examples = matlens.make_examples(model, make_sentences()).head(3)
+    with patched(model, [linear(jump_part(0, 2))]):
+        assert set(matlens.collect(model, examples, ["h.0", "h.2"], progress=False)) == {"h.0", "h.2"}
+        with pytest.raises(InputError, match=r"did not come to h\.1.*patched"):
+            matlens.collect(model, examples, ["h.1", "h.2"], progress=False)
+
+
+def test_a_stand_in_refuses_a_mask_that_tells_no_padding(small_model: Models) -> None:
+    model, mask = small_model("llama"), torch.zeros(1, 1, 4, 4)
+    with (
+        patched(model, [linear(submodule_part("ffn", 1))]),
+        pytest.raises(InputError, match="got one of 4 dimensions"),
+    ):
+        model.original_model(input_ids=torch.tensor([[7, 3, 41, 12]]), attention_mask=mask)

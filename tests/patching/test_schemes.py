@@ -1,0 +1,256 @@
+"""Alternation schemes, against all of them, against their definition and against plain blocks in turn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, D_MODEL, LAYERS, N_LAYERS, assert_near
+from torch import Tensor
+
+from matlens import InputError, LinearMap, MapSet, patched
+from matlens.patching.schemes import Kind, Scheme, r2_schemes, r2_score, wrr_schemes
+
+TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [5, 33, 2, 50, 44, 19, 4, 26, 51, 9]])
+KINDS: tuple[Kind, Kind] = ("blocks", "mat")
+Segments = list[tuple[Kind, int, int]]
+
+
+def all_segments(n_layers: int) -> list[Segments]:
+    """Every way of running each block or jumping it, cut in every way, that alternates."""
+    found: list[Segments] = []
+    for cuts in itertools.product([False, True], repeat=n_layers - 1):
+        edges = [0, *(layer for layer, cut in enumerate(cuts, 1) if cut), n_layers]
+        for start in (0, 1):
+            pairs = enumerate(itertools.pairwise(edges), start)
+            found.append([(KINDS[i % 2], first, last) for i, (first, last) in pairs])
+    return found
+
+
+def kept(segments: Segments) -> int:
+    return sum(last - first for kind, first, last in segments if kind == "blocks")
+
+
+def product(segments: Segments, r2: Tensor) -> float:
+    return math.prod(r2[first, last].item() for kind, first, last in segments if kind == "mat")
+
+
+def table(n_layers: int, values: Callable[[int], Tensor]) -> Tensor:
+    """Numbers above the diagonal and nothing elsewhere, as `r2_matrix` gives them."""
+    above = torch.ones(n_layers + 1, n_layers + 1).triu(1) == 1
+    r2 = torch.full(above.shape, float("nan"))
+    r2[above] = values(int(above.sum()))
+    return r2
+
+
+def uniform(low: float, high: float, seed: int) -> Callable[[int], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda n: low + (high - low) * torch.rand(n, generator=generator)
+
+
+def whole(seed: int) -> Callable[[int], Tensor]:
+    """Many ties, zeros, and products whose sign is all that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda n: torch.randint(-2, 3, (n,), generator=generator).float()
+
+
+TABLES: dict[str, Callable[[int], Callable[[int], Tensor]]] = {
+    "positive": lambda seed: uniform(0.3, 1.0, seed),
+    "some negative": lambda seed: uniform(-1.5, 1.0, seed),
+    "all negative": lambda seed: uniform(-2.0, -0.1, seed),
+    "ties": whole,
+}
+
+
+# R2
+
+
+@pytest.mark.parametrize("values", TABLES)
+@pytest.mark.parametrize("n_layers", range(1, 9))
+def test_r2_schemes_are_the_best_of_all_schemes(n_layers: int, values: str) -> None:
+    every = all_segments(n_layers)
+    assert len({tuple(segments) for segments in every}) == 2**n_layers
+    for seed in range(6):
+        r2 = table(n_layers, TABLES[values](seed))
+        found = r2_schemes(r2)
+        assert list(found) == list(range(n_layers + 1))
+        for n_blocks, (scheme, score) in found.items():
+            best = max(product(segments, r2) for segments in every if kept(segments) == n_blocks)
+            assert score == pytest.approx(best, rel=1e-12, abs=0)
+            # What is returned is a scheme of all layers with that score and that many blocks.
+            segments = list(scheme.segments)
+            assert segments in every
+            assert kept(segments) == scheme.n_blocks == n_blocks
+            assert product(segments, r2) == pytest.approx(score, rel=1e-12, abs=0)
+            assert r2_score(scheme, r2) == pytest.approx(score, rel=1e-12, abs=0)
+
+
+def test_two_bad_jumps_can_score_more_than_two_good_ones() -> None:
+    """The best scheme need not be made of best parts: its first jump is the worst there is."""
+    r2 = table(3, lambda n: torch.full((n,), 0.5))
+    r2[0, 1], r2[2, 3] = -0.9, -0.9
+    scheme, score = r2_schemes(r2)[1]
+    assert (scheme.boundaries, scheme.starts_with) == ((0, 1, 2, 3), "mat")
+    assert score == pytest.approx(0.81)
+
+
+def test_without_jumps_the_score_is_one_and_without_blocks_it_is_that_of_one_jump() -> None:
+    r2 = table(4, uniform(0.1, 0.2, 0))
+    found = r2_schemes(r2)
+    assert found[4] == (Scheme((0, 4), "blocks"), 1.0)
+    assert found[0] == (Scheme((0, 4), "mat"), r2[0, 4].item())
+    assert r2_score(found[4][0], r2) == 1.0
+
+
+@pytest.mark.parametrize("missing", [float("nan"), float("inf"), float("-inf")])
+def test_a_table_that_lacks_a_pair_is_refused(missing: float) -> None:
+    for pair in itertools.combinations(range(5), 2):
+        r2 = table(4, uniform(0.0, 1.0, 0))
+        r2[pair] = missing
+        with pytest.raises(InputError, match="lacks pairs of layers"):
+            r2_schemes(r2)
+
+
+# WRR
+
+
+@pytest.mark.parametrize("n_layers", range(1, 31))
+def test_wrr_is_the_definition(n_layers: int) -> None:
+    """``a`` and ``b`` blocks in turn until ``L`` is reached, for all that reach it after a ``b``."""
+    expected: dict[tuple[int, int, str], tuple[int, ...]] = {}
+    for a, b in itertools.product(range(1, n_layers + 1), repeat=2):
+        steps = itertools.cycle((a, b))
+        edges = [0]
+        while edges[-1] < n_layers or len(edges) % 2 == 0:
+            edges.append(edges[-1] + next(steps))
+        if edges[-1] == n_layers:
+            expected |= {(a, b, start): tuple(edges) for start in KINDS}
+    found = wrr_schemes(n_layers)
+    assert {(a, b, scheme.starts_with): scheme.boundaries for a, b, scheme in found} == expected
+    divisors = [n for n in range(2, n_layers + 1) if n_layers % n == 0]
+    assert len(found) == len(expected) == 2 * sum(n - 1 for n in divisors)
+    for a, b, scheme in found:
+        repeats = n_layers // (a + b)
+        assert scheme.boundaries[-1] == n_layers
+        assert scheme.n_blocks == repeats * (a if scheme.starts_with == "blocks" else b)
+        assert len(scheme.jumps) == repeats
+        assert {last - first for first, last in scheme.jumps} == {b if scheme.starts_with == "blocks" else a}
+
+
+# One scheme
+
+
+def test_a_scheme_alternates_from_what_it_starts_with() -> None:
+    scheme = Scheme((0, 2, 3, 7), "blocks")
+    assert scheme.segments == (("blocks", 0, 2), ("mat", 2, 3), ("blocks", 3, 7))
+    assert (scheme.jumps, scheme.n_blocks) == (((2, 3),), 6)
+    assert str(scheme) == "blocks 0-2 mat 2-3 blocks 3-7"
+    scheme = Scheme((0, 2, 3, 7), "mat")
+    assert scheme.segments == (("mat", 0, 2), ("blocks", 2, 3), ("mat", 3, 7))
+    assert (scheme.jumps, scheme.n_blocks) == (((0, 2), (3, 7)), 1)
+    assert str(scheme) == "mat 0-2 blocks 2-3 mat 3-7"
+    assert (Scheme((0, 5), "blocks").jumps, Scheme((0, 5), "blocks").n_blocks) == ((), 5)
+    assert (Scheme((0, 5), "mat").jumps, Scheme((0, 5), "mat").n_blocks) == (((0, 5),), 0)
+
+
+@pytest.mark.parametrize(
+    "boundaries", [(), (0,), (3,), (1, 3), (-1, 0, 3), (0, 0, 3), (0, 2, 2), (0, 3, 2), (0, -1)], ids=str
+)
+def test_boundaries_that_do_not_rise_from_zero_are_refused(boundaries: tuple[int, ...]) -> None:
+    for start in KINDS:
+        with pytest.raises(InputError, match="make no scheme"):
+            Scheme(boundaries, start)
+
+
+@pytest.mark.parametrize("start", ["", "block", "id", None])
+def test_what_a_scheme_starts_with_is_blocks_or_mat(start: Any) -> None:
+    with pytest.raises(InputError, match="expected 'blocks' or 'mat'"):
+        Scheme((0, 3), start)
+
+
+# In a model
+
+PAIRS = list(itertools.combinations(range(N_LAYERS + 1), 2))
+
+
+@pytest.fixture(scope="module")
+def maps() -> MapSet:
+    """A map for every pair of layers, that keeps vectors about as long as they are."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(len(PAIRS), D_MODEL, D_MODEL, generator=generator) / D_MODEL**0.5
+    return MapSet(
+        LinearMap(weight, None, f"h.{a}", f"h.{b}") for weight, (a, b) in zip(weights, PAIRS, strict=True)
+    )
+
+
+@pytest.mark.parametrize("boundaries", [(0, 2), (0, 1, 2), (0, 4), (0, 1, 3, 4)], ids=str)
+def test_a_scheme_of_another_depth_is_refused(
+    boundaries: tuple[int, ...], maps: MapSet, small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match=rf"ends at layer {boundaries[-1]}.* last layer is {N_LAYERS}"):
+        Scheme(boundaries, "blocks").replacements(small_model("gpt2"), maps)
+
+
+def test_a_jump_without_a_map_is_refused(maps: MapSet, small_model: Callable[[str], Any]) -> None:
+    some = MapSet(linear for pair, linear in maps.items() if pair != ("h.1", "h.2"))
+    assert Scheme((0, 1, 3), "blocks").replacements(small_model("gpt2"), some)
+    with pytest.raises(InputError, match=r"no map h\.1 -> h\.2"):
+        Scheme((0, 1, 2, 3), "blocks").replacements(small_model("gpt2"), some)
+
+
+@torch.inference_mode()
+def in_turn(name: str, model: Any, segments: Segments, maps: MapSet) -> Tensor:
+    """Logits of plain blocks and matrix products, one after the other, the loop written out here.
+
+    What each block is called with beside the stream is what a plain pass calls it with.
+    """
+    layers, final = (model.get_submodule(path) for path in LAYERS[name])
+    called: list[Any] = []
+    start: list[Tensor] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        start.append(args[0])
+        called.append((args[1:], kwargs))
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    model(TOKENS, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    h = start[0]
+    for kind, first, last in segments:
+        if kind == "mat":
+            h = torch.einsum("ij,btj->bti", maps[first, last].weight, h)
+            continue
+        for layer in range(first, last):
+            args, kwargs = called[layer]
+            h = layers[layer](h, *args, **kwargs)
+            h = h[0] if isinstance(h, tuple) else h
+    # The rest of the model, whatever it is, reads the stream at the end.
+    handle = final.register_forward_pre_hook(lambda _, args: (h, *args[1:]))
+    logits = model(TOKENS, use_cache=False).logits
+    handle.remove()
+    return logits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_scheme_runs_plain_blocks_and_matrices_in_turn(
+    name: str, maps: MapSet, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model = small_model(name)
+    every = all_segments(N_LAYERS)
+    distinct: list[Tensor] = []
+    for segments in every:
+        scheme = Scheme((0, *(last for _, _, last in segments)), segments[0][0])
+        assert list(scheme.segments) == segments
+        with torch.inference_mode(), patched(model, scheme.replacements(model, maps)):
+            logits = model(TOKENS)
+        expected = in_turn(name, plain_model(name), segments, maps)
+        assert_near(logits, expected)
+        scale = float(expected.abs().max())
+        assert all(float((expected - other).abs().max()) > 1e-3 * scale for other in distinct)
+        distinct.append(expected)
+    assert len(distinct) == 2**N_LAYERS

@@ -1,0 +1,452 @@
+"""What variants have for ``h^L`` is what patched passes give, one sentence at a time and whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from breaking import break_off_at
+from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
+from handpatched import submodules
+from torch import Tensor
+
+import matlens
+from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
+from matlens.corpora.examples import Examples
+from matlens.models.anatomy import Anatomy
+from matlens.patching.contexts import patched
+from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
+from matlens.patching.variants import Variant, run_variants
+
+N = 10
+BUDGET = 20  # tokens, which makes several batches of several sentences
+Models = Callable[[str], Any]
+
+
+def examples_of(model: Any, seed: int = 8) -> Examples:
+    """Sentences of 5 to 14 words, of which one has its position at the start."""
+    return make_examples(model, make_sentences(), seed=seed).head(N)
+
+
+def maps_of(name: str) -> MapSet:
+    """Random maps between all layers and for all sub-modules; vectors stay about as long as they are."""
+    pairs = [(f"h.{a}", f"h.{b}") for a in range(N_LAYERS + 1) for b in range(a, N_LAYERS + 1)]
+    pairs += [(f"{part}_in.{i}", f"{part}_out.{i}") for part in submodules(name) for i in range(N_LAYERS)]
+    weights = torch.randn(len(pairs), D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(0))
+    return MapSet(LinearMap(w / D_MODEL**0.5, None, *pair) for w, pair in zip(weights, pairs, strict=True))
+
+
+def variants_of(name: str, examples: Examples) -> dict[str, Variant]:
+    """Jumps and stand-ins that start at every layer, at all tokens and at some."""
+    maps, where = maps_of(name), torch.from_numpy(examples.positions)
+    # At every second sentence's own position, and at every third token of all.
+    some = torch.arange(int(examples.lengths.max())) % 3 == 1
+    some = some | (torch.arange(len(some)) == where[:, None]) & (torch.arange(N) % 2 == 1)[:, None]
+    return {
+        "jump-0-2": Variant(0, jump(maps, 0, 2)),
+        "jump-1-3": Variant(1, jump(maps, 1, 3)),
+        "jumps": Variant(0, jump(maps, 0, 1) + jump(maps, 2, 3)),
+        "between-2": Variant(2, jump(maps, 2, 2)),
+        "attn-1": Variant(1, mat_attn(maps, 1, 3)),
+        "ffn-2": Variant(2, mat_ffn(maps, 2, 3)),
+        "norms-0": Variant(0, mat_ln1_ln2(maps, 0, 3)),
+        "not-first-1": Variant(1, mat_attn(maps, 1, 3, where="not-first")),
+        "some-1": Variant(1, mat_ffn(maps, 1, 3, where=some)),
+        "one-0": Variant(0, mat_attn(maps, 0, 2, where=where)),
+        "one-2": Variant(2, mat_ffn(maps, 2, 3, where=where)),
+        "mixed-1": Variant(1, jump(maps, 1, 2) + mat_attn(maps, 2, 3, where=where) + mat_ffn(maps, 2, 3)),
+        "none-0": Variant(0, []),
+        "none-3": Variant(3, []),
+    }
+
+
+def own(one: Replacement, sentence: int) -> Replacement:
+    """What is replaced in one sentence."""
+    return one if isinstance(one.where, str) else replace(one, where=one.where[sentence : sentence + 1])
+
+
+@torch.inference_mode()
+def alone(model: Any, examples: Examples, replacements: Sequence[Replacement]) -> Tensor:
+    """``h^L`` at the positions; the sentences run one at a time, without padding and without a cut."""
+    found: list[Tensor] = []
+    hook = Anatomy.from_model(model).hook(N_LAYERS)
+    for s, position in enumerate(examples.positions):
+        tokens = torch.from_numpy(examples.tokens[examples.offsets[s] : examples.offsets[s + 1]])
+        with patched(model, [own(one, s) for one in replacements]):
+            seen: list[Tensor] = []
+            with model.hooks(fwd_hooks=[(hook, lambda value, hook, seen=seen: seen.append(value))]):
+                model(tokens[None])
+        assert seen[0].shape == (1, len(tokens), D_MODEL)
+        found.append(seen[0][0, position].clone())
+    return torch.stack(found)
+
+
+def assert_all_near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert ours[name].dtype == torch.float32
+        assert_near(ours[name], theirs[name])
+
+
+# The same vectors, however they are run
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_variants_are_patched_passes_of_each_sentence_alone(name: str, small_model: Models) -> None:
+    model = small_model(name)
+    examples = examples_of(model)
+    variants = variants_of(name, examples)
+    expected = {key: alone(model, examples, variant.replacements) for key, variant in variants.items()}
+    assert_near(expected["none-0"], collect(model, examples, progress=False)[N_LAYERS])
+    later = torch.from_numpy(examples.positions) > 0
+    assert 0 < int(later.sum()) < N
+    for key, other in expected.items():  # every replacement shows wherever it is read
+        changed = (other - expected["none-0"]).abs().amax(1) > 1e-2
+        read = later if "not-first" in key and name != "bert" else torch.ones_like(later)
+        assert torch.equal(changed, read & (key[:4] != "none"))
+    for batch_tokens in (1, BUDGET, 10000):
+        found = run_variants(model, examples, variants, batch_tokens=batch_tokens, progress=False)
+        assert_all_near(found, expected)
+    assert_all_near(run_variants(model, examples, variants, progress=False), expected)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_where_a_variant_starts_does_not_matter(name: str, small_model: Models) -> None:
+    model = small_model(name)
+    examples = examples_of(model)
+    variants = variants_of(name, examples)
+    found = run_variants(model, examples, variants, batch_tokens=BUDGET, progress=False)
+    for first in range(N_LAYERS):
+        others = {key: replace(one, first=first) for key, one in variants.items() if first <= one.first}
+        again = run_variants(model, examples, others, batch_tokens=BUDGET, progress=False)
+        assert_all_near(again, {key: found[key] for key in others})
+
+
+def test_what_a_bridge_in_half_precision_gives_is_single(
+    small_model: Models, model_folder: Callable[[str], Path]
+) -> None:
+    examples = examples_of(small_model("llama"))
+    variants = variants_of("llama", examples)
+    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
+    found = run_variants(model, examples, variants, progress=False)
+    expected = run_variants(small_model("llama"), examples, variants, progress=False)
+    for key in variants:
+        assert found[key].dtype == torch.float32
+        assert_near(found[key], expected[key], 0.05)
+
+
+# What is run
+
+
+@contextlib.contextmanager
+def counting(model: Any) -> Iterator[list[int]]:
+    """How often each of the plain blocks inside the bridge runs."""
+    counts = [0] * N_LAYERS
+
+    def count(layer: int) -> Any:
+        def hook(*_: Any) -> None:
+            counts[layer] += 1
+
+        return hook
+
+    handles = [
+        block.original_component.register_forward_pre_hook(count(layer))
+        for layer, block in enumerate(model.blocks)
+    ]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_blocks_before_the_first_layer_run_once_for_all_variants(name: str, small_model: Models) -> None:
+    model, maps = small_model(name), maps_of(name)
+    examples = examples_of(model)
+    read = examples if name == "bert" else examples.up_to_positions()
+    n = len(list(read.batches(BUDGET)))
+    assert n > 2
+
+    def counted(*variants: Variant) -> list[float]:
+        named = {str(i): variant for i, variant in enumerate(variants)}
+        with counting(model) as counts:
+            run_variants(model, examples, named, batch_tokens=BUDGET, progress=False)
+        return [count / n for count in counts]
+
+    assert counted(Variant(0, [])) == [1, 1, 1]
+    assert counted(Variant(0, jump(maps, 0, 2))) == [0, 0, 1]
+    assert counted(Variant(1, jump(maps, 1, 2))) == [1, 0, 1]
+    later = Variant(2, mat_ffn(maps, 2, 3))
+    assert counted(later) == [1, 1, 1]
+    assert counted(*[later] * 4) == [1, 1, 4]
+    assert counted(*[later] * 4, Variant(1, jump(maps, 1, 3)), Variant(1, mat_attn(maps, 1, 3))) == [1, 2, 5]
+    assert counted(later, Variant(0, mat_attn(maps, 0, 1))) == [2, 2, 2]
+    assert counted(*[Variant(3, [])] * 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_decoder_reads_no_further_than_the_position(name: str, small_model: Models) -> None:
+    model = small_model(name)
+    examples = examples_of(model)
+    lengths: list[int] = []
+    handle = model.blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+        with_kwargs=True,
+    )
+    run_variants(model, examples, {"jump": Variant(0, jump(maps_of(name), 0, 2))}, batch_tokens=1)
+    handle.remove()
+    read = examples.lengths if name == "bert" else examples.positions + 1
+    assert sorted(lengths) == sorted(read.tolist())
+
+
+# On disk
+
+
+@pytest.fixture
+def job(small_model: Models) -> tuple[Any, Examples, dict[str, Variant]]:
+    """A model, sentences, and a few variants."""
+    model = small_model("llama")
+    examples = examples_of(model)
+    variants = variants_of("llama", examples)
+    return model, examples, {key: variants[key] for key in ("jump-1-3", "one-0", "mixed-1")}
+
+
+OPTIONS: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_is_stored_is_what_would_be_kept(
+    job: tuple[Any, Examples, dict[str, Variant]], tmp_path: Path
+) -> None:
+    kept = run_variants(*job, **OPTIONS)
+    stored = run_variants(*job, folder=tmp_path / "out", origin={"maps": "these"}, **OPTIONS)
+    assert list(stored) == list(kept)
+    assert all(torch.equal(stored[key], kept[key]) for key in kept)
+    before = contents(tmp_path / "out")
+    with counting(job[0]) as counts:  # opened, not run, whatever the batches would be
+        again = run_variants(*job, folder=tmp_path / "out", origin={"maps": "these"}, progress=False)
+    assert counts == [0] * N_LAYERS
+    assert all(torch.equal(again[key], kept[key]) for key in kept)
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
+    batch: int,
+    after: bool,
+    job: tuple[Any, Examples, dict[str, Variant]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    total = len(list(job[1].up_to_positions().batches(BUDGET)))
+    with counting(job[0]) as whole:
+        run_variants(*job, folder=tmp_path / "whole", **OPTIONS)
+    with monkeypatch.context() as patch:
+        break_off_at(patch, batch, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
+    assert not (tmp_path / "broken" / "config.json").exists()
+    with counting(job[0]) as rest:
+        found = run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
+    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+    assert all(torch.equal(found[key], vectors) for key, vectors in run_variants(*job, **OPTIONS).items())
+    # What was there was not run again.
+    left = total - batch - after
+    assert 0 < left <= total
+    assert rest == [count * left / total for count in whole]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    "other", ["fewer", "name", "told", "origin", "no origin", "examples", "model", "batch_tokens"]
+)
+def test_a_folder_of_another_job_is_refused_and_left_alone(
+    other: str,
+    finished: bool,
+    job: tuple[Any, Examples, dict[str, Variant]],
+    small_model: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, examples, variants = job
+    options: dict[str, Any] = {**OPTIONS, "folder": tmp_path / "out", "origin": {"maps": {"seed": 1}}}
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        break_off_at(patch, 99 if finished else 1, after=True)
+        run_variants(model, examples, variants, **options)
+    assert (tmp_path / "out" / "config.json").is_file() == finished
+    before = contents(tmp_path / "out")
+    if other == "fewer":
+        variants = {key: variants[key] for key in list(variants)[:2]}
+    elif other == "name":
+        variants = {f"{key}!": one for key, one in variants.items()}
+    elif other == "told":
+        variants = {key: replace(one, told="other") for key, one in variants.items()}
+    elif other == "examples":
+        examples = examples_of(model, seed=9)
+    elif other == "model":
+        model = small_model("gpt2")
+    else:
+        own = {"batch_tokens": BUDGET + 1, "origin": {"maps": {"seed": 2}}, "no origin": None}[other]
+        options[other.removeprefix("no ")] = own
+    if finished and other == "batch_tokens":  # what is finished does not depend on it
+        run_variants(model, examples, variants, **options)
+    else:
+        with pytest.raises(InputError, match=r"belongs to another job.*Choose another folder"):
+            run_variants(model, examples, variants, **options)
+    assert contents(tmp_path / "out") == before
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("first", "make", "told"),
+    [
+        (2, lambda maps: jump(maps, 1, 3), r"h\.1 -> h\.3"),
+        (3, lambda maps: jump(maps, 0, 3), r"h\.0 -> h\.3"),
+        (1, lambda maps: [*jump(maps, 1, 2), *jump(maps, 0, 0)], r"h\.0 -> h\.0"),
+        (2, lambda maps: mat_ffn(maps, 1, 3), r"ffn_in\.1 -> ffn_out\.1"),
+    ],
+)
+def test_a_replacement_before_the_first_layer_is_refused(
+    first: int, make: Callable[[MapSet], list[Replacement]], told: str, small_model: Models
+) -> None:
+    model = small_model("llama")
+    variants = {"good": Variant(1, []), "bad": Variant(first, make(maps_of("llama")))}
+    with (
+        counting(model) as counts,
+        pytest.raises(InputError, match=rf"bad runs unpatched up to layer {first}, and {told} "),
+    ):
+        run_variants(model, examples_of(model), variants, progress=False)
+    assert counts == [0] * N_LAYERS
+
+
+def test_what_patched_refuses_is_refused_before_anything_is_run(small_model: Models, tmp_path: Path) -> None:
+    model, maps = small_model("llama"), maps_of("llama")
+    examples = examples_of(model)
+    origin = collect(small_model("gpt2"), examples_of(small_model("gpt2")), [0], progress=False).provenance
+    foreign = LinearMap(torch.eye(D_MODEL), None, "h.1", "h.2", origin)
+    for replacements, told in (
+        (jump(maps, 0, 2) + jump(maps, 1, 3), "overlaps"),
+        ([Replacement.from_map(foreign)], "were fitted on the model"),
+        ([Replacement(lambda h: h, Site("h", 1), Site("h", 9))], "out of range"),
+    ):
+        for folder in (None, tmp_path / "out"):
+            with counting(model) as counts, pytest.raises(InputError, match=told):
+                run_variants(model, examples, {"a": Variant(0, replacements)}, folder=folder, progress=False)
+            assert counts == [0] * N_LAYERS
+    assert not (tmp_path / "out").exists()
+
+
+def left_behind(model: Any) -> tuple[list[int], list[bool]]:
+    """Hooks of all kinds, and which blocks have a forward of their own."""
+    points = [len(point.fwd_hooks) + len(point.bwd_hooks) for point in model.hook_dict.values()]
+    modules = [m for part in (model, model.original_model) for m in part.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
+    return points + hooks, ["forward" in vars(block) for block in model.blocks]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_behind_after_an_exception_in_the_middle(
+    error: type[BaseException], first: int, small_model: Models, tmp_path: Path
+) -> None:
+    model, maps = small_model("llama"), maps_of("llama")
+    examples = examples_of(model)
+    model(torch.arange(5, 9)[None], return_type=None)
+    before = left_behind(model)
+    calls: list[None] = []
+
+    def failing(h: Tensor) -> Tensor:
+        calls.append(None)
+        if len(calls) == 3:
+            raise error("in the middle")
+        return h
+
+    attention = mat_attn(maps, 1, 2, where="not-first")
+    last = Replacement(failing, Site("ffn_in", 2), Site("ffn_out", 2))
+    for kind, one in {"inside": last, "jump": Replacement(failing, Site("h", 2), Site("h", 3))}.items():
+        variants = {"good": Variant(first, jump(maps, 1, 2)), "bad": Variant(first, [*attention, one])}
+        for folder in (None, tmp_path / kind):
+            calls.clear()
+            with pytest.raises(error, match="in the middle"):
+                run_variants(model, examples, variants, folder=folder, **OPTIONS)
+            assert left_behind(model) == before
+        assert (tmp_path / kind).exists() == (error is KeyboardInterrupt)  # it can be gone on with
+    assert sum(before[0][: len(model.hook_dict)]) == 0
+    assert before[1] == [False] * N_LAYERS
+
+
+def test_a_variant_that_grows_beyond_all_numbers_spoils_no_other(small_model: Models, tmp_path: Path) -> None:
+    model, maps = small_model("llama"), maps_of("llama")
+    examples = examples_of(model)
+    infinite = Replacement(lambda h: h * float("inf"), Site("h", 1), Site("h", 2))
+    variants = {"good": Variant(1, jump(maps, 1, 2)), "bad": Variant(1, [infinite]), "none": Variant(2, [])}
+    kept = run_variants(model, examples, variants, **OPTIONS)
+    assert not kept["bad"].isfinite().any()
+    for key in ("good", "none"):
+        assert_near(kept[key], alone(model, examples, variants[key].replacements))
+    stored = run_variants(model, examples, variants, folder=tmp_path / "out", **OPTIONS)
+    for key in variants:
+        assert torch.equal(stored[key].nan_to_num(), kept[key].nan_to_num())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_a_stand_in_makes_of_padding_reaches_no_token(name: str, small_model: Models) -> None:
+    """Infinite values at padding would come back through attention weights of zero, as NaN."""
+    model, examples = small_model(name), examples_of(small_model(name))
+    batch = next(iter(examples.batches(10_000)))
+    assert not batch.mask.all()
+    part = submodules(name)[0]
+    source, target = Site(f"{part}_in", 1), Site(f"{part}_out", 1)
+    weight = torch.randn(D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(0)) / D_MODEL**0.5
+
+    def growing(x: Tensor) -> Tensor:
+        return (x @ weight.T).masked_fill(batch.mask[..., None] == 0, torch.inf)
+
+    def plain(x: Tensor) -> Tensor:
+        return x @ weight.T
+
+    logits = []
+    for function in (growing, plain):
+        with torch.inference_mode(), patched(model, [Replacement(function, source, target)]):
+            logits.append(model(batch.tokens, attention_mask=batch.mask)[batch.mask.bool()])
+    assert torch.equal(*logits)
+    with torch.inference_mode():
+        unpatched = model(batch.tokens, attention_mask=batch.mask)[batch.mask.bool()]
+    assert float((logits[0] - unpatched).abs().max()) > 1e-3
+
+
+def test_layers_count_from_both_ends(small_model: Models) -> None:
+    model, examples = small_model("llama"), examples_of(small_model("llama"))
+    found = run_variants(model, examples, {"a": Variant(-1, []), "b": Variant(3, [])}, progress=False)
+    assert torch.equal(found["a"], found["b"])
+    with pytest.raises(InputError, match="out of range"):
+        run_variants(model, examples, {"a": Variant(9, [])}, progress=False)
+
+
+@pytest.mark.parametrize("n", [2, N - 1, N + 1, 99])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_where_needs_a_row_for_each_example(n: int, per_token: bool, small_model: Models) -> None:
+    model, examples = small_model("llama"), examples_of(small_model("llama"))
+    where = torch.ones(n, 30, dtype=torch.bool) if per_token else torch.zeros(n, dtype=torch.long)
+    variants = {"a": Variant(0, mat_attn(maps_of("llama"), 0, 2, where=where))}
+    with pytest.raises(InputError, match=rf"has {n} rows for {N} examples"):
+        run_variants(model, examples, variants, progress=False)
+
+
+@pytest.mark.parametrize("names", [(), ("tokens",), ("a", "positions"), ("offsets",)])
+def test_variants_need_names_of_their_own(names: Sequence[str], small_model: Models) -> None:
+    model, examples = small_model("llama"), examples_of(small_model("llama"))
+    with pytest.raises(InputError, match="Expected one variant or more, with other names than"):
+        run_variants(model, examples, {name: Variant(3, []) for name in names}, progress=False)

@@ -1,0 +1,113 @@
+"""Figures about feed-forward layers show what is in their table."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from matlens.lens.quality import COLUMNS
+from matlens.plots.values import concept_shares, pattern_sizes, shares_by_layer
+
+
+def table(corpus: str) -> pd.DataFrame:
+    rows = []
+    for layer in range(13):
+        for method, value, n in (("values", 0.5 + layer / 100, 48), ("random", 0.25, 20)):
+            told = ("overlap", "folder/gpt2", corpus, method, layer, layer, "iou", 30)
+            rows.append((*told, value, value - 0.1, value + 0.1, n))
+    return pd.DataFrame(rows, columns=list(COLUMNS)).sample(frac=1, random_state=0)
+
+
+def test_each_method_is_a_line_over_all_layers() -> None:
+    figure = shares_by_layer(table("none"), "overlap")
+    (ax,) = figure.axes
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    assert set(lines) == {"values, n = 48", "random, n = 20"}
+    line = lines["values, n = 48"]
+    assert list(line.get_xdata()) == list(range(13))
+    assert list(line.get_ydata()) == pytest.approx([0.5 + layer / 100 for layer in range(13)])
+    assert ax.get_ylabel() == "overlap"
+    assert ax.get_ylim()[0] == 0
+    assert ax.get_xticks()[-1] == 12
+    assert len(ax.collections) == 2
+
+
+@pytest.mark.parametrize(("corpus", "title"), [("none", "gpt2"), ("words", "gpt2, words")])
+def test_the_title_names_the_model_and_the_corpus_if_there_is_one(corpus: str, title: str) -> None:
+    assert shares_by_layer(table(corpus), "overlap").get_suptitle() == title
+
+
+def rows(
+    experiment: str, method: str, metric: str, k: int, by_layer: list[float], n: int
+) -> list[tuple[object, ...]]:
+    told = [
+        (None, sum(by_layer) / len(by_layer), n * len(by_layer)),
+        *((i, v, n) for i, v in enumerate(by_layer)),
+    ]
+    return [
+        (
+            experiment,
+            "folder/gpt2",
+            "words",
+            method,
+            layer,
+            layer,
+            metric,
+            k,
+            value,
+            value * 0.9,
+            value * 1.1,
+            size,
+        )
+        for layer, value, size in told
+    ]
+
+
+def test_concepts_are_stacked_by_class_up_to_what_is_covered() -> None:
+    classes = {"semantic": [0.1, 0.2], "syntactic": [0.2, 0.1], "names": [0.0, 0.1], "stopwords": [0.3, 0.0]}
+    lines = []
+    for kind, factor in (("values", 1.0), ("random", 0.5)):
+        for name, shares in classes.items():
+            lines += rows("concepts", kind, name, 30, [factor * share for share in shares], 10)
+        lines += rows("concepts", kind, "covered", 30, [factor * 0.6, factor * 0.4], 10)
+        lines += rows("concepts", kind, "concepts", 30, [2.0, 1.0], 10)
+    results = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+    axes = concept_shares(results).axes
+    assert [ax.get_title() for ax in axes] == [
+        "values, 50% of the tokens, n = 20", "random, 25% of the tokens, n = 20",
+    ]  # fmt: skip
+    for ax, factor in zip(axes, (1.0, 0.5), strict=True):
+        assert [bars.get_label() for bars in ax.containers] == list(classes)
+        floor = [0.0, 0.0]
+        for bars, shares in zip(ax.containers, classes.values(), strict=True):
+            assert [bar.get_height() for bar in bars] == pytest.approx([factor * share for share in shares])
+            assert [bar.get_y() for bar in bars] == pytest.approx(floor)
+            floor = [low + factor * share for low, share in zip(floor, shares, strict=True)]
+        assert floor == pytest.approx([factor * 0.6, factor * 0.4])
+
+
+def test_patterns_are_drawn_by_size_and_by_layer_and_what_is_never_seen_is_not() -> None:
+    lines = []
+    for method, factor in (("values", 1.0), ("random", 0.0)):
+        for size in (4, 5, 6):
+            lines += rows("concept_search", method, "pattern", size, [factor / size, factor / size / 3], 50)
+        lines += rows("concept_search", method, "known", 30, [0.1, 0.2], 50)
+    results = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+    left, right = pattern_sizes(results, 5).axes
+    values, random = left.get_lines()
+    assert values.get_label() == "values, n = 100"
+    assert list(values.get_xdata()) == [4, 5, 6]
+    assert list(values.get_ydata()) == pytest.approx([2 / 3 / size for size in (4, 5, 6)])
+    assert len(random.get_xdata()) == 0
+    assert [list(line.get_ydata()) for line in right.get_lines()] == [
+        pytest.approx([0.2, 0.2 / 3]), [0, 0],
+    ]  # fmt: skip
+    assert right.get_ylabel() == "with at least 5 words"
+
+
+def test_a_figure_without_any_pattern_can_be_drawn() -> None:
+    lines = rows("concept_search", "values", "pattern", 5, [0.0, 0.0], 50)
+    results = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+    figure = pattern_sizes(results, 5)
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_yscale() == "linear"

@@ -1,0 +1,377 @@
+"""Folders and files: whole or not at all, gone on with by the same job, never touched by another."""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matlens.errors import InputError
+from matlens.storage.folders import (
+    Workplace,
+    read_config,
+    system_errors,
+    write_bytes,
+    write_json,
+    write_text,
+    write_together,
+)
+
+JOB = {"holds": "things", "pairs": [("a", "b")], "seed": 0}
+OTHER = JOB | {"seed": 1}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def interrupted(folder: Path, job: dict[str, Any] = JOB) -> None:
+    """A job that was killed after its first file."""
+
+    def work() -> None:
+        with Workplace(folder, job).working():
+            (folder / "first").write_text("done")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+
+
+def complete(folder: Path, job: dict[str, Any] = JOB, **more: Any) -> None:
+    place = Workplace(folder, job)
+    with place.working():
+        (folder / "first").write_text("done")
+        place.finish(**more)
+
+
+# The life of a folder
+
+
+def test_a_new_folder_is_made_with_its_parents_and_finished(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    place = Workplace(folder, JOB)
+    assert not place.finished
+    assert not folder.exists()
+    with place.working():
+        assert not place.finished
+        assert [path.name for path in folder.iterdir()] == ["unfinished.json"]
+        assert json.loads((folder / "unfinished.json").read_text())["request"] == place.request
+        place.finish(layers="from 0")
+    assert place.finished
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    config = read_config(folder, "things")
+    assert config == {"layers": "from 0", "request": {"holds": "things", "pairs": [["a", "b"]], "seed": 0}}
+
+
+def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
+    interrupted(tmp_path / "x")
+    place = Workplace(tmp_path / "x", JOB)
+    assert not place.finished
+    with pytest.raises(InputError, match=r"broken off.* the same command again"):
+        read_config(tmp_path / "x", "things")
+    with place.working():
+        assert (tmp_path / "x" / "first").read_text() == "done"
+        place.finish()
+    assert sorted(tree(tmp_path / "x")) == ["config.json", "first"]
+
+
+def test_a_finished_job_is_left_as_it_is(tmp_path: Path) -> None:
+    complete(tmp_path / "x", layers="from 0")
+    before = tree(tmp_path / "x")
+    place = Workplace(tmp_path / "x", JOB)
+    with place.working():
+        assert place.finished
+    assert tree(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("begun", [interrupted, complete])
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (OTHER, "seed: 0 there, 1 now"),
+        (JOB | {"new": 2}, "new: None there, 2 now"),
+        (JOB | {"pairs": []}, "pairs"),
+    ],
+)
+def test_the_folder_of_another_job_is_refused_and_not_touched(
+    begun: Callable[[Path], None], job: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    begun(tmp_path / "x")
+    before = tree(tmp_path / "x")
+    with (
+        pytest.raises(InputError, match=f"belongs to another job .*{told}"),
+        Workplace(tmp_path / "x", job).working(),
+    ):
+        pytest.fail("the body must not run")
+    assert tree(tmp_path / "x") == before
+
+
+def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match="holds other files"), Workplace(tmp_path, JOB).working():
+        pytest.fail("the body must not run")
+    assert tree(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"architectures": ["GPT2LMHeadModel"]}'])
+def test_a_folder_with_a_config_of_something_else_is_refused_and_not_touched(
+    content: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))), Workplace(tmp_path, JOB).working():
+        pytest.fail("the body must not run")
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        read_config(tmp_path, "things")
+    assert tree(tmp_path) == {"config.json": content.encode()}
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    complete(tmp_path)
+    assert sorted(tree(tmp_path)) == ["config.json", "first"]
+
+
+def test_a_job_killed_before_its_first_file_was_whole_can_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "unfinished.json.partial").write_text('{"requ')
+    complete(tmp_path)
+    assert sorted(tree(tmp_path)) == ["config.json", "first"]
+
+
+def test_a_job_killed_at_its_very_end_is_finished_by_the_next_call(tmp_path: Path) -> None:
+    interrupted(tmp_path / "x")
+    marker = (tmp_path / "x" / "unfinished.json").read_bytes()
+    complete(tmp_path / "x")
+    (tmp_path / "x" / "unfinished.json").write_bytes(marker)
+    place = Workplace(tmp_path / "x", JOB)
+    with place.working():
+        if not place.finished:
+            place.finish()
+    assert read_config(tmp_path / "x", "things")["request"] == place.request
+
+
+# Failure
+
+
+@pytest.mark.parametrize("error", [InputError("bad"), RuntimeError("defect"), OSError(errno.EIO, "broken")])
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_job_that_fails_leaves_nothing(there_before: bool, error: Exception, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    if there_before:
+        folder.mkdir()
+
+    def work() -> None:
+        with Workplace(folder, JOB).working():
+            (folder / "first").write_text("done")
+            (folder / "inner").mkdir()
+            (folder / "inner" / "second").write_text("done")
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    assert folder.exists() == there_before
+    assert tree(tmp_path) == {}
+    assert not there_before or not any(folder.iterdir())
+
+
+def test_folders_made_for_a_job_that_fails_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+
+    def work(beside: Path | None) -> None:
+        with Workplace(tmp_path / "mine" / "a" / "b", JOB).working():
+            if beside is not None:
+                beside.write_text("someone else's")
+            raise InputError("bad")
+
+    for beside, left in ((None, ["mine"]), (tmp_path / "mine" / "a" / "c", ["mine", "mine/a", "mine/a/c"])):
+        with pytest.raises(InputError, match="bad"):
+            work(beside)
+        assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == left
+
+
+def test_what_an_earlier_call_has_done_outlives_the_failure_of_a_later_one(tmp_path: Path) -> None:
+    interrupted(tmp_path / "x")
+
+    def go_on() -> None:
+        with Workplace(tmp_path / "x", JOB).working():
+            raise InputError("bad")
+
+    with pytest.raises(InputError, match="bad"):
+        go_on()
+    assert tree(tmp_path / "x")["first"] == b"done"
+    complete(tmp_path / "x")
+    assert sorted(tree(tmp_path / "x")) == ["config.json", "first"]
+
+
+def test_a_finished_folder_survives_what_fails_in_it_later(tmp_path: Path) -> None:
+    complete(tmp_path / "x")
+    before = tree(tmp_path / "x")
+
+    def read() -> None:
+        with Workplace(tmp_path / "x", JOB).working():
+            raise InputError("bad")
+
+    with pytest.raises(InputError, match="bad"):
+        read()
+    assert tree(tmp_path / "x") == before
+
+
+def unwritable(tmp_path: Path) -> list[Path]:
+    (tmp_path / "file").write_text("")
+    return [
+        tmp_path / "file" / "x",
+        tmp_path / "file" / "x" / "y",
+        tmp_path / "file",
+        tmp_path / ("x" * 300),
+        Path("/proc/matlens/x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "which", range(5), ids=["below file", "deep below file", "a file", "too long", "proc"]
+)
+def test_a_place_that_cannot_be_written_is_the_users_error(which: int, tmp_path: Path) -> None:
+    folder = unwritable(tmp_path)[which]
+    with pytest.raises(InputError, match="cannot be written"), Workplace(folder, JOB).working():
+        pytest.fail("the body must not run")
+    assert tree(tmp_path) == {"file": b""}
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+@pytest.mark.parametrize("at", ["start", "middle", "end"])
+def test_a_full_disk_is_the_users_error_and_leaves_nothing(
+    at: str, there_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "x"
+    if there_before:
+        folder.mkdir()
+
+    def work() -> None:
+        place = Workplace(folder, JOB)
+        if at == "start":
+            monkeypatch.setattr(os, "fsync", full_disk)
+        with place.working():
+            write_text(folder / "first", "done")
+            if at == "middle":
+                monkeypatch.setattr(os, "fsync", full_disk)
+            write_text(folder / "second", "done")
+            monkeypatch.setattr(os, "fsync", full_disk)
+            place.finish()
+
+    with pytest.raises(InputError, match=re.escape(f"no room on the disk of {folder}")):
+        work()
+    assert tree(tmp_path) == {}
+    assert folder.exists() == there_before
+
+
+# Single files
+
+
+@pytest.mark.parametrize(
+    ("write", "content", "expected"),
+    [
+        (write_bytes, b"\0\1", b"\0\1"),
+        (write_text, "Schließlich", "Schließlich".encode()),
+        (write_json, {"a": [1]}, b'{\n "a": [\n  1\n ]\n}\n'),
+    ],
+)
+@pytest.mark.parametrize("before", [None, b"the old content"])
+def test_a_file_is_there_whole_or_not_at_all(
+    write: Callable[[Path, Any], None], content: Any, expected: bytes, before: bytes | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    as_it_was = tree(tmp_path)
+    synced: list[bytes] = []
+
+    def sync(_: int) -> None:
+        # The content is on its way to the disk under another name; the file itself is as it was.
+        synced.extend(other.read_bytes() for other in tmp_path.iterdir() if other != path)
+        assert (path.read_bytes() if path.exists() else None) == before
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write(path, content)
+    assert tree(tmp_path) == as_it_was
+    monkeypatch.setattr(os, "fsync", sync)
+    write(path, content)
+    assert synced == [expected]
+    assert tree(tmp_path) == {"file": expected}
+
+
+def test_files_that_belong_together_are_all_written_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table").write_bytes(b"old")
+    new = {tmp_path / "table": b"new", tmp_path / "origin": b"where it is from"}
+    calls: list[int] = []
+
+    def full_at_the_second(_: int) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            full_disk()
+
+    monkeypatch.setattr(os, "fsync", full_at_the_second)
+    with pytest.raises(OSError, match="No space"):
+        write_together(new)
+    assert tree(tmp_path) == {"table": b"old"}
+    write_together(new)
+    assert tree(tmp_path) == {"table": b"new", "origin": b"where it is from"}
+
+
+# What a folder says of itself
+
+
+def test_what_is_not_a_finished_folder_of_the_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no finished things"):
+        read_config(tmp_path / "nowhere", "things")
+    with pytest.raises(InputError, match="holds no finished things"):
+        read_config(tmp_path, "things")
+    complete(tmp_path / "x")
+    with pytest.raises(InputError, match="does not hold maps"):
+        read_config(tmp_path / "x", "maps")
+    assert read_config(str(tmp_path / "x"), "things")["request"]["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "no room on the disk of /somewhere"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no room"),
+        (OSError(errno.EFBIG, "File too large"), "no room"),
+        (OSError("28 requested and 0 written: No space left"), "no room"),
+        (
+            PermissionError(errno.EACCES, "Permission denied"),
+            "/somewhere cannot be written: Permission denied",
+        ),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot be written: Read-only file system"),
+        (PermissionError(errno.EPERM, "Operation not permitted"), "cannot be written"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory"), "cannot be written"),
+        (FileExistsError(errno.EEXIST, "File exists"), "cannot be written"),
+    ],
+)
+def test_what_the_file_system_refuses_is_told(error: OSError, message: str) -> None:
+    with pytest.raises(InputError, match=message) as told, system_errors("/somewhere"):
+        raise error
+    assert told.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), ValueError("x"), KeyboardInterrupt()])
+def test_what_is_no_refusal_of_the_file_system_stays_what_it_is(error: BaseException) -> None:
+    with pytest.raises(type(error)) as told, system_errors("/somewhere"):
+        raise error
+    assert told.value is error
+
+
+def test_what_does_not_fail_passes() -> None:
+    with system_errors("/somewhere"):
+        passed = True
+    assert passed

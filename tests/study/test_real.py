@@ -1,0 +1,114 @@
+"""SmolLM2 on Wikipedia sentences: our numbers are those of a computation that shares no code with us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+from independent import Reference, reference
+
+import matlens
+from matlens.models.loading import SMOLLM2, smollm2_path
+
+pytestmark = pytest.mark.real
+
+
+class Both(NamedTuple):
+    """The table that matlens makes, and the independent numbers."""
+
+    results: pd.DataFrame
+    reference: Reference
+    n_layers: int
+
+
+@pytest.fixture(scope="module")
+def both(request: pytest.FixtureRequest) -> Both:
+    """Fit and evaluate the same sentences and positions twice, ours batched, theirs one at a time."""
+    n_train, n_val = request.config.getoption("--real-train"), request.config.getoption("--real-val")
+    train, validation = matlens.load_corpus("wikipedia-sample").split(n_train=n_train, n_validation=n_val)
+
+    model = matlens.load(SMOLLM2, device="cpu")
+    parts = [matlens.make_examples(model, part) for part in (train, validation)]
+    fitted_on, tested_on = (matlens.collect(model, part) for part in parts)
+    n_layers = model.cfg.n_layers
+    pairs = [(f"h.{a}", f"h.{b}") for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
+    if n_train < 4000:
+        pairs = [pair for pair in pairs if pair[1] == f"h.{n_layers}"]
+    maps = matlens.MapSet(
+        matlens.fit_samples(fitted_on, pairs), provenance={"model": fitted_on.provenance["model"]}
+    )
+    results = pd.concat(
+        [
+            matlens.fit_quality(maps, tested_on),
+            matlens.prediction_quality(matlens.Readout(model), maps, tested_on),
+        ]
+    )
+
+    theirs = reference(
+        *plain_smollm2(),
+        list(train.sentences), parts[0].positions.tolist(),
+        list(validation.sentences), parts[1].positions.tolist(),
+        pairs="last" if n_train < 4000 else "all",
+    )  # fmt: skip
+    return Both(results, theirs, n_layers)
+
+
+def plain_smollm2() -> tuple[Any, Any]:
+    """The same weights through transformers alone."""
+    path: Path = smollm2_path()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _ours(both: Both, method: str, metric: str, k: int | None = None) -> np.ndarray:
+    table = both.results
+    chosen = table[(table["method"] == method) & (table["metric"] == metric)]
+    if k is not None:
+        chosen = chosen[chosen["k"] == k]
+    return chosen.sort_values("layer")["value"].to_numpy(dtype=float)
+
+
+@pytest.mark.parametrize("method", ["mat", "id"])
+def test_r2_of_every_pair(both: Both, method: str) -> None:
+    table = both.results[(both.results["metric"] == "r2") & (both.results["method"] == method)]
+    theirs = getattr(both.reference, f"r2_{method}")[table["layer"], table["target"]]
+    ours = table["value"].to_numpy(dtype=float)
+    assert len(ours) >= both.n_layers
+    # Where too few samples make r2 hugely negative, a thousandth is meant of the number itself.
+    difference = np.abs(ours - theirs) / np.maximum(1, np.abs(theirs))
+    print(f"\nr2 {method}: {len(ours)} pairs, largest difference {difference.max():.1e}")
+    assert difference.max() < 1e-3
+
+
+@pytest.mark.parametrize("method", ["mat", "id"])
+def test_precision_and_surprisal_of_every_layer(both: Both, method: str) -> None:
+    precision = getattr(both.reference, f"precision_{method}")
+    for column, k in enumerate((1, 5, 10)):
+        ours = _ours(both, method, "precision", k)
+        assert len(ours) == both.n_layers + 1
+        difference = np.abs(ours - precision[:, column]).max()
+        print(f"\nPrecision@{k} {method}: largest difference {difference:.4f}")
+        assert difference <= 0.003
+    difference = np.abs(_ours(both, method, "surprisal") - getattr(both.reference, f"surprisal_{method}"))
+    print(f"surprisal {method}: largest difference {difference.max():.5f}")
+    assert difference.max() < 0.01
+
+
+def test_mat_predicts_better_than_id(both: Both) -> None:
+    """The paper's main claim, where there are samples enough for it."""
+    mat, plain = _ours(both, "mat", "precision", 1), _ours(both, "id", "precision", 1)
+    assert mat[-1] == plain[-1] == 1
+    assert mat[:-1].mean() > plain[:-1].mean()
+
+
+def test_prompt_is_tokenised_as_the_model_was_published() -> None:
+    """No BOS is put in front, whatever the bridge prefers."""
+    tokenizer = plain_smollm2()[1]
+    assert tokenizer("The capital of France").input_ids[0] != tokenizer.bos_token_id

@@ -1,0 +1,270 @@
+"""What analyses of one model and corpus share is collected and fitted once, and never mixed up."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import D_MODEL, N_LAYERS, assert_near
+from torch import Tensor
+
+import matlens
+from matlens import InputError, MapSet, collect, make_examples
+from matlens.activations import collecting
+from matlens.activations.activations import Activations
+from matlens.corpora.corpus import Corpus
+from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.study.study import Study
+
+N_TRAIN, N_VALIDATION = 26, 12
+STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
+PAIRS = [
+    (f"{name}_in.{layer}", f"{name}_out.{layer}")
+    for layer in range(N_LAYERS)
+    for name in ("attn", "ffn", "ln1", "ln2")
+]
+ENDS = {site for pair in PAIRS for site in pair}
+
+
+@pytest.fixture
+def corpus(sentences: Corpus, tmp_path: Path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join(sentences.sentences))
+    return path
+
+
+@pytest.fixture
+def study(small_model: Callable[[str], Any], corpus: Path, tmp_path: Path) -> Callable[..., Study]:
+    """A study as a script begins it: nothing is known but the folder."""
+
+    def begin(model: str = "gpt2", **options: Any) -> Study:
+        given = {"n_train": N_TRAIN, "n_validation": N_VALIDATION} | options
+        return Study.load(small_model(model), str(given.pop("corpus", corpus)), tmp_path / "out", **given)
+
+    return begin
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of sentences of every run of the model that collects."""
+    seen: list[int] = []
+    run = collecting._run
+
+    def counting(model: Any, batch: Any, *rest: Any) -> Any:
+        seen.append(len(batch.index))
+        return run(model, batch, *rest)
+
+    monkeypatch.setattr(collecting, "_run", counting)
+    return seen
+
+
+def folders(study: Study) -> set[str]:
+    return {path.name for path in study.folder.iterdir()}
+
+
+def assert_same(ours: MapSet, theirs: MapSet) -> None:
+    assert list(ours) == list(theirs)
+    for pair, linear in ours.items():
+        assert torch.equal(linear.weight, theirs[pair].weight)
+        assert linear.bias is theirs[pair].bias is None
+
+
+def test_two_analyses_of_one_folder_collect_and_fit_once(
+    study: Callable[..., Study], runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = study()
+    maps, validation = first.maps, first.validation
+    assert sum(runs) == N_TRAIN + N_VALIDATION
+    assert re.fullmatch(r"gpt2-\w{8}--words\.txt-\w{8}", first.folder.name)
+    assert folders(first) == {"train", "validation", "maps"}
+
+    def fits(*_: object, **__: object) -> None:
+        raise AssertionError("the maps are fitted again")
+
+    monkeypatch.setattr("matlens.study.workflow.fit_samples", fits)
+    second = study()
+    assert_same(second.maps, maps)
+    assert torch.equal(second.validation[1], validation[1])
+    assert second.origin == first.origin
+    assert sum(runs) == N_TRAIN + N_VALIDATION
+
+
+def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layers(
+    study: Callable[..., Study], small_model: Callable[[str], Any]
+) -> None:
+    found, model = study(), small_model("gpt2")
+    parts = found.corpus.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
+    for ours, part in zip(found.stream, parts, strict=True):
+        alone = collect(model, make_examples(model, part), progress=False)
+        assert set(ours) == set(alone) == set(STREAM)
+        assert ours.examples.fingerprint == alone.examples.fingerprint
+        for layer in range(N_LAYERS + 1):
+            assert_near(ours[layer], alone[layer])
+    assert found.n_layers == N_LAYERS
+    assert set(found.maps) == {(a, b) for a in STREAM for b in STREAM if a < b}
+    x, y = (found.stream[0][layer].double().numpy() for layer in (1, N_LAYERS))
+    expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
+    assert_near(found.maps[1, N_LAYERS].weight, expected, 1e-4)
+    assert found.origin["maps"] == found.maps.provenance
+    assert found.origin["validation"]["n"] == N_VALIDATION
+    h = found.validation[N_LAYERS]
+    assert_near(found.readout.logits(h), model.unembed(model.ln_final(h)).detach())
+
+
+def test_submodules_after_the_stream_have_a_folder_of_their_own(
+    study: Callable[..., Study], runs: list[int]
+) -> None:
+    first = study()
+    _ = first.stream
+    before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
+    runs.clear()
+    samples = study().samples_of_submodules
+    assert sum(runs) == N_TRAIN
+    assert set(samples) == ENDS
+    assert folders(first) == {"train", "validation", "train-submodules"}
+    assert all(path.read_bytes() == content for path, content in before.items())
+    runs.clear()
+    assert set(study().samples_of_submodules) == ENDS
+    assert runs == []
+
+
+def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
+    study: Callable[..., Study], runs: list[int]
+) -> None:
+    first = study()
+    samples = first.samples_of_submodules
+    assert sum(runs) == N_TRAIN
+    assert set(samples) == ENDS | set(STREAM)
+    _ = first.stream, first.maps
+    assert sum(runs) == N_TRAIN + N_VALIDATION
+    assert folders(first) == {"train", "validation", "maps"}
+    again = study()
+    _ = again.samples_of_submodules, again.maps
+    assert sum(runs) == N_TRAIN + N_VALIDATION
+
+
+def test_in_which_order_they_are_asked_for_changes_nothing(
+    study: Callable[..., Study], tmp_path: Path
+) -> None:
+    before = study()
+    samples, maps, stand_ins = before.samples_of_submodules, before.maps, before.submodule_maps()
+    vectors = {site: samples[site].clone() for site in ENDS}
+    kept = {pair: linear.weight.clone() for pair, linear in [*maps.items(), *stand_ins.items()]}
+    shutil.rmtree(tmp_path / "out")
+    after = study()
+    maps, stand_ins, samples = after.maps, after.submodule_maps(), after.samples_of_submodules
+    assert all(torch.equal(samples[site], vectors[site]) for site in ENDS)
+    again = dict([*maps.items(), *stand_ins.items()])
+    assert set(again) == set(kept)
+    assert all(torch.equal(linear.weight, kept[pair]) for pair, linear in again.items())
+
+
+def upper_half(data: Activations) -> Tensor:
+    return data[1][:, 0] > data[1][:, 0].median()
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
+    model: str, study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small models have no sinks, so half of the samples are taken for some.
+    monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
+    found = study(model)
+    samples, pairs = found.samples_of_submodules, submodule_pairs(matlens.anatomy(found.model))
+    rows = {
+        "all": torch.ones(N_TRAIN, dtype=torch.bool),
+        "not-first": torch.from_numpy(samples.examples.positions > 0),
+        "not-sink": ~upper_half(found.stream[0]),
+    }
+    assert 0 < rows["not-sink"].sum() < N_TRAIN
+    assert rows["not-first"].sum() not in (0, N_TRAIN, rows["not-sink"].sum())
+    sets: dict[Any, MapSet] = {fitted: found.submodule_maps(fitted) for fitted in rows}  # type: ignore[arg-type]
+    for fitted, maps in sets.items():
+        assert_same(maps, MapSet(fit_submodules(samples, pairs, rows=rows[fitted], progress=False)))
+        assert (found.folder / f"submodule-maps-{fitted}" / "config.json").is_file()
+        assert maps.provenance["fitted"] == fitted
+        x, y = (samples[site][rows[fitted]].double().numpy() for site in ("ffn_in.1", "ffn_out.1"))
+        expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
+        assert_near(maps["ffn_in.1", "ffn_out.1"].weight, expected, 1e-3)
+    weights = [maps["attn_in.0", "attn_out.0"].weight for maps in sets.values()]
+    assert not any(torch.allclose(weights[a], weights[b], rtol=1e-3) for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = study().submodule_maps()
+    assert {linear.weight.shape for linear in maps.values()} == {(D_MODEL, D_MODEL)}
+
+    def fits(*_: object, **__: object) -> None:
+        raise AssertionError("the stand-ins are fitted again")
+
+    monkeypatch.setattr("matlens.study.study.fit_submodules", fits)
+    assert_same(study().submodule_maps(), maps)
+    with pytest.raises(AssertionError, match="fitted again"):
+        study().submodule_maps("not-first")
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"seed": 1}, r"data\.seed: 0 there, 1 now"),
+        ({"n_train": N_TRAIN + 1}, rf"data\.n: {N_TRAIN} there, {N_TRAIN + 1} now"),
+        ({"n_validation": N_VALIDATION - 2}, "data.corpus_fingerprint|data.n"),
+    ],
+)
+@pytest.mark.parametrize("part", ["maps", "samples_of_submodules"])
+def test_another_seed_or_size_in_the_same_folder_is_refused(
+    part: str, other: dict[str, int], told: str, study: Callable[..., Study], runs: list[int]
+) -> None:
+    first = study()
+    _ = getattr(first, part), first.stream
+    before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
+    runs.clear()
+    with pytest.raises(InputError, match=rf"belongs to another job \(.*({told}).*Choose another folder"):
+        getattr(study(**other), part)
+    assert {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()} == before
+    assert runs == []
+
+
+def test_models_and_corpora_have_folders_of_their_own(study: Callable[..., Study], corpus: Path) -> None:
+    other = corpus.with_name("other words.txt")
+    shutil.copy(corpus, other)
+    names = [one.folder.name for one in (study(), study("bert"), study(corpus=other))]
+    elsewhere = corpus.parent / "elsewhere" / corpus.name
+    elsewhere.parent.mkdir()
+    shutil.copy(corpus, elsewhere)
+    names.append(study(corpus=elsewhere).folder.name)
+    assert len(set(names)) == 4
+    stems = [re.sub(r"-[0-9a-f]{8}", "", name) for name in names]
+    assert stems == ["gpt2--words.txt", "bert--words.txt", "gpt2--other words.txt", "gpt2--words.txt"]
+    named = study()
+    named.model.cfg.model_name, before = "some/model", named.model.cfg.model_name
+    try:
+        assert study().folder.name.startswith("some-model--words.txt")
+    finally:
+        named.model.cfg.model_name = before
+
+
+def test_another_corpus_of_the_same_name_is_refused(study: Callable[..., Study], corpus: Path) -> None:
+    _ = study().stream
+    corpus.write_text("\n".join(reversed(corpus.read_text().splitlines())))
+    with pytest.raises(InputError, match="belongs to another job"):
+        _ = study().stream
+
+
+def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"asked for 39\+2 sentences"):
+        Study.load("no-such-model", str(corpus), tmp_path / "out", n_train=39, n_validation=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_study_can_be_opened_as_what_it_has_written(study: Callable[..., Study]) -> None:
+    found = study()
+    _ = found.maps
+    assert torch.equal(Activations.load(found.folder / "validation")[2], found.validation[2])
+    assert_same(MapSet.load(found.folder / "maps"), found.maps)
