@@ -2,8 +2,8 @@
 
 Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens dealt anew
 are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
-(`matlens.annotation.patterns`). Written are the shares of vectors with a pattern, by its size and layer, and as
-``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.
+(`matlens.annotation.find_patterns`). Written are the shares of vectors with a pattern, by its size and layer,
+and as ``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.
 Expect large patterns among value vectors, most of them in the last third of the layers, and hardly any
 among random ones. The corpus only says which words are used alike: the model is not run on it.
 """

@@ -11,11 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Table
 
-import pandas as pd
 from matlens import InputError, collect, load_corpus, make_examples
 from matlens.annotation import make_plausibility_sheet, plausibility_rates, read_plausibility_sheet
 from matlens.cli import options, run_script

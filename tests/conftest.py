@@ -224,18 +224,18 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * scale)
 
 
-def make_sentences() -> matlens.Corpus:
+def make_sentences() -> matlens.corpora.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     generator = torch.Generator().manual_seed(0)
     texts = []
     for i in range(40):
         length = 5 + i % 16
         texts.append(" ".join(WORDS[int(w)] for w in torch.randint(50, (length,), generator=generator)))
-    return matlens.Corpus("words", tuple(texts), 40, 0, 0, 0)
+    return matlens.corpora.Corpus("words", tuple(texts), 40, 0, 0, 0)
 
 
 @pytest.fixture
-def sentences() -> matlens.Corpus:
+def sentences() -> matlens.corpora.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
 

@@ -1,9 +1,9 @@
 """Patterns among top tokens, found without a person: words that the sentences of a corpus use alike.
 
 The annotation protocol of paper B asks for patterns of at least four tokens. Here a pattern is a word and
-those of the same list that are used as it is (`WordSimilarity`), each word counted once whatever its case, number or
-ending. What a vector promotes comes from the model, which words belong together from a corpus, so a random
-vector gains nothing from tokens lying close together in the unembedding.
+those of the same list that are used as it is (`WordSimilarity`), each word counted once whatever its case,
+number or ending. What a vector promotes comes from the model, which words belong together from a corpus, so
+a random vector gains nothing from tokens lying close together in the unembedding.
 """
 
 from __future__ import annotations

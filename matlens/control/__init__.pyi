@@ -7,8 +7,8 @@ from .control import TURNED_ON as TURNED_ON
 from .control import controlled as controlled
 from .generation import N_TOKENS as N_TOKENS
 from .generation import continue_prompts as continue_prompts
-from .graders import Detoxify as Detoxify
 from .graders import GRADERS as GRADERS
+from .graders import Detoxify as Detoxify
 from .graders import Grader as Grader
 from .graders import ProfanityCheck as ProfanityCheck
 from .graders import make_grader as make_grader

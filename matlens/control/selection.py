@@ -1,6 +1,6 @@
 """Choosing value vectors for control by a grader of their top tokens (paper B, appendix A.4).
 
-By words they are chosen with `projection.holding` and `projection.promoting`.
+By words they are chosen with `values_with_tokens` and `values_promoting`.
 """
 
 from __future__ import annotations

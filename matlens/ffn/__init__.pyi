@@ -2,8 +2,8 @@ from .agglomeration import agglomerate as agglomerate
 from .agglomeration import distances_gib as distances_gib
 from .agglomeration import method_within as method_within
 from .clusters import CLUSTERS as CLUSTERS
-from .clusters import Clusters as Clusters
 from .clusters import MEMORY as MEMORY
+from .clusters import Clusters as Clusters
 from .clusters import cluster_table as cluster_table
 from .early_exit import ExampleParts as ExampleParts
 from .early_exit import JudgedExits as JudgedExits
@@ -21,11 +21,11 @@ from .events import find_saturation as find_saturation
 from .events import find_updates as find_updates
 from .events import saturation_frequency as saturation_frequency
 from .events import update_scores as update_scores
-from .exit_classifiers import ExitClassifiers as ExitClassifiers
 from .exit_classifiers import FEWEST as FEWEST
 from .exit_classifiers import LASSO as LASSO
 from .exit_classifiers import RIDGE as RIDGE
 from .exit_classifiers import STRENGTHS as STRENGTHS
+from .exit_classifiers import ExitClassifiers as ExitClassifiers
 from .exit_classifiers import best_threshold as best_threshold
 from .exit_comparison import ExitComparison as ExitComparison
 from .exit_comparison import classifier_features as classifier_features

@@ -53,7 +53,7 @@ _ENOUGH = 2  # samples for each dimension that maps are fitted on
 
 
 def classifier_sites(model: TransformerBridge) -> list[str]:
-    """Sites that `compare_exits` has to have: the stream, what is before each FFN, and what each FFN writes."""
+    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes."""
     found = Anatomy.from_model(model)
     inside = [[*before_ffn(model, layer), str(Site(_WRITTEN, layer))] for layer in range(found.n_layers)]
     return list(dict.fromkeys([*map(str, found.stream), *(site for sites in inside for site in sites)]))

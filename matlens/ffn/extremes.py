@@ -170,7 +170,8 @@ def cluster_activity(
     common, unseen = commonness.shares(ids)
     texts = [", ".join(map(visible, token_texts(projection.tokenizer, own[:10]))) for own in ids.tolist()]
     table = table.assign(
-        kind=frequency_kinds(common, unseen), size=clusters.sizes[chosen], cosine=clusters.cosines(directions, chosen),
+        kind=frequency_kinds(common, unseen), size=clusters.sizes[chosen],
+        cosine=clusters.cosines(directions, chosen),
         share=table["extremes"] / len(each), examples=table["examples"] / len(trace), common=common,
         unseen=unseen, members=[_names(values, clusters, cluster) for cluster in chosen], tokens=texts,
     )  # fmt: skip

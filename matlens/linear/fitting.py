@@ -108,8 +108,8 @@ def fit_stream(
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that pass by once and are not kept.
 
-    ``batches`` are vectors by site, such as ``rows.vectors`` for the rows of `matlens.stream`; the other
-    parameters are those of `fit_samples`.
+    ``batches`` are vectors by site, such as ``rows.vectors`` for the rows of
+    `matlens.activations.stream`; the other parameters are those of `fit_samples`.
     """
     grouped, moments, last = by_source(pairs), dict[str, Moments](), dict[str, Tensor]()
     for last in _gathered(batches):

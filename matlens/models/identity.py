@@ -1,4 +1,4 @@
-"""Who a model is: its name, the fingerprint of its weights, and whether its vectors are the published ones."""
+"""Who a model is: its name, the fingerprint of its weights, and whether they are as they were published."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as Tra
 multiplies, a number for each of its ``d_mlp`` value vectors; all other sites have ``d_model``.
 
 Blocks are wired in different ways, and a hook of the same name carries different things in them. So
-the wiring of a model is not looked up by its name: `matlens.models.anatomy` runs a few tokens through it and takes
-the one family whose sums hold in every block. All hook names of the project are in this file.
+the wiring of a model is not looked up by its name: `matlens.models.anatomy` runs a few tokens through it
+and takes the one family whose sums hold in every block. All hook names of the project are in this file.
 """
 
 from __future__ import annotations

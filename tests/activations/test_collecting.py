@@ -305,7 +305,7 @@ def test_nothing_runs_past_the_last_wanted_site(
 ) -> None:
     model = small_model(name)
     examples = make_examples(model, sentences)
-    matlens.anatomy(model)  # looks once at the whole model
+    matlens.models.Anatomy.from_model(model)  # looks once at the whole model
     called = calls(name)
     n = len(list(examples.batches(80)) if name == "bert" else batches(examples, 80))
     for sites, blocks in (

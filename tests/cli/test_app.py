@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 import matlens
 from matlens import InputError
 from matlens.activations import collecting
-from matlens.cli.app import app
+from matlens.cli import app
 from matlens.study import workflow
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
@@ -278,8 +278,8 @@ def test_pairs(
 
 def test_all_positions(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
     assert run_matlens("run", *inputs, "--out", tmp_path / "all", "--positions", "all").code == 0
-    train = matlens.Activations.load(tmp_path / "all" / "train")
-    drawn = matlens.Activations.load(finished / "train")
+    train = matlens.activations.Activations.load(tmp_path / "all" / "train")
+    drawn = matlens.activations.Activations.load(finished / "train")
     assert train.n_rows == int(train.examples.lengths.sum()) > N_TRAIN
     at_positions = torch.from_numpy(train.examples.offsets[:-1] + train.examples.positions)
     for layer in range(N_LAYERS + 1):
@@ -365,7 +365,7 @@ def test_special_tokens_of_bert(
         tmp_path / "out",
     ]
     assert run_matlens(*command, *(["--skip-special"] if skip else [])).code == 0
-    examples = matlens.Activations.load(tmp_path / "out" / "train").examples
+    examples = matlens.activations.Activations.load(tmp_path / "out" / "train").examples
     at_the_ends = (examples.positions == 0) | (examples.positions == examples.lengths - 1)
     assert at_the_ends.any() != skip
     read = examples.tokens[examples.offsets[:-1][~at_the_ends]]
@@ -379,7 +379,7 @@ def test_batches_change_nothing(
     assert run_matlens("run", *inputs, "--out", out, "--batch-tokens", 30).code == 0
     assert json.loads((out / "train/config.json").read_text())["request"]["batch_tokens"] == 30
     for part in ("train", "validation"):
-        ours, theirs = (matlens.Activations.load(folder / part) for folder in (out, finished))
+        ours, theirs = (matlens.activations.Activations.load(folder / part) for folder in (out, finished))
         np.testing.assert_array_equal(ours.examples.tokens, theirs.examples.tokens)
         for site in theirs:
             torch.testing.assert_close(ours[site], theirs[site], rtol=1e-4, atol=1e-6)
@@ -859,7 +859,7 @@ def test_no_room_for_the_second_part(run_matlens: Matlens, gpt2: Path, corpus: P
     with largest_file(5000):
         assert_refused(run_matlens(*command), *NO_ROOM, str(tmp_path / "out" / "validation"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
-    assert matlens.Activations.load(tmp_path / "out" / "train").n_rows == 10
+    assert matlens.activations.Activations.load(tmp_path / "out" / "train").n_rows == 10
     assert run_matlens(*command).code == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import N_LAYERS
 
 from matlens import make_prompts
-from matlens.cli.app import app, clusters
+from matlens.cli import app, clusters
 from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters, cluster_table
 from matlens.ffn.projection import (
     Projection,
@@ -114,7 +114,7 @@ def test_search_prints_what_has_the_words_and_how_many_there_are(
 def test_a_search_that_finds_nothing_says_so(
     run_matlens: Matlens, options: Callable[[str], list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("matlens.ffn.projection.holding", lambda *_: token_table_of_none())
+    monkeypatch.setattr("matlens.ffn.projection.values_with_tokens", lambda *_: token_table_of_none())
     printed = run_matlens("values", "search", "w7", "--among", 3, *options("gpt2"))
     assert "No value vector has w7 among its 3 top tokens" in printed
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, LAYERS, MASKED, N_LAYERS, SITE_MODULES, assert_near, plain_vectors
 from handpatched import jump_part, submodule_part
-from test_patching import SENTENCES, assert_same, linear, vectors
-from test_patching_contexts import assert_as_before, state
+from patching.test_contexts import SENTENCES, assert_same, linear, vectors
+from patching.test_contexts_nested import assert_as_before, state
 from torch import Tensor
 
 import matlens
@@ -138,7 +138,7 @@ def test_in_gated_ffns_it_is_the_product_of_gate_and_up_that_is_set(name: str, s
 def test_names_may_be_written_in_any_way_and_count_from_the_end(small_model: Models) -> None:
     model = small_model("gpt2")
     with controlled(
-        model, [(0, 5), "L-3D11", matlens.ffn.values.Value(2, 7)], {"l0d5": 3, "L0D11": -2.5, (2, 7): 4}
+        model, [(0, 5), "L-3D11", matlens.ffn.ValueVector(2, 7)], {"l0d5": 3, "L0D11": -2.5, (2, 7): 4}
     ):
         found = logits(model)
     with controlled(model, CHOSEN, CHOSEN):

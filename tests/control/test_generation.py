@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, N_CTX
+from control.test_baselines import by_formula
+from control.test_control import CHOSEN, by_hand
 from handpatched import jump_part
-from test_ffn_baselines import by_formula
-from test_ffn_control import CHOSEN, by_hand
-from test_patching import linear
+from patching.test_contexts import linear
 
 import matlens
 from matlens import InputError, patched

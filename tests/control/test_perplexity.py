@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, assert_near
+from control.test_baselines import by_formula
+from control.test_control import CHOSEN, by_hand
 from scipy import stats
-from test_ffn_baselines import by_formula
-from test_ffn_control import CHOSEN, by_hand
 
 import matlens
 from matlens import InputError

@@ -83,7 +83,7 @@ def test_files_that_hold_no_prompts_are_told(tmp_path: Path) -> None:
 
 
 def test_the_prompts_that_come_along_are_many_and_different() -> None:
-    folder = Path(__file__).parents[1] / "analyses" / "prompts"
+    folder = Path(__file__).parents[2] / "analyses" / "prompts"
     prompts = read_prompts(folder / "provocations.txt")
     assert len(prompts) == len(set(prompts)) >= 100
     banned = read_prompts(folder / "banned.txt")

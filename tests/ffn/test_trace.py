@@ -454,7 +454,7 @@ def test_what_cannot_be_traced_is_told_before_anything_is_run(
     # Blocks with value vectors, but without a place that is the stream before the FFN.
     found = Anatomy.from_model(model)
     bare = replace(found, kinds=tuple(kind for kind in found.kinds if kind != "mid"))
-    monkeypatch.setattr(module, "anatomy", lambda _: bare)
+    monkeypatch.setattr(module.Anatomy, "from_model", lambda _: bare)
     with pytest.raises(InputError, match=r"pre-norm\) have no place that is known to be the stream before"):
         Trace.run(model, examples, k=K, folder=tmp_path / "out")
     assert not runs

@@ -68,7 +68,8 @@ def plain_norm(name: str, plain: Any, vectors: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("text", "value"), [
-    ("L0D0", ValueVector(0, 0)), ("L12D3071", ValueVector(12, 3071)), ("l3d5", ValueVector(3, 5)), ("L-1D-2", ValueVector(-1, -2)),
+    ("L0D0", ValueVector(0, 0)), ("L12D3071", ValueVector(12, 3071)), ("l3d5", ValueVector(3, 5)),
+    ("L-1D-2", ValueVector(-1, -2)),
     ((4, 7), ValueVector(4, 7)), ([4, 7], ValueVector(4, 7)), (ValueVector(1, 2), ValueVector(1, 2)),
 ])  # fmt: skip
 def test_names_are_read_and_written(text: Any, value: ValueVector) -> None:
@@ -337,7 +338,7 @@ def test_search_finds_every_list_that_has_a_word(
 def test_a_word_in_no_list_gives_an_empty_table(small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
     values, read = ValueVectors(model), Projection.from_model(model)
-    nothing = projection.Tokens(torch.zeros(len(values), 2, dtype=torch.long), torch.zeros(len(values), 2))
+    nothing = projection.TopTokens(torch.zeros(len(values), 2, dtype=torch.long), torch.zeros(len(values), 2))
     found = values_with_tokens(values, read, nothing, ["w7"])
     assert found.columns.tolist() == ["value", "layer", "index", "words", "rank", "score"]
     assert found.empty

@@ -20,6 +20,7 @@ from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.lens.predictions import COLUMNS, predictions_table, prompt_texts, side_by_side, top_predictions
+from matlens.models.vocabulary import visible
 
 PROMPTS = {
     False: ["w3 w14 w15 w9 w26", "w5 w35", "w8 w9 w7 w9 w3 w2 w3"],
@@ -172,15 +173,15 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
 
 
 @pytest.mark.parametrize(
-    ("token", "visible"),
+    ("token", "expected"),
     [
         ("word", "word"), (" word", "␣word"), ("  word ", "␣ word "), (" ", "␣"), ("", ""), ("a b", "a b"),
         ("\n", "\\n"), ("\n\n", "\\n\\n"), (" \n", "␣\\n"), ("\ta", "\\ta"), ("##ing", "##ing"),
         ("\r", "\\r"),
     ],
 )  # fmt: skip
-def test_spaces_and_line_breaks_can_be_seen(token: str, visible: str) -> None:
-    assert visible(token) == visible
+def test_spaces_and_line_breaks_can_be_seen(token: str, expected: str) -> None:
+    assert visible(token) == expected
 
 
 def table_of(tokens: list[str], prompt: str = "one") -> pd.DataFrame:

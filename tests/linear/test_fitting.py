@@ -179,7 +179,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(w: Tensor, b: Tensor | None, source: str, target: str, provenance: Any = None) -> LinearMap:
         return LinearMap(w, b, source, target, provenance or {})
 
-    monkeypatch.setattr(LinearMap, "of", of)
+    monkeypatch.setattr(LinearMap, "from_solution", of)
 
 
 def gelsd(x: Tensor, y: Tensor) -> Tensor:

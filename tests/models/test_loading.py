@@ -110,7 +110,7 @@ def test_a_bos_that_the_tokenizer_has_is_put_in_front_only_if_it_does_so_itself(
     assert own == ([bos] if adds else []) + make_tokenizer()(TEXT)["input_ids"]
     model = matlens.load(str(tmp_path), device="cpu")
     assert model.tokenizer(TEXT)["input_ids"] == own
-    corpus = matlens.Corpus("one", (TEXT,), 1, 0, 0, 0)
+    corpus = matlens.corpora.Corpus("one", (TEXT,), 1, 0, 0, 0)
     assert matlens.make_examples(model, corpus).tokens.tolist() == own
 
 

@@ -196,7 +196,7 @@ def test_compatibility_mode_would_have_changed_the_vectors(model_folder: Callabl
     """Why it is refused: the same hook carries another vector."""
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     h: list[Tensor] = []
-    hook = matlens.anatomy(model).hook(N_LAYERS)
+    hook = matlens.models.Anatomy.from_model(model).hook(N_LAYERS)
     for _ in range(2):
         with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x.clone()))]):
             model(random_tokens(), return_type=None)
@@ -242,7 +242,7 @@ def test_a_head_that_is_not_known_is_refused_in_words(small_model: Callable[[str
     model = small_model("roberta")
     tokens = random_tokens() % 40 + 3
     h: list[Tensor] = []
-    hook = matlens.anatomy(model).hook(N_LAYERS)
+    hook = matlens.models.Anatomy.from_model(model).hook(N_LAYERS)
     with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x))]):
         logits = model(tokens, return_type="logits")
     assert_near(ours.logits(h[0]), logits, 2e-6)

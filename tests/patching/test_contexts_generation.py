@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, assert_near
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from test_patching import SENTENCES, replacement, vectors
+from patching.test_contexts import SENTENCES, replacement, vectors
 from torch import Tensor
 
 from matlens.patching.contexts import patched

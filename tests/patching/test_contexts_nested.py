@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from test_patching import SENTENCES, Models, assert_same, linear, replacement, vectors
-from test_sites import hook_counts
+from models.test_sites import hook_counts
+from patching.test_contexts import SENTENCES, Models, assert_same, linear, replacement, vectors
 from torch import Tensor
 
 import matlens

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near
 from handpatched import Part, hand_vectors, jump_part, part, submodule_part, submodules
-from test_patching import RANGES, SENTENCES, Models, assert_same, linear, replacement, vectors
-from test_sites import hook_counts
+from models.test_sites import hook_counts
+from patching.test_contexts import RANGES, SENTENCES, Models, assert_same, linear, replacement, vectors
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
@@ -70,14 +70,14 @@ def test_maps_functions_and_layers_from_the_end_are_all_replacements(small_model
 
 
 def test_fitted_maps_are_at_home_in_their_model(
-    small_model: Models, plain_model: Models, sentences: matlens.Corpus
+    small_model: Models, plain_model: Models, sentences: matlens.corpora.Corpus
 ) -> None:
     """From collecting to patching: the maps' provenance is that of the model."""
     model = small_model("llama")
     examples = matlens.make_examples(model, sentences)
     pairs = [("h.0", "h.2"), ("attn_in.2", "attn_out.2")]
     found = matlens.collect(model, examples, ["h.0", "h.2", "attn_in.2", "attn_out.2"], progress=False)
-    maps = MapSet(matlens.fit_samples(found, pairs, provenance=found.provenance))
+    maps = MapSet(matlens.linear.fit_samples(found, pairs, provenance=found.provenance))
     by_hand = [Part(*pair, maps[pair].weight) for pair in pairs]
     with patched(model, [*jump(maps, 0, 2), *mat_attn(maps, 2, 3)]):
         assert_same(vectors(model), hand_vectors("llama", plain_model("llama"), by_hand, SENTENCES))

@@ -71,7 +71,7 @@ def _child(request: dict[str, Any]) -> None:
         _slow_down(request["batches"])
         if request["die_before"]:
             _die_before(*request["die_before"])
-        from matlens.cli.app import app
+        from matlens.cli import app
 
         try:
             app.main()
@@ -240,7 +240,9 @@ def unbroken(server: Server, collect: list[str], tmp_path_factory: pytest.TempPa
     cwd = tmp_path_factory.mktemp("unbroken")
     n_batches = server.run(cwd, collect).n_batches
     server.run(cwd, ["fit", "out"])
-    parts = (matlens.Activations.load(cwd / "out" / part).examples for part in ("train", "validation"))
+    parts = (
+        matlens.activations.Activations.load(cwd / "out" / part).examples for part in ("train", "validation")
+    )
     n_train, n_validation = (len(list(part.up_to_positions().batches(BATCH_TOKENS))) for part in parts)
     assert n_train + n_validation == n_batches
     return Unbroken(cwd / "out", _files(cwd / "out"), n_train, n_batches)

@@ -40,12 +40,12 @@ def both(request: pytest.FixtureRequest) -> Both:
     if n_train < 4000:
         pairs = [pair for pair in pairs if pair[1] == f"h.{n_layers}"]
     maps = matlens.MapSet(
-        matlens.fit_samples(fitted_on, pairs), provenance={"model": fitted_on.provenance["model"]}
+        matlens.linear.fit_samples(fitted_on, pairs), provenance={"model": fitted_on.provenance["model"]}
     )
     results = pd.concat(
         [
-            matlens.fit_quality(maps, tested_on),
-            matlens.prediction_quality(matlens.Readout(model), maps, tested_on),
+            matlens.lens.fit_quality(maps, tested_on),
+            matlens.lens.prediction_quality(matlens.Readout(model), maps, tested_on),
         ]
     )
 

@@ -176,7 +176,10 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     # Small models have no sinks, so half of the samples are taken for some.
     monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
     found = study(model)
-    samples, pairs = found.samples_of_submodules, submodule_pairs(matlens.anatomy(found.model))
+    samples, pairs = (
+        found.samples_of_submodules,
+        submodule_pairs(matlens.models.Anatomy.from_model(found.model)),
+    )
     rows = {
         "all": torch.ones(N_TRAIN, dtype=torch.bool),
         "not-first": torch.from_numpy(samples.examples.positions > 0),

@@ -22,13 +22,13 @@ N_TRAIN, N_VALIDATION = 25, 15
 
 
 @pytest.fixture
-def collected(small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path) -> Path:
+def collected(small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path) -> Path:
     """A folder with both parts, on the first model."""
     collect(small_model("gpt2"), sentences, tmp_path / "collected")
     return tmp_path / "collected"
 
 
-def collect(model: Any, sentences: matlens.Corpus, folder: Path, **options: Any) -> Any:
+def collect(model: Any, sentences: matlens.corpora.Corpus, folder: Path, **options: Any) -> Any:
     sizes = {"n_train": N_TRAIN, "n_validation": N_VALIDATION} | options
     return workflow.collect_parts(model, sentences, folder, progress=False, **sizes)
 
@@ -92,12 +92,12 @@ def test_pairs_of_layers_that_were_not_collected() -> None:
 
 
 def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
-    small_model: Callable[[str], Any], sentences: matlens.Corpus, collected: Path
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, collected: Path
 ) -> None:
     tokenizer = small_model("gpt2").tokenizer
     read: dict[str, list[str]] = {}
     for part, size in (("train", N_TRAIN), ("validation", N_VALIDATION)):
-        examples = matlens.Activations.load(collected / part).examples
+        examples = matlens.activations.Activations.load(collected / part).examples
         pieces = np.split(examples.tokens, examples.offsets[1:-1])
         read[part] = [tokenizer.decode(piece) for piece in pieces]
         assert len(read[part]) == size
@@ -106,7 +106,7 @@ def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
 
 def test_collecting_again_gives_what_is_there(
     small_model: Callable[[str], Any],
-    sentences: matlens.Corpus,
+    sentences: matlens.corpora.Corpus,
     collected: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,7 +122,7 @@ def test_collecting_again_gives_what_is_there(
 
 def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     small_model: Callable[[str], Any],
-    sentences: matlens.Corpus,
+    sentences: matlens.corpora.Corpus,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,13 +148,13 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     with pytest.raises(RuntimeError, match="out of memory"):
         collect(small_model("gpt2"), sentences, tmp_path / "out", batch_tokens=40)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
-    assert matlens.Activations.load(tmp_path / "out" / "train").n_rows == N_TRAIN
+    assert matlens.activations.Activations.load(tmp_path / "out" / "train").n_rows == N_TRAIN
 
 
 def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
     maps = workflow.fit_maps(collected, progress=False)
     assert len(maps) == N_LAYERS * (N_LAYERS + 1) // 2
-    train = matlens.Activations.load(collected / "train")
+    train = matlens.activations.Activations.load(collected / "train")
     for (source, target), linear in maps.items():
         x, y = train[source].double().numpy(), train[target].double().numpy()
         expected = np.linalg.lstsq(x, y, rcond=None)[0].T
@@ -207,7 +207,7 @@ def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], colle
 
 
 def test_evaluate_refuses_vectors_of_another_model(
-    small_model: Callable[[str], Any], sentences: matlens.Corpus, collected: Path, tmp_path: Path
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, collected: Path, tmp_path: Path
 ) -> None:
     workflow.fit_maps(collected, pairs="last", progress=False)
     collect(small_model("gptj"), sentences, tmp_path / "other")
@@ -229,7 +229,7 @@ def test_maps_are_saved_whatever_their_order(tmp_path: Path) -> None:
 
 
 def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
-    small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
     workflow.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
@@ -240,7 +240,7 @@ def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
 
 
 def test_maps_of_other_samples_are_not_evaluated(
-    small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
     model = small_model("llama")
@@ -255,7 +255,7 @@ def test_maps_of_other_samples_are_not_evaluated(
 
 
 def test_a_figure_of_an_earlier_table_does_not_stay(
-    small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
     workflow.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
@@ -269,7 +269,10 @@ def test_a_figure_of_an_earlier_table_does_not_stay(
 
 @pytest.mark.parametrize("options", [{}, {"draw_special": False}])
 def test_all_positions_of_a_masked_model_are_no_predictions(
-    options: dict[str, Any], small_model: Callable[[str], Any], sentences: matlens.Corpus, tmp_path: Path
+    options: dict[str, Any],
+    small_model: Callable[[str], Any],
+    sentences: matlens.corpora.Corpus,
+    tmp_path: Path,
 ) -> None:
     name = "llama" if options else "bert"
     with pytest.raises(matlens.InputError, match=r"masked|special tokens"):
@@ -280,10 +283,10 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
 
 
 def test_negative_layers_are_those_of_the_model(
-    small_model: Callable[[str], Any], sentences: matlens.Corpus
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus
 ) -> None:
     model = small_model("llama")
     vectors = matlens.collect(model, matlens.make_examples(model, sentences), progress=False)
-    (found,) = matlens.fit_samples(vectors, [(0, -1)])
+    (found,) = matlens.linear.fit_samples(vectors, [(0, -1)])
     assert (found.source, found.target) == ("h.0", f"h.{N_LAYERS}")
     assert torch.equal(vectors[-1], vectors[N_LAYERS])
