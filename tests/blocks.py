@@ -37,7 +37,7 @@ LANGUAGES = {"python", "sh", "text"}
 SKETCH = "sketch"
 
 # Sizes of the documentation are divided by this.
-SMALLER, LEAST = 20, 10
+SMALLER, LEAST = 20, 40
 N_SENTENCES, N_LAYERS, D_MLP = 600, 30, 48
 
 
@@ -165,7 +165,7 @@ class Runner:
     def _blocks(self, document: Document) -> Iterator[Region]:
         lexer = FencedCodeBlockLexer(r"[^\n`]*")
         for region in lexer(document):
-            language, *role = region.lexemes["language"].split()
+            language, *role = region.lexemes["language"].split() or [""]
             assert language in LANGUAGES, f"{document.path}: a block of {language or 'no language'}"
             assert role in ([], [SKETCH]), f"{document.path}: a block of {language} {' '.join(role)}"
             source = region.lexemes["source"]

@@ -9,7 +9,9 @@ from typing import Any
 from matlens.corpora.sources import json_rows, lines, sound, text_of
 from matlens.errors import InputError
 
-FIELD, CHALLENGING = "prompt", "challenging"
+FIELD = "prompt"
+"""Field of JSON lines that holds a prompt unless another is given."""
+CHALLENGING = "challenging"
 
 
 def read_prompts(path: str | Path, *, field: str = FIELD, challenging: bool = False) -> list[str]:

@@ -17,8 +17,13 @@ from matlens.errors import InputError
 from matlens.ffn.early_exit import ExampleParts
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
-FOLDS, FEWEST = 8, 8
-RIDGE, LASSO = 0, 1
+FOLDS = 8
+FEWEST = 8
+"""Events of a layer that a classifier needs to learn from."""
+RIDGE = 0
+"""Penalty on the squares of the weights."""
+LASSO = 1
+"""Penalty on the sizes of the weights."""
 _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
 
 

@@ -55,7 +55,7 @@ def test_commands_and_paths_in_the_text_are_there(path: Path) -> None:
         ("split(n_train=4000, n_validation=1000)", "split(n_train=200, n_validation=50)"),
         ("fit(values, 10_000, folder='out/10000')", "fit(values, 500, folder='out/10000')"),
         ("controlled(model, ['L20D630'], 3.0)", "controlled(model, ['L20D6'], 3.0)"),
-        ("range(200)[:30]", "range(10)[:30]"),
+        ("range(200)[:30]", "range(40)[:30]"),
     ],
 )
 def test_sizes_are_made_small(code: str, expected: str) -> None:
@@ -64,10 +64,10 @@ def test_sizes_are_made_small(code: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "block",
-    ["```python\nassert 1 == 2\n```", "```sh\nmake nothing\n```", "```sh\nmatlens values show --nothing\n```"],
+    ["```python\nassert 1 == 2, 'nothing'\n```", "```sh\nmake nothing\n```", "```sh\nmatlens values show --nothing\n```"],
 )
 def test_a_block_that_fails_is_not_overlooked(block: str, tmp_path: Path, small_world: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{block}\n")
-    with pytest.raises(Exception, match=r"assert|nothing"):
+    with pytest.raises(Exception, match="nothing"):
         Runner().run(page)
