@@ -106,7 +106,7 @@ def draw_sample(
             for name, ids in zip(names, projection.top(of_kind, k).ids.tolist(), strict=True):
                 texts = map(visible, token_texts(projection.tokenizer, ids))
                 rows.append(
-                    (values.model_name, source, kind, layer, name, list(zip(ids, texts, strict=True)))
+                    (values.identity.name, source, kind, layer, name, list(zip(ids, texts, strict=True)))
                 )
     order = generator.permutation(len(rows))
     table = [

@@ -202,7 +202,7 @@ def _row(
     trace: Trace, experiment: str, method: str, layer: float, metric: str, found: metrics.Estimate
 ) -> dict[str, Any]:
     told = (
-        experiment, trace.provenance["model"]["base_model_name_or_path"],
-        trace.provenance["data"].get("corpus", "unnamed"), method, layer, layer, metric, trace.k, *found,
+        experiment, trace.provenance.identity.name, trace.provenance.corpus, method, layer, layer, metric,
+        trace.k, *found,
     )  # fmt: skip
     return dict(zip(COLUMNS, told, strict=True))

@@ -160,6 +160,6 @@ def _beside(
 
 
 def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> tuple[object, ...]:
-    model, corpus = trace.provenance["model"], trace.provenance["data"].get("corpus", "unnamed")
-    told = EXPERIMENT, model["base_model_name_or_path"], corpus, kind, layer, layer, metric, trace.k
+    name, corpus = trace.provenance.identity.name, trace.provenance.corpus
+    told = EXPERIMENT, name, corpus, kind, layer, layer, metric, trace.k
     return (*told, value, math.nan, math.nan, n)

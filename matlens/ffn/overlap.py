@@ -68,6 +68,6 @@ def norm_overlap(
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
             found = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
-            told = (EXPERIMENT, values.model_name, "none", method, layer, layer, "iou", k)
+            told = (EXPERIMENT, values.identity.name, "none", method, layer, layer, "iou", k)
             rows.append((*told, *found))
     return pd.DataFrame(rows, columns=list(COLUMNS))

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors, unembedding
 
@@ -57,10 +56,7 @@ def odds(trace: Trace, model: TransformerBridge) -> TraceScores:
 def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> TraceScores:
     """Scores less those of another vector of each example, given by reference and layer."""
     values = ValueVectors(model)
-    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
-        raise InputError(
-            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
-        )
+    trace.provenance.require_same(values.identity, ours="the trace")
     found = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
     for layer in range(trace.n_layers):
         vectors = values.layer(layer)

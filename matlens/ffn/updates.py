@@ -51,11 +51,9 @@ class Updates:
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:
-        if activations.provenance["model"]["fingerprint"] != values.fingerprint:
-            raise InputError(
-                f"The value vectors are of {values.model_name}, and the coefficients were collected on "
-                "another model. Collect them on this one."
-            )
+        activations.provenance.require_same(
+            values.identity, ours="the coefficients", theirs="the value vectors"
+        )
         self.values, self.activations = values, activations
 
     @classmethod
@@ -223,7 +221,7 @@ def dominance(
             found["random"][layer, index] = shares.gather(1, drawn[layer][index]).sum(1)
     corpus = examples.provenance.get("corpus", "unnamed")
     table = [
-        (EXPERIMENT, values.model_name, corpus, method, layer, layer, "share", k, *metrics.mean(each))
+        (EXPERIMENT, values.identity.name, corpus, method, layer, layer, "share", k, *metrics.mean(each))
         for layer in range(values.n_layers)
         for method, each in ((method, of_all[layer]) for method, of_all in found.items())
     ]
