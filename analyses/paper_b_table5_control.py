@@ -25,10 +25,10 @@ from matlens import load, load_corpus
 from matlens.cli import options, report, run_script
 from matlens.control import (
     ATTRIBUTES,
+    CONTINUATION_TOKENS,
     GRADERS,
-    N_TOKENS,
+    PAPER_COEFFICIENT,
     TOXICITY,
-    TURNED_ON,
     Grader,
     SelfDebiasing,
     continue_prompts,
@@ -118,7 +118,9 @@ def main(
     loaded = load(model, device=device)
     chosen = choose(loaded, scorer, vector or (), word or WORDS, n, seed)
     runs = [Run(UNCHANGED)]
-    runs += [Run(method, one, names) for method, names in chosen.items() for one in value or [TURNED_ON]]
+    runs += [
+        Run(method, one, names) for method, names in chosen.items() for one in value or [PAPER_COEFFICIENT]
+    ]
     runs.append(Run("Self-Debiasing", processor=debiasing))
     runs.append(Run("WordFilter", processor=word_filter(loaded.tokenizer, read_prompts(banned))))
 
@@ -144,7 +146,7 @@ def main(
     table = pd.DataFrame(rows).assign(model=loaded.cfg.model_name)
     origin = {
         "model": identity.describe_model(loaded), "seed": seed, "grader": grader, "prompts": len(given),
-        "samples": samples or "greedy", "n_tokens": N_TOKENS, "corpus": part.fingerprint,
+        "samples": samples or "greedy", "n_tokens": CONTINUATION_TOKENS, "corpus": part.fingerprint,
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),
     }  # fmt: skip

@@ -7,8 +7,9 @@ promoted to the top, and pushed down, or only overtaken.
 
 A score alone moves no probability, only its distance from other tokens' scores: the definition's
 ``e_w . m_i v_i`` multiplies the odds of a token, and what is added to all tokens alike cancels out. So there
-are two more readings of the sub-updates of a trace: against the mean of the vocabulary (`lift`), and against
-the one token that the reference token competes with (`odds`). Both are read off the weights; nothing is run.
+are two more readings of the sub-updates of a trace: against the mean of the vocabulary (`lift_scores`), and
+against the one token that the reference token competes with (`odds_scores`). Both are read off the weights;
+nothing is run.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def find_events(trace: Trace) -> dict[str, Events]:
     }
 
 
-def find_updates(trace: Trace) -> dict[str, Events]:
+def updates_by_effect(trace: Trace) -> dict[str, Events]:
     """Every update by what it does to the top candidate, and the events among them.
 
     ``update`` is every one, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
@@ -127,7 +128,7 @@ def event_scores(
     trace
         Of the examples.
     scores
-        Other scores than the trace's own, such as `lift` gives.
+        Other scores than the trace's own, such as `lift_scores` gives.
     rows
         Which examples count, such as ``~trace.sinks``; by default all.
 
@@ -163,7 +164,7 @@ def update_scores(
     ``max_p95``, for the kind ``update``.
     """
     scores, table = trace.score if scores is None else scores, []
-    kinds = {event: every.among(rows) for event, every in find_updates(trace).items()}
+    kinds = {event: every.among(rows) for event, every in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
         for event, found in kinds.items():
             example = found.example[found.layer == layer]
@@ -218,7 +219,7 @@ def _row(
     return dict(zip(COLUMNS, told, strict=True))
 
 
-def lift(trace: Trace, model: TransformerBridge) -> TraceScores:
+def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
 
     Raises
@@ -230,7 +231,7 @@ def lift(trace: Trace, model: TransformerBridge) -> TraceScores:
     return _above(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
 
 
-def odds(trace: Trace, model: TransformerBridge) -> TraceScores:
+def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """What each sub-update adds to the log-odds of the reference token against its rival at that update.
 
     The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``

@@ -70,7 +70,7 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
-def usual_threshold(scores: TraceScores) -> float:
+def default_threshold(scores: TraceScores) -> float:
     """What the size of a score has to pass so that one in a hundred dominant sub-updates does."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
@@ -85,9 +85,9 @@ def extreme_sub_updates(
     trace, values
         Of one model.
     scores
-        Other scores than the trace's own, such as `scores.lift` gives.
+        Other scores than the trace's own, such as `lift_scores` gives.
     threshold
-        What the size of a score has to pass, see `usual_threshold`.
+        What the size of a score has to pass, see `default_threshold`.
 
     Raises
     ------
@@ -95,7 +95,10 @@ def extreme_sub_updates(
         The trace is of another model, the threshold is not positive, or no score passes it.
     """
     read = trace.score if scores is None else scores
-    least, size = usual_threshold(read) if threshold is None else threshold, read["dominant", "before"].abs()
+    least, size = (
+        default_threshold(read) if threshold is None else threshold,
+        read["dominant", "before"].abs(),
+    )
     if not 0 < least < float("inf"):
         raise InputError(f"The threshold is {least}. Expected a positive number.")
     if not bool((size > least).any()):
@@ -106,7 +109,7 @@ def extreme_sub_updates(
     return _at((size > least).nonzero(), trace, values, read)
 
 
-def drawn_sub_updates(
+def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
     """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones.
@@ -135,7 +138,7 @@ def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: 
     )
 
 
-def by_cluster(found: SubUpdates, clusters: Clusters) -> pd.DataFrame:
+def sub_updates_by_cluster(found: SubUpdates, clusters: Clusters) -> pd.DataFrame:
     """Each sub-update with its ``cluster`` and the ``sign`` of its coefficient, 1 or -1, one row each.
 
     Further columns are ``example, layer, raised``.
@@ -173,7 +176,7 @@ def cluster_activity(
     InputError
         The clusters are those of another model.
     """
-    each = by_cluster(found, clusters).assign(sink=trace.sinks[found.example].numpy())
+    each = sub_updates_by_cluster(found, clusters).assign(sink=trace.sinks[found.example].numpy())
     grouped = each.groupby(["cluster", "sign"])
     table = grouped.agg(
         extremes=("layer", "size"), raised=("raised", "mean"), at_sinks=("sink", "mean"),
@@ -201,7 +204,7 @@ def _names(values: ValueVectors, clusters: Clusters, cluster: int) -> str:
 
 
 @torch.inference_mode()
-def final_confidence(
+def prediction_confidence(
     model: TransformerBridge, examples: Examples, *, progress: bool = True
 ) -> Float[Tensor, " n"]:
     """The probability that the model gives to its prediction for each example."""
@@ -244,10 +247,10 @@ def group_table(
     clusters, values, trace
         That they are of.
     confident
-        See `final_confidence`.
+        See `prediction_confidence`.
     """
     kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
-    own, other = (by_cluster(each, clusters).merge(kinds, "left") for each in (found, beside))
+    own, other = (sub_updates_by_cluster(each, clusters).merge(kinds, "left") for each in (found, beside))
     own = own.assign(sink=trace.sinks[found.example].numpy(), row=found.row.numpy())
     shape = trace.rank.shape
     quantities = {
@@ -296,7 +299,7 @@ def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, tr
         As in `group_table`.
     """
     kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
-    own, place = by_cluster(found, clusters).merge(kinds, "left"), trace.examples.positions + 1
+    own, place = sub_updates_by_cluster(found, clusters).merge(kinds, "left"), trace.examples.positions + 1
     rows = []
     for first, last in zip(_PLACES, (*(start - 1 for start in _PLACES[1:]), int(place.max())), strict=True):
         chosen = (place >= first) & (place <= last)
