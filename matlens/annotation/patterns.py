@@ -24,8 +24,8 @@ from matlens.corpora.word_similarity import WordSimilarity
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -145,7 +145,7 @@ def pattern_shares(
     ``k`` words or more; ``covered``, the share of the ``k`` top tokens that belong to a pattern of at least
     four words; ``known``, that of those which the corpus knows as different words.
     """
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     measured: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
         "covered": lambda part: part["tokens"].where(part["words"] >= SMALLEST, 0) / k,
         "known": lambda part: part["known"] / k,
@@ -153,13 +153,20 @@ def pattern_shares(
     for method, table in found.items():
         for layer in (None, *sorted(table["layer"].unique())):
             part = table if layer is None else table[table["layer"] == layer]
-            told = (EXPERIMENT, model_name, corpus, method, layer, layer)
+            estimates = {}
             for size in SIZES:
                 hits = torch.from_numpy((part["words"] >= size).to_numpy(copy=True))
-                rows.append((*told, "pattern", size, *metrics.proportion(hits)))
-            for metric, of in measured.items():
-                rows.append((*told, metric, k, *metrics.mean(torch.from_numpy(of(part).to_numpy(copy=True)))))
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+                estimates["pattern", size] = metrics.proportion(hits)
+            for metric, shares in measured.items():
+                estimates[metric, k] = metrics.mean(torch.from_numpy(shares(part).to_numpy(copy=True)))
+            rows += [
+                result_row(
+                    EXPERIMENT, model=model_name, corpus=corpus, method=method, layer=layer, target=layer,
+                    metric=metric, k=size, estimate=estimate,
+                )
+                for (metric, size), estimate in estimates.items()
+            ]  # fmt: skip
+    return result_table(rows)
 
 
 def distinct_concepts(

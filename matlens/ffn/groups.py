@@ -8,7 +8,7 @@ told by setting the updates that have one beside the updates of the same layers 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -16,14 +16,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import metrics
 from matlens.activations.collecting import collect
 from matlens.corpora.frequency import KINDS
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.extremes import SubUpdates, by_cluster
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.readout import Readout
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -116,7 +117,7 @@ def group_table(
             told |= _beside(name, quantity, active & counted, ~active & counted)
         for metric, (value, n) in told.items():
             rows.append(_row(trace, kind, float(part["layer"].mean()), metric, float(value), n))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return result_table(rows)
 
 
 def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
@@ -159,7 +160,9 @@ def _beside(
     return {name: (means[0], int(times.sum())), f"{name}_else": (means[1], n_idle)}
 
 
-def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> tuple[object, ...]:
-    model, corpus = trace.provenance["model"], trace.provenance["data"].get("corpus", "unnamed")
-    told = EXPERIMENT, model["base_model_name_or_path"], corpus, kind, layer, layer, metric, trace.k
-    return (*told, value, math.nan, math.nan, n)
+def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> dict[str, Any]:
+    return result_row(
+        EXPERIMENT, model=trace.provenance["model"]["base_model_name_or_path"],
+        corpus=trace.provenance["data"].get("corpus", "unnamed"), method=kind, layer=layer, target=layer,
+        metric=metric, k=trace.k, estimate=metrics.Estimate(value, math.nan, math.nan, n),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -68,6 +68,10 @@ def norm_overlap(
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
             found = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
-            told = (EXPERIMENT, values.model_name, "none", method, layer, layer, "iou", k)
-            rows.append((*told, *found))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+            rows.append(
+                result_row(
+                    EXPERIMENT, model=values.model_name, corpus="none", method=method, layer=layer,
+                    target=layer, metric="iou", k=k, estimate=found,
+                )
+            )  # fmt: skip
+    return result_table(rows)

@@ -28,7 +28,7 @@ from matlens.corpora import word_similarity as of_words
 from matlens.corpora.word_similarity import WordSimilarity
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import COLUMNS
 
 DRINKS, TOOLS = ["coffee", "wine", "beer", "juice"], ["hammer", "spade", "drill", "wrench"]
 

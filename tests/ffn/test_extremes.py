@@ -26,7 +26,7 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.scores import lift
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import COLUMNS
 
 N, K, D_MLP = (
     14,
