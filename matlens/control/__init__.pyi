@@ -1,5 +1,3 @@
-from .attributes import ATTRIBUTES as ATTRIBUTES
-from .attributes import TOXICITY as TOXICITY
 from .baselines import SelfDebiasing as SelfDebiasing
 from .baselines import announced_tokens as announced_tokens
 from .baselines import word_filter as word_filter
@@ -7,7 +5,9 @@ from .control import TURNED_ON as TURNED_ON
 from .control import controlled as controlled
 from .generation import N_TOKENS as N_TOKENS
 from .generation import continue_prompts as continue_prompts
+from .graders import ATTRIBUTES as ATTRIBUTES
 from .graders import GRADERS as GRADERS
+from .graders import TOXICITY as TOXICITY
 from .graders import Detoxify as Detoxify
 from .graders import Grader as Grader
 from .graders import ProfanityCheck as ProfanityCheck

@@ -4,12 +4,18 @@ On the way up the top candidate is read before and after every FFN. **Saturation
 the model predicts comes to the top and stays there; **elimination** is the update that pushes the top
 candidate down furthest. What the dominant sub-updates score for the token in question says whether it was
 promoted to the top, and pushed down, or only overtaken.
+
+A score alone moves no probability, only its distance from other tokens' scores: the definition's
+``e_w . m_i v_i`` multiplies the odds of a token, and what is added to all tokens alike cancels out. So there
+are two more readings of the sub-updates of a trace: against the mean of the vocabulary (`lift`), and against
+the one token that the reference token competes with (`odds`). Both are read off the weights; nothing is run.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -19,11 +25,15 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import InputError
-from matlens.ffn.scores import TraceScores
 from matlens.ffn.trace import GROUPS, Trace
+from matlens.ffn.values import ValueVectors, unembedding
 from matlens.storage.tables import result_row, result_table
 
-EXPERIMENT, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+TraceScores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
+EVENTS, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"  # experiments
 QUANTILES = (5, 50, 95)  # per cent
 _DOES = {"saturation": "makes a prediction for good", "elimination": "takes a candidate from the top"}
 
@@ -138,7 +148,7 @@ def event_scores(
         for group in GROUPS:
             chosen = scores[group, found.reference][found.example, found.layer]
             for metric, values in _over(chosen).items():
-                row = _row(trace, EXPERIMENT, group, layer, metric, metrics.mean(values))
+                row = _row(trace, EVENTS, group, layer, metric, metrics.mean(values))
                 table.append({"event": event, **row})
     return pd.DataFrame(table)
 
@@ -206,3 +216,50 @@ def _row(
         corpus=trace.provenance["data"].get("corpus", "unnamed"), method=method, layer=layer, target=layer,
         metric=metric, k=trace.k, estimate=found,
     )  # fmt: skip
+
+
+def lift(trace: Trace, model: TransformerBridge) -> TraceScores:
+    """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
+
+    Raises
+    ------
+    InputError
+        The trace is of another model.
+    """
+    mean = unembedding(model).mean(0)
+    return _above(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
+
+
+def odds(trace: Trace, model: TransformerBridge) -> TraceScores:
+    """What each sub-update adds to the log-odds of the reference token against its rival at that update.
+
+    The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
+    token is the candidate before. Where reference and rival are one token, this is 0.
+
+    Raises
+    ------
+    InputError
+        The trace is of another model.
+    """
+    e = unembedding(model)
+    rival = {"before": trace.after.to(e.device), "final": trace.before.to(e.device)}
+    return _above(trace, model, lambda reference, layer: e[rival[reference][:, layer]])
+
+
+@torch.inference_mode()
+def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> TraceScores:
+    """Scores less those of another vector of each example, given by reference and layer."""
+    values = ValueVectors(model)
+    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
+        raise InputError(
+            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
+        )
+    found = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
+    for layer in range(trace.n_layers):
+        vectors = values.layer(layer)
+        for (group, reference), scores in trace.score.items():
+            own = vectors[trace.index[group][:, layer].to(values.device)]
+            static = torch.einsum("nkd,nd->nk", own, other(reference, layer)).cpu()
+            coefficient = trace.coefficient[group][:, layer]
+            found[group, reference][:, layer] = scores[:, layer] - coefficient * static
+    return found

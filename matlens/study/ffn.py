@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from matlens.corpora.corpus import load_corpus
 from matlens.corpora.examples import make_examples
-from matlens.ffn.agglomeration import method_within
-from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters
+from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters, method_within
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors

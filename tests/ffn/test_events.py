@@ -23,11 +23,12 @@ from matlens.ffn.events import (
     find_events,
     find_saturation,
     find_updates,
+    lift,
+    odds,
     saturation_frequency,
     update_scores,
 )
 from matlens.ffn.projection import Projection
-from matlens.ffn.scores import lift, odds
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
 from matlens.storage.tables import COLUMNS

@@ -11,28 +11,32 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import LAYERS, N_LAYERS, SITE_MODULES, plain_vectors
+from conftest import N_LAYERS, plain_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_values import plain_unit_vectors
 
 from matlens import InputError, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.extremes import cluster_activity, drawn_sub_updates, extreme_sub_updates, usual_threshold
-from matlens.ffn.groups import final_confidence, group_table, place_table
+from matlens.ffn.events import lift
+from matlens.ffn.extremes import (
+    cluster_activity,
+    drawn_sub_updates,
+    extreme_sub_updates,
+    final_confidence,
+    group_table,
+    place_table,
+    usual_threshold,
+)
 from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.scores import lift
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
 from matlens.storage.tables import COLUMNS
 
-N, K, D_MLP = (
-    14,
-    4,
-    48,
-)  # examples, sub-updates of each update, and value vectors of a layer of the small llama
+N, K, D_MLP = 14, 4, 48  # examples, sub-updates of each update, value vectors of a layer of the small llama
 
 
 def make_trace(values: ValueVectors, *, seed: int = 0, n_sinks: int = 2) -> Trace:
@@ -210,16 +214,6 @@ def test_kinds_by_what_most_tokens_are() -> None:
     assert frequency_kinds(common, unseen) == ["common", "other", "unlikely", "other", "common"]
 
 
-# Clusters of extreme sub-updates
-
-
-def plain_unit_vectors(plain: Any) -> np.ndarray:
-    blocks = plain.get_submodule(LAYERS["llama"][0])
-    modules = [block.get_submodule(SITE_MODULES["llama"]["ffn_post"][0]) for block in blocks]
-    vectors = torch.cat([module.weight.detach().double().T for module in modules]).numpy()
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     seed: int,
@@ -232,7 +226,7 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     found = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
     ours = cluster_activity(found, clusters, trace, values, projection, commonness)
-    unit = plain_unit_vectors(plain_model("llama"))
+    unit = plain_unit_vectors("llama", plain_model("llama"))
     embedding = plain_model("llama").get_output_embeddings().weight.detach().double().numpy()
     by_loop: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
     expected = found_by_loop(trace, trace.score, 0.9)
