@@ -24,8 +24,8 @@ from matlens.corpora.word_similarity import WordSimilarity
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -178,7 +178,7 @@ def pattern_shares(
     k
         Number of top tokens that were searched.
     """
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
         "covered": lambda part: part["tokens"].where(part["words"] >= MIN_PATTERN_WORDS, 0) / k,
         "known": lambda part: part["known"] / k,
@@ -186,14 +186,21 @@ def pattern_shares(
     for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
             part = table if layer is None else table[table["layer"] == layer]
-            key = (EXPERIMENT, model_name, corpus, method, layer, layer)
+            estimates = {}
             for size in PATTERN_SIZES:
                 hits = torch.from_numpy((part["words"] >= size).to_numpy(copy=True))
-                rows.append((*key, "pattern", size, *metrics.proportion(hits)))
+                estimates["pattern", size] = metrics.proportion(hits)
             for metric, measure in measures.items():
                 shares = torch.from_numpy(measure(part).to_numpy(copy=True))
-                rows.append((*key, metric, k, *metrics.mean(shares)))
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+                estimates[metric, k] = metrics.mean(shares)
+            rows += [
+                result_row(
+                    EXPERIMENT, model=model_name, corpus=corpus, method=method, layer=layer, target=layer,
+                    metric=metric, k=size, estimate=estimate,
+                )
+                for (metric, size), estimate in estimates.items()
+            ]  # fmt: skip
+    return result_table(rows)
 
 
 def distinct_concepts(

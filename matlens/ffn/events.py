@@ -28,7 +28,7 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors, unembedding
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -194,7 +194,7 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
             ("either", here), ("ffn", here & made.by_ffn), ("attention", here & ~made.by_ffn)
         ):  # fmt: skip
             rows.append(_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return result_table(rows)
 
 
 def _over(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
@@ -212,11 +212,11 @@ def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Es
 def _row(
     trace: Trace, experiment: str, method: str, layer: float, metric: str, found: metrics.Estimate
 ) -> dict[str, Any]:
-    told = (
-        experiment, trace.provenance["model"]["base_model_name_or_path"],
-        trace.provenance["data"].get("corpus", "unnamed"), method, layer, layer, metric, trace.k, *found,
+    return result_row(
+        experiment, model=trace.provenance["model"]["base_model_name_or_path"],
+        corpus=trace.provenance["data"].get("corpus", "unnamed"), method=method, layer=layer, target=layer,
+        metric=metric, k=trace.k, estimate=found,
     )  # fmt: skip
-    return dict(zip(COLUMNS, told, strict=True))
 
 
 def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:

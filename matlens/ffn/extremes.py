@@ -15,7 +15,7 @@ none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from matlens import metrics
 from matlens.activations.collecting import collect
 from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
@@ -31,9 +32,9 @@ from matlens.ffn.events import TraceScores
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -284,7 +285,7 @@ def group_table(
             told |= _beside(name, quantity, active & counted, ~active & counted)
         for metric, (value, n) in told.items():
             rows.append(_row(trace, kind, float(part["layer"].mean()), metric, float(value), n))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return result_table(rows)
 
 
 def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
@@ -327,7 +328,9 @@ def _beside(
     return {name: (means[0], int(times.sum())), f"{name}_else": (means[1], n_idle)}
 
 
-def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> tuple[object, ...]:
-    model, corpus = trace.provenance["model"], trace.provenance["data"].get("corpus", "unnamed")
-    told = EXTREME_GROUPS, model["base_model_name_or_path"], corpus, kind, layer, layer, metric, trace.k
-    return (*told, value, math.nan, math.nan, n)
+def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> dict[str, Any]:
+    return result_row(
+        EXTREME_GROUPS, model=trace.provenance["model"]["base_model_name_or_path"],
+        corpus=trace.provenance["data"].get("corpus", "unnamed"), method=kind, layer=layer, target=layer,
+        metric=metric, k=trace.k, estimate=metrics.Estimate(value, math.nan, math.nan, n),
+    )  # fmt: skip

@@ -31,7 +31,7 @@ from matlens.ffn.events import (
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import COLUMNS
 
 METRICS = {"max": max, "mean": lambda values: sum(values) / len(values), "min": min}
 REFERENCE = {

@@ -34,7 +34,7 @@ from matlens.ffn.extremes import (
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import COLUMNS
 
 N, K, D_MLP = 14, 4, 48  # examples, sub-updates of each update, value vectors of a layer of the small llama
 
