@@ -24,8 +24,8 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVector
-from matlens.lens.quality import COLUMNS
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import read_table, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 EXPERIMENT = "concepts"
 KINDS = ("values", "random", "updates")
 SMALLEST = 4  # tokens that make a pattern
-SAMPLE_COLUMNS = ("item", "model", "corpus", "kind", "layer", "vector", "rank", "token_id", "token")
+SAMPLE_COLUMNS = {
+    "item": "int64", "model": "str", "corpus": "str", "kind": "str", "layer": "int64", "vector": "str",
+    "rank": "int64", "token_id": "int64", "token": "str",
+}  # fmt: skip
 MEASURES = ("covered", "without_stopwords", *CLASSES, "concepts", "small_patterns")
 AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
@@ -125,20 +128,10 @@ def read_sample(path: str | Path) -> pd.DataFrame:
     InputError
         There is no such table.
     """
-    types = dict.fromkeys(SAMPLE_COLUMNS, "str") | dict.fromkeys(
-        ("item", "layer", "rank", "token_id"), "int64"
-    )
-    try:
-        table = pd.read_csv(path, dtype=types, keep_default_na=False, lineterminator="\n")
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"There is no key to the sheets in {path}: {error}. Expected the --out folder of "
-            "the run that wrote them."
-        ) from error
-    missing = [column for column in SAMPLE_COLUMNS if column not in table]
-    if missing:
-        raise InputError(f"{path} is no key to sheets: it lacks the columns {', '.join(missing)}.")
-    return table
+    return read_table(
+        path, SAMPLE_COLUMNS, what="the key to the sheets",
+        made_by="Expected the --out folder of the run that wrote them.", lineterminator="\n",
+    )  # fmt: skip
 
 
 def by_item(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
@@ -189,15 +182,19 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     items = found[0].assign(**{name: sum(one[name] for one in found) / len(found) for name in MEASURES})
     first, k = sample.iloc[0], int(sample["rank"].max())
     corpora = sample.groupby("kind")["corpus"].first()
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     for kind in KINDS:
         for layer in (None, *sorted(items["layer"].unique())):
             own = items[(items["kind"] == kind) & (True if layer is None else items["layer"] == layer)]
-            told = (EXPERIMENT, first["model"], corpora[kind], kind, layer, layer)
             for name in MEASURES:
                 estimate = metrics.mean(torch.from_numpy(own[name].to_numpy(dtype=float, copy=True)))
-                rows.append((*told, name, k, *estimate))
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+                rows.append(
+                    result_row(
+                        EXPERIMENT, model=first["model"], corpus=corpora[kind], method=kind, layer=layer,
+                        target=layer, metric=name, k=k, estimate=estimate,
+                    )
+                )  # fmt: skip
+    return result_table(rows)
 
 
 def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:

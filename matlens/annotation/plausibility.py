@@ -15,6 +15,7 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
+from matlens.storage.tables import read_table
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
@@ -52,16 +53,10 @@ def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
     InputError
         A column is missing, or a mark is neither 0 nor 1; the message names the first such row.
     """
-    try:
-        sheet = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except (OSError, ValueError) as error:
-        raise InputError(f"The sheet {path} cannot be read: {error}.") from error
-    missing = [column for column in SHEET_COLUMNS if column not in sheet]
-    if missing:
-        raise InputError(
-            f"The sheet {path} lacks the columns {', '.join(missing)}. Expected the sheet as it was "
-            "written, with 1 or 0 in 'plausible'."
-        )
+    sheet = read_table(
+        path, SHEET_COLUMNS, what="a sheet of plausible tokens",
+        made_by="Expected the sheet as it was written, with 1 or 0 in 'plausible'.",
+    )  # fmt: skip
     marks = sheet["plausible"].str.strip()
     wrong = sheet[~marks.isin(["0", "1"])]
     if len(wrong):

@@ -22,6 +22,7 @@ import pandas as pd
 
 from matlens.errors import InputError
 from matlens.storage.folders import system_errors, write_together
+from matlens.storage.tables import read_table
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS, PATTERNS, PAGE = "tokens.csv", "patterns.csv", "sheet.html"
@@ -202,18 +203,13 @@ def _read(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
         with path.open(encoding="utf-8-sig") as file:
             head = file.readline()
         separator = ";" if head.count(";") > head.count(",") else ","
-        table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig", sep=separator)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}. Expected the file as it was written, filled in and saved as "
-            "CSV in UTF-8."
-        ) from error
-    missing = [column for column in COLUMNS[path.name] if column not in table]
-    if missing:
-        raise InputError(
-            f"{path} lacks the columns {', '.join(missing)}. Expected {', '.join(COLUMNS[path.name])}, as it "
-            "was written."
-        )
+    except (OSError, ValueError):
+        separator = ","  # what is wrong is said when all of it is read
+    table = read_table(
+        path, COLUMNS[path.name], what="a filled sheet",
+        made_by="Expected the file as it was written, filled in and saved as CSV in UTF-8.",
+        encoding="utf-8-sig", sep=separator,
+    )  # fmt: skip
     table = table[list(COLUMNS[path.name])].apply(lambda column: column.str.strip())
     table = table[(table != "").any(axis=1)]  # lines that a spreadsheet has left at the end
     own = code(sample)

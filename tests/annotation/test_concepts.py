@@ -32,8 +32,8 @@ from matlens.annotation.sheets import Annotation
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import COLUMNS
 
 K, PER_LAYER = 5, 2
 
@@ -112,7 +112,7 @@ def test_a_key_is_read_back_as_it_was(
     table.loc[:4, "token"] = ["nan", "", '"', "␣a,b", "日本"]
     table.to_csv(tmp_path / "key.csv", index=False)
     pd.testing.assert_frame_equal(read_sample(tmp_path / "key.csv"), table)
-    with pytest.raises(InputError, match="There is no key to the sheets in"):
+    with pytest.raises(InputError, match=r"absent\.csv cannot be read as the key to the sheets"):
         read_sample(tmp_path / "absent.csv")
     (tmp_path / "other.csv").write_text("item,layer,rank,token_id\n1,1,1,1\n")
     with pytest.raises(InputError, match="lacks the columns model, corpus, kind, vector, token"):

@@ -205,7 +205,7 @@ def test_spaces_capitals_and_empty_lines_are_no_mistakes(folder: Path) -> None:
 def test_a_missing_column_is_named(file: str, column: str, folder: Path) -> None:
     table = pd.read_csv(folder / file, dtype=str, keep_default_na=False).drop(columns=column)
     table.to_csv(folder / file, index=False)
-    assert f"{file} lacks the columns {column}." in refused(folder)
+    assert f"{file} is not a filled sheet: it lacks the columns {column}." in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_what_is_no_sheet_is_refused(file: str, content: bytes | None, folder: P
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_bytes(content)
-    assert re.search(rf"{file} (cannot be read|lacks the columns)", refused(folder))
+    assert re.search(rf"{file} (cannot be read|is not a filled sheet: it lacks the columns)", refused(folder))
