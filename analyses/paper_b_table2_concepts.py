@@ -32,8 +32,7 @@ from matlens.annotation import (
 from matlens.cli import options, report, run_script
 from matlens.models import identity
 from matlens.plots import concept_shares
-from matlens.storage import system_errors, write_text
-from matlens.study import workflow
+from matlens.storage import system_errors, write_results, write_text
 
 NAME = "paper_b_table2_concepts"
 
@@ -69,7 +68,7 @@ def main(
         "seed": seed,
         "sheet": sheet_code(sample),
     }
-    workflow.write_results(out, NAME, sample, origin)
+    write_results(out, NAME, sample, origin)
     print(f"{out / NAME}.csv: the key, not for annotators")
     for path in written:
         print(path)

@@ -25,8 +25,8 @@ from matlens.annotation import (
 )
 from matlens.cli import options, run_script
 from matlens.lens import read_predictions, top_predictions
-from matlens.storage import system_errors, write_text
-from matlens.study import Study, workflow
+from matlens.storage import system_errors, write_results, write_text
+from matlens.study import Study
 
 NAME = "plausibility"
 
@@ -68,7 +68,7 @@ def main(
     table = top_predictions(study.readout, study.maps, read, range(study.n_layers + 1))
     path = out / f"{NAME}_sheet.csv"
     write_sheet(path, make_plausibility_sheet(table, seed=seed))
-    workflow.write_results(out, NAME, table, study.origin)
+    write_results(out, NAME, table, study.origin)
     print(f"{path}: mark every token 1 or 0 in the column 'plausible', then: --sheet {path}")
 
 

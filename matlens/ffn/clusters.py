@@ -36,7 +36,7 @@ from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.vocabulary import token_texts, visible
 from matlens.storage.folders import Workplace, command_line, read_config, software_versions, write_bytes
 
-HOLDS, CLUSTERS, MEMORY = "clusters", 10_000, 4.0
+HOLDS, N_CLUSTERS, MEMORY_GIB = "clusters", 10_000, 4.0
 EXACT, NEIGHBOURS = "exact", "neighbours"
 NEAR = 10  # neighbours of each vector in the graph
 _DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
@@ -75,9 +75,9 @@ class Clusters:
     def fit(
         cls,
         values: ValueVectors,
-        n_clusters: int = CLUSTERS,
+        n_clusters: int = N_CLUSTERS,
         *,
-        memory: float = MEMORY,
+        memory: float = MEMORY_GIB,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Clusters:
