@@ -1,9 +1,8 @@
 from .baselines import SelfDebiasing as SelfDebiasing
-from .baselines import announced_tokens as announced_tokens
 from .baselines import word_filter as word_filter
-from .control import TURNED_ON as TURNED_ON
+from .control import PAPER_COEFFICIENT as PAPER_COEFFICIENT
 from .control import controlled as controlled
-from .generation import N_TOKENS as N_TOKENS
+from .generation import CONTINUATION_TOKENS as CONTINUATION_TOKENS
 from .generation import continue_prompts as continue_prompts
 from .graders import ATTRIBUTES as ATTRIBUTES
 from .graders import GRADERS as GRADERS
@@ -12,7 +11,7 @@ from .graders import Detoxify as Detoxify
 from .graders import Grader as Grader
 from .graders import ProfanityCheck as ProfanityCheck
 from .graders import make_grader as make_grader
-from .perplexity import Losses as Losses
+from .perplexity import SentenceLosses as SentenceLosses
 from .perplexity import perplexity_estimate as perplexity_estimate
 from .perplexity import perplexity_ratio as perplexity_ratio
 from .perplexity import sentence_losses as sentence_losses
@@ -21,5 +20,4 @@ from .selection import draw_harmless as draw_harmless
 from .selection import grade_values as grade_values
 from .selection import most_harmless as most_harmless
 from .toxicity import grade_continuations as grade_continuations
-from .toxicity import share_estimate as share_estimate
 from .toxicity import toxicity_estimates as toxicity_estimates

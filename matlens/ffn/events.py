@@ -7,8 +7,9 @@ promoted to the top, and pushed down, or only overtaken.
 
 A score alone moves no probability, only its distance from other tokens' scores: the definition's
 ``e_w . m_i v_i`` multiplies the odds of a token, and what is added to all tokens alike cancels out. So there
-are two more readings of the sub-updates of a trace: against the mean of the vocabulary (`lift`), and against
-the one token that the reference token competes with (`odds`). Both are read off the weights; nothing is run.
+are two more readings of the sub-updates of a trace: against the mean of the vocabulary (`lift_scores`), and
+against the one token that the reference token competes with (`odds_scores`). Both are read off the weights;
+nothing is run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors, unembedding
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -99,7 +100,7 @@ def find_events(trace: Trace) -> dict[str, Events]:
     }
 
 
-def find_updates(trace: Trace) -> dict[str, Events]:
+def updates_by_effect(trace: Trace) -> dict[str, Events]:
     """Every update by what it does to the top candidate, and the events among them.
 
     ``update`` is every one, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
@@ -127,7 +128,7 @@ def event_scores(
     trace
         Of the examples.
     scores
-        Other scores than the trace's own, such as `lift` gives.
+        Other scores than the trace's own, such as `lift_scores` gives.
     rows
         Which examples count, such as ``~trace.sinks``; by default all.
 
@@ -163,7 +164,7 @@ def update_scores(
     ``max_p95``, for the kind ``update``.
     """
     scores, table = trace.score if scores is None else scores, []
-    kinds = {event: every.among(rows) for event, every in find_updates(trace).items()}
+    kinds = {event: every.among(rows) for event, every in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
         for event, found in kinds.items():
             example = found.example[found.layer == layer]
@@ -193,7 +194,7 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
             ("either", here), ("ffn", here & made.by_ffn), ("attention", here & ~made.by_ffn)
         ):  # fmt: skip
             rows.append(_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return result_table(rows)
 
 
 def _over(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
@@ -211,14 +212,14 @@ def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Es
 def _row(
     trace: Trace, experiment: str, method: str, layer: float, metric: str, found: metrics.Estimate
 ) -> dict[str, Any]:
-    told = (
-        experiment, trace.provenance["model"]["base_model_name_or_path"],
-        trace.provenance["data"].get("corpus", "unnamed"), method, layer, layer, metric, trace.k, *found,
+    return result_row(
+        experiment, model=trace.provenance.identity.name,
+        corpus=trace.provenance.corpus, method=method, layer=layer, target=layer,
+        metric=metric, k=trace.k, estimate=found,
     )  # fmt: skip
-    return dict(zip(COLUMNS, told, strict=True))
 
 
-def lift(trace: Trace, model: TransformerBridge) -> TraceScores:
+def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
 
     Raises
@@ -230,7 +231,7 @@ def lift(trace: Trace, model: TransformerBridge) -> TraceScores:
     return _above(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
 
 
-def odds(trace: Trace, model: TransformerBridge) -> TraceScores:
+def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """What each sub-update adds to the log-odds of the reference token against its rival at that update.
 
     The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
@@ -250,10 +251,7 @@ def odds(trace: Trace, model: TransformerBridge) -> TraceScores:
 def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> TraceScores:
     """Scores less those of another vector of each example, given by reference and layer."""
     values = ValueVectors(model)
-    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
-        raise InputError(
-            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
-        )
+    trace.provenance.require_same(values.identity, ours="the trace")
     found = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
     for layer in range(trace.n_layers):
         vectors = values.layer(layer)

@@ -14,11 +14,12 @@ from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
 from matlens.errors import InputError
-from matlens.ffn.early_exit import ExampleParts
+from matlens.ffn.early_exit import ExampleSplit
 
-STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
+PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Inverse: the smaller, the stronger the penalty."""
 FOLDS = 8
-FEWEST = 8
+FEWEST_EVENTS = 8
 """Events of a layer that a classifier needs to learn from."""
 RIDGE = 0
 """Penalty on the squares of the weights."""
@@ -67,10 +68,10 @@ class ExitClassifiers:
     def __init__(
         self,
         *,
-        strengths: Sequence[float] = STRENGTHS,
+        strengths: Sequence[float] = PENALTY_STRENGTHS,
         kinds: Sequence[int] = (RIDGE, LASSO),
         folds: int = FOLDS,
-        fewest: int = FEWEST,
+        fewest: int = FEWEST_EVENTS,
         seed: int = 0,
     ) -> None:
         wrong = [strength for strength in strengths if not 0 < strength < float("inf")]
@@ -88,7 +89,7 @@ class ExitClassifiers:
         self,
         features: Sequence[Float[np.ndarray, "n d"]],
         made_at: Int[np.ndarray, " n"],
-        split: ExampleParts,
+        split: ExampleSplit,
         *,
         progress: bool = True,
     ) -> ExitClassifiers:
@@ -131,7 +132,7 @@ class ExitClassifiers:
         return found
 
     def _learn(
-        self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleParts
+        self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleSplit
     ) -> tuple[Any, float]:
         events, calibrating = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
         others = len(split.train) - events

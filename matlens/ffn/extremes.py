@@ -15,7 +15,7 @@ none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from matlens import metrics
 from matlens.activations.collecting import collect
 from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
@@ -31,9 +32,9 @@ from matlens.ffn.events import TraceScores
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -70,7 +71,7 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
-def usual_threshold(scores: TraceScores) -> float:
+def default_threshold(scores: TraceScores) -> float:
     """What the size of a score has to pass so that one in a hundred dominant sub-updates does."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
@@ -85,9 +86,9 @@ def extreme_sub_updates(
     trace, values
         Of one model.
     scores
-        Other scores than the trace's own, such as `scores.lift` gives.
+        Other scores than the trace's own, such as `lift_scores` gives.
     threshold
-        What the size of a score has to pass, see `usual_threshold`.
+        What the size of a score has to pass, see `default_threshold`.
 
     Raises
     ------
@@ -95,7 +96,10 @@ def extreme_sub_updates(
         The trace is of another model, the threshold is not positive, or no score passes it.
     """
     read = trace.score if scores is None else scores
-    least, size = usual_threshold(read) if threshold is None else threshold, read["dominant", "before"].abs()
+    least, size = (
+        default_threshold(read) if threshold is None else threshold,
+        read["dominant", "before"].abs(),
+    )
     if not 0 < least < float("inf"):
         raise InputError(f"The threshold is {least}. Expected a positive number.")
     if not bool((size > least).any()):
@@ -106,7 +110,7 @@ def extreme_sub_updates(
     return _at((size > least).nonzero(), trace, values, read)
 
 
-def drawn_sub_updates(
+def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
     """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones.
@@ -124,10 +128,7 @@ def drawn_sub_updates(
 
 
 def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: TraceScores) -> SubUpdates:
-    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
-        raise InputError(
-            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
-        )
+    trace.provenance.require_same(values.identity, ours="the trace")
     at = example, layer, _ = places.unbind(1)
     row = layer * values.d_mlp + trace.index["dominant"][at]
     return SubUpdates(
@@ -135,7 +136,7 @@ def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: 
     )
 
 
-def by_cluster(found: SubUpdates, clusters: Clusters) -> pd.DataFrame:
+def sub_updates_by_cluster(found: SubUpdates, clusters: Clusters) -> pd.DataFrame:
     """Each sub-update with its ``cluster`` and the ``sign`` of its coefficient, 1 or -1, one row each.
 
     Further columns are ``example, layer, raised``.
@@ -173,7 +174,7 @@ def cluster_activity(
     InputError
         The clusters are those of another model.
     """
-    each = by_cluster(found, clusters).assign(sink=trace.sinks[found.example].numpy())
+    each = sub_updates_by_cluster(found, clusters).assign(sink=trace.sinks[found.example].numpy())
     grouped = each.groupby(["cluster", "sign"])
     table = grouped.agg(
         extremes=("layer", "size"), raised=("raised", "mean"), at_sinks=("sink", "mean"),
@@ -201,7 +202,7 @@ def _names(values: ValueVectors, clusters: Clusters, cluster: int) -> str:
 
 
 @torch.inference_mode()
-def final_confidence(
+def prediction_confidence(
     model: TransformerBridge, examples: Examples, *, progress: bool = True
 ) -> Float[Tensor, " n"]:
     """The probability that the model gives to its prediction for each example."""
@@ -244,10 +245,10 @@ def group_table(
     clusters, values, trace
         That they are of.
     confident
-        See `final_confidence`.
+        See `prediction_confidence`.
     """
     kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
-    own, other = (by_cluster(each, clusters).merge(kinds, "left") for each in (found, beside))
+    own, other = (sub_updates_by_cluster(each, clusters).merge(kinds, "left") for each in (found, beside))
     own = own.assign(sink=trace.sinks[found.example].numpy(), row=found.row.numpy())
     shape = trace.rank.shape
     quantities = {
@@ -281,7 +282,7 @@ def group_table(
             told |= _beside(name, quantity, active & counted, ~active & counted)
         for metric, (value, n) in told.items():
             rows.append(_row(trace, kind, float(part["layer"].mean()), metric, float(value), n))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return result_table(rows)
 
 
 def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
@@ -296,7 +297,7 @@ def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, tr
         As in `group_table`.
     """
     kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
-    own, place = by_cluster(found, clusters).merge(kinds, "left"), trace.examples.positions + 1
+    own, place = sub_updates_by_cluster(found, clusters).merge(kinds, "left"), trace.examples.positions + 1
     rows = []
     for first, last in zip(_PLACES, (*(start - 1 for start in _PLACES[1:]), int(place.max())), strict=True):
         chosen = (place >= first) & (place <= last)
@@ -324,7 +325,9 @@ def _beside(
     return {name: (means[0], int(times.sum())), f"{name}_else": (means[1], n_idle)}
 
 
-def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> tuple[object, ...]:
-    model, corpus = trace.provenance["model"], trace.provenance["data"].get("corpus", "unnamed")
-    told = EXTREME_GROUPS, model["base_model_name_or_path"], corpus, kind, layer, layer, metric, trace.k
-    return (*told, value, math.nan, math.nan, n)
+def _row(trace: Trace, kind: str, layer: float, metric: str, value: float, n: int) -> dict[str, Any]:
+    return result_row(
+        EXTREME_GROUPS, model=trace.provenance.identity.name,
+        corpus=trace.provenance.corpus, method=kind, layer=layer, target=layer,
+        metric=metric, k=trace.k, estimate=metrics.Estimate(value, math.nan, math.nan, n),
+    )  # fmt: skip

@@ -22,8 +22,8 @@ from tqdm.auto import tqdm
 from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVectors, unembedding
-from matlens.lens.quality import COLUMNS
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -257,6 +257,10 @@ def norm_overlap(
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
             found = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
-            told = (OVERLAP, values.model_name, "none", method, layer, layer, "iou", k)
-            rows.append((*told, *found))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+            rows.append(
+                result_row(
+                    OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer,
+                    target=layer, metric="iou", k=k, estimate=found,
+                )
+            )  # fmt: skip
+    return result_table(rows)
