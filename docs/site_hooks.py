@@ -1,4 +1,4 @@
-"""Pages of the site that are made from what stands elsewhere: README, the changelog, notebooks and the faces."""
+"""Pages of the site that are made from what stands elsewhere: README, changelog, notebooks and faces."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def notebook_page(path: Path) -> str:
         cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```"
         for cell in notebook.cells
     ]
-    about = f"*A notebook: [{path.stem}.ipynb]({path.stem}.ipynb), kept as text in `docs/notebooks/{path.name}`.*"
+    about = (
+        f"*A notebook: [{path.stem}.ipynb]({path.stem}.ipynb), kept as text in `docs/notebooks/{path.name}`.*"
+    )
     title, *rest = cells
     return "\n\n".join([title, about, *rest]) + "\n"
 

@@ -96,7 +96,7 @@ def save_small_models(folder: Path) -> None:
     }  # fmt: skip
     llama = transformers.LlamaConfig(
         **common, hidden_size=32, num_hidden_layers=N_LAYERS, num_attention_heads=4, intermediate_size=D_MLP,
-        max_position_embeddings=64,
+        max_position_embeddings=64, initializer_range=0.3,  # large, so that FFNs change what is predicted
     )  # fmt: skip
     gpt2 = transformers.GPT2Config(**common, n_embd=32, n_layer=12, n_head=4, n_inner=D_MLP, n_positions=64)
     for name, config in {loading.SMOLLM2: llama, "gpt2": gpt2}.items():

@@ -14,8 +14,8 @@
 # # What do the layers of a model already know?
 #
 # A map from each layer to the last, fitted on a few thousand tokens, says how much of the model's final
-# representation is a linear function of what is there after so many blocks, and how often the token that the model
-# will say can be read off it.
+# representation is a linear function of what is there after so many blocks, and how often the token that
+# the model will say can be read off it.
 
 # %%
 import matlens
@@ -36,11 +36,11 @@ held_out = matlens.collect(model, matlens.make_examples(model, validation))
 # The fit itself takes seconds: least squares without penalty, from every layer to the last.
 
 # %%
-maps = matlens.MapSet.fit(vectors, pairs="last")
+maps = matlens.MapSet(matlens.linear.fit_samples(vectors, [(layer, 30) for layer in range(30)]))
 
 # %% [markdown]
-# How well do the mapped representations stand in for the last one, on sentences that were not fitted? `mat` is the
-# map, `id` the representation as it is (the logit lens).
+# How well do the mapped representations stand in for the last one, on sentences that were not fitted? `mat`
+# is the map, `id` the representation as it is (the logit lens).
 
 # %%
 quality = lens.prediction_quality(matlens.Readout(model), maps, held_out)
@@ -63,8 +63,8 @@ for layer in range(0, last, 5):
 # %% [markdown]
 # ## Leaving blocks out
 #
-# The same maps can be put into the model. Here the blocks 24 to 29 are not computed; `mat` of layer 24 takes their
-# place at every token.
+# The same maps can be put into the model. Here the blocks 24 to 29 are not computed; `mat` of layer 24
+# takes their place at every token.
 
 # %%
 with matlens.patched(model, matlens.jump(maps, 24, last)):

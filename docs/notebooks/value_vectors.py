@@ -13,8 +13,8 @@
 # %% [markdown]
 # # What feed-forward layers write
 #
-# An FFN adds up its value vectors, each times a coefficient. Read in the vocabulary, some of them promote one
-# concept; they decide what the model says, and they can be turned on.
+# An FFN adds up its value vectors, each times a coefficient. Read in the vocabulary, some of them promote
+# one concept; they decide what the model says, and they can be turned on.
 
 # %%
 import matlens
@@ -50,8 +50,9 @@ print(table[["value", "coefficient", "share", "tokens"]].to_string(index=False))
 # %% [markdown]
 # ## Who makes a prediction
 #
-# A trace holds the top candidate before and after every FFN for many sentences. Events are read off it: where the
-# prediction was made, and where a candidate was pushed down. Sinks among the examples are left out.
+# A trace holds the top candidate before and after every FFN for many sentences. Events are read off it:
+# where the prediction was made, and where a candidate was pushed down. Sinks among the examples are left
+# out.
 
 # %%
 _, sentences = matlens.load_corpus("wikipedia-sample").split(n_train=1, n_validation=100)

@@ -64,7 +64,11 @@ def test_sizes_are_made_small(code: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "block",
-    ["```python\nassert 1 == 2, 'nothing'\n```", "```sh\nmake nothing\n```", "```sh\nmatlens values show --nothing\n```"],
+    [
+        "```python\nassert 1 == 2, 'nothing'\n```",
+        "```sh\nmake nothing\n```",
+        "```sh\nmatlens values show --nothing\n```",
+    ],
 )
 def test_a_block_that_fails_is_not_overlooked(block: str, tmp_path: Path, small_world: Path) -> None:
     page = tmp_path / "page.md"
