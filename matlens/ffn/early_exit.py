@@ -62,12 +62,7 @@ def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
     InputError
         The clusters are of another model.
     """
-    models = [one.provenance["model"]["fingerprint"] for one in (trace, clusters)]
-    if models[0] != models[1]:
-        raise InputError(
-            f"The clusters are of the model {models[1]}, and the trace of {models[0]}. Cluster the value "
-            "vectors of the model that is traced."
-        )
+    clusters.provenance.require_same(trace.provenance, ours="the clusters", theirs="the trace")
     rows, shape = np.repeat(np.arange(len(trace)), trace.k), (len(trace), len(clusters))
     ones = np.ones(len(rows), dtype=np.float32)
     of_layer = clusters.labels.reshape(trace.n_layers, -1)

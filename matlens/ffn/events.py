@@ -226,9 +226,8 @@ def trace_row(
 ) -> dict[str, Any]:
     """A row of a table of results that is about a layer of a trace, see `result_row`."""
     return result_row(
-        experiment, model=trace.provenance["model"]["base_model_name_or_path"],
-        corpus=trace.provenance["data"].get("corpus", "unnamed"), method=method, layer=layer, target=layer,
-        metric=metric, k=trace.k, estimate=estimate,
+        experiment, model=trace.provenance.identity.name, corpus=trace.provenance.corpus, method=method,
+        layer=layer, target=layer, metric=metric, k=trace.k, estimate=estimate,
     )  # fmt: skip
 
 
@@ -269,10 +268,7 @@ def _relative_scores(
 ) -> TraceScores:
     """Scores less those of a baseline vector of each example, given by reference and layer."""
     values = ValueVectors(model)
-    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
-        raise InputError(
-            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
-        )
+    trace.provenance.require_same(values.identity, ours="the trace")
     relative = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
     for layer in range(trace.n_layers):
         vectors = values.layer(layer)

@@ -161,10 +161,10 @@ def compare_exits(
 
 
 def _require_same(trace: Trace, activations: Activations) -> None:
-    collected = activations.provenance["model"]["fingerprint"], activations.examples.fingerprint
-    if (trace.provenance["model"]["fingerprint"], trace.examples.fingerprint) != collected:
+    activations.provenance.require_same(trace.provenance, ours="the activations", theirs="the trace")
+    if trace.examples.fingerprint != activations.examples.fingerprint:
         raise InputError(
-            "The trace and the activations are of different models or examples. Collect the activations at "
+            "The trace and the activations are of different examples. Collect the activations at "
             "the examples of the trace, `trace.examples`."
         )
 
@@ -198,7 +198,7 @@ class _ConfidenceExits:
 
     def __init__(self, readout: Readout, activations: Activations, progress: bool) -> None:
         self._readout, self._activations, self._progress = readout, activations, progress
-        self._layers = range(1, int(activations.provenance["model"]["n_layers"]) + 1)
+        self._layers = range(1, activations.provenance.identity.n_layers + 1)
         self._positions = torch.from_numpy(activations.examples.positions)
         self._id = self._read("id", [activations[layer] for layer in self._layers])
         n_train, d_model = len(split_examples(activations.n_rows).train), activations[0].shape[1]

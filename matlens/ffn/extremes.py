@@ -136,10 +136,7 @@ def draw_sub_updates(
 
 
 def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: TraceScores) -> SubUpdates:
-    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
-        raise InputError(
-            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
-        )
+    trace.provenance.require_same(values.identity, ours="the trace")
     at = example, layer, _ = places.unbind(1)
     row = layer * values.d_mlp + trace.index["dominant"][at]
     return SubUpdates(

@@ -307,7 +307,7 @@ def norm_overlap(
             overlap = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
             rows.append(
                 result_row(
-                    OVERLAP, model=values.model_name, corpus="none", method=method, layer=layer,
+                    OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer,
                     target=layer, metric="iou", k=k, estimate=overlap,
                 )
             )  # fmt: skip

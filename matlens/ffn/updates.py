@@ -51,11 +51,9 @@ class Updates:
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:
-        if activations.provenance["model"]["fingerprint"] != values.fingerprint:
-            raise InputError(
-                f"The value vectors are of {values.model_name}, and the coefficients were collected on "
-                "another model. Collect them on this one."
-            )
+        activations.provenance.require_same(
+            values.identity, ours="the coefficients", theirs="the value vectors"
+        )
         self.values, self.activations = values, activations
 
     @classmethod
@@ -249,7 +247,7 @@ def dominance(
     corpus = examples.provenance.get("corpus", "unnamed")
     return result_table(
         result_row(
-            DOMINANCE, model=values.model_name, corpus=corpus, method=method, layer=layer, target=layer,
+            DOMINANCE, model=values.identity.name, corpus=corpus, method=method, layer=layer, target=layer,
             metric="share", k=k, estimate=metrics.mean(of_method[layer]),
         )
         for layer in range(values.n_layers)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy, output_layer
-from matlens.models.identity import fingerprint, require_raw
+from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ class ValueVectors:
     ----------
     n_layers, d_mlp, d_model
         There are ``n_layers x d_mlp`` vectors of ``d_model`` coordinates.
+    identity
+        The model's name, the fingerprint of its weights, and what else tells it from others.
     device
         Where the model's weights are.
-    model_name, fingerprint
-        The name of the model, and the fingerprint of its weights.
 
     Raises
     ------
@@ -90,7 +90,7 @@ class ValueVectors:
             )
         self.n_layers, self.d_mlp, self.d_model = anatomy.n_layers, anatomy.d_mlp, anatomy.d_model
         self.device = torch.device(model.cfg.device)
-        self.model_name, self.fingerprint = str(model.cfg.model_name), fingerprint(model)
+        self.identity = ModelIdentity.from_model(model)
         shape = (self.d_mlp, self.d_model)
         self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
         self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
