@@ -25,7 +25,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.collecting import collect
-from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores
@@ -258,7 +258,7 @@ def group_table(
     }
     counted = np.broadcast_to(~trace.sinks.numpy()[:, None], shape)
     rows = []
-    for kind in ("all", *KINDS):
+    for kind in ("all", *FREQUENCY_KINDS):
         part = own if kind == "all" else own[own["kind"] == kind]
         if part.empty:
             continue
@@ -301,7 +301,7 @@ def place_table(found: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, tr
     rows = []
     for first, last in zip(_PLACES, (*(start - 1 for start in _PLACES[1:]), int(place.max())), strict=True):
         chosen = (place >= first) & (place <= last)
-        for kind in KINDS if chosen.any() else ():
+        for kind in FREQUENCY_KINDS if chosen.any() else ():
             n = int(chosen[own.loc[own["kind"] == kind, "example"]].sum())
             rows.append((kind, first, last, n / int(chosen.sum()), int(chosen.sum())))
     return pd.DataFrame(rows, columns=["kind", "first_place", "last_place", "per_example", "examples"])
