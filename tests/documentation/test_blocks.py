@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Callable
@@ -47,6 +48,21 @@ def test_commands_and_paths_in_the_text_are_there(path: Path) -> None:
             check_make(shlex.split(code)[1:])
         elif re.fullmatch(r"(analyses|benchmarks|docs|tests|matlens)/[\w./-]+", code):
             assert (PROJECT / code).exists(), code
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=name_of)
+def test_python_imports_only_from_rooms(path: Path) -> None:
+    text = path.read_text()
+    code = (
+        [text]
+        if path in NOTEBOOKS
+        else re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    )
+    for node in (node for block in code for node in ast.walk(ast.parse(block))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert name.partition(".")[0] != "matlens" or name.count(".") <= 1, f"{name} is a third level"
 
 
 @pytest.mark.parametrize(
