@@ -7,11 +7,11 @@ import io
 import numpy as np
 import pandas as pd
 import pytest
+from matlens.plots.groups import extremes_figure, model_title
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from matlens.ffn.extremes import COLUMNS
-from matlens.plots.groups import extremes_figure, model_title
 
 N = 12
 
