@@ -21,6 +21,7 @@ from matlens.cli import options, run_script
 from matlens.corpora import is_masked
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, fit_stream
+from matlens.storage import write_results
 from matlens.study import workflow
 
 NAME = "all_positions"
@@ -67,7 +68,7 @@ def main(
         table = pd.concat([fit_quality(maps, validation), prediction_quality(readout, maps, validation)])
         tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
     table = pd.concat(tables, ignore_index=True)
-    workflow.write_results(out, NAME, table, workflow.origin_of(every, validation))
+    write_results(out, NAME, table, workflow.origin_of(every, validation))
     show(table)
 
 

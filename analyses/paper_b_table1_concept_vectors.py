@@ -43,11 +43,17 @@ def main(
     """Search all value vectors for patterns among their top tokens, and compare with random vectors."""
     texts = load_corpus(corpus)
     loaded = load(model, device=device)
-    usage = WordSimilarity.fit(texts.sentences, seed=seed)
-    found = search_concepts(loaded, usage, k=top, seed=seed)
+    word_similarity = WordSimilarity.fit(texts.sentences, seed=seed)
+    found = search_concepts(loaded, word_similarity, k=top, seed=seed)
     table = pattern_shares(found, str(loaded.cfg.model_name), texts.name, k=top)
     origin = {"model": identity.describe_model(loaded), "seed": seed}
-    origin |= {"data": {"corpus": texts.name, "fingerprint": texts.fingerprint, "n_words": len(usage.words)}}
+    origin |= {
+        "data": {
+            "corpus": texts.name,
+            "fingerprint": texts.fingerprint,
+            "n_words": len(word_similarity.words),
+        }
+    }
     report(out, NAME, table, origin, pattern_sizes(table, 5))
     best = {
         method: distinct_concepts(found[method], n=vectors, per_layer=per_layer)

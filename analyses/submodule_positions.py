@@ -23,7 +23,8 @@ from matlens.cli import options, run_study
 from matlens.corpora import Examples
 from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
 from matlens.patching import Variant, Where, run_variants
-from matlens.study import Fitted, Study, workflow
+from matlens.storage import write_results
+from matlens.study import Fitted, Study
 
 NAME = "submodule_positions"
 CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
@@ -57,7 +58,7 @@ def main(
     blocks = prediction_quality(study.readout, study.maps, some, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
-    workflow.write_results(out, NAME, table, study.origin)
+    write_results(out, NAME, table, study.origin)
     show(table)
     for name in CONTEXTUAL:
         part = table[table["method"].str.startswith(name) | (table["method"] == "mat")]

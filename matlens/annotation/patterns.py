@@ -1,15 +1,16 @@
 """Patterns among top tokens, found without a person: words that the sentences of a corpus use alike.
 
 The annotation protocol of paper B asks for patterns of at least four tokens. Here a pattern is a word and
-those of the same list that are used as it is (`WordSimilarity`), each word counted once whatever its case,
-number or ending. What a vector promotes comes from the model, which words belong together from a corpus, so
+those of the same list that are used as it is (`WordSimilarity`); words with the same stem count once. What
+a vector promotes comes from the model, which words belong together from a corpus, so
 a random vector gains nothing from tokens lying close together in the unembedding.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,20 +25,20 @@ from matlens.corpora.word_similarity import WordSimilarity
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 EXPERIMENT = "concept_search"
-SMALLEST = 4  # words of a pattern, as in the paper's protocol
-SIZES = range(SMALLEST, 13)
-FOUND = ("known", "words", "tokens", "similarity", "pattern")
+MIN_PATTERN_WORDS = 4  # as in the paper's protocol
+PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
+PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
 def find_patterns(
-    ids: Int[Tensor, "n k"], usage: WordSimilarity, tokenizer: Any, *, progress: bool = True
+    ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, tokenizer: Any, *, progress: bool = True
 ) -> pd.DataFrame:
     """The largest pattern of each list of top tokens, one row a list.
 
@@ -49,51 +50,54 @@ def find_patterns(
     Parameters
     ----------
     ids
-        Tokens, such as `top_tokens_of_all` gives.
-    usage
-        What tells which words are used alike.
+        Lists of tokens, such as those of `top_tokens_of_all`.
+    word_similarity
+        Words of a corpus, and which of them are used alike.
     tokenizer
-        The model's own.
+        The model's own tokenizer.
+    progress
+        Whether to show a progress bar.
 
     Raises
     ------
     InputError
         No token of the lists is a word of the corpus.
     """
-    seen, inverse = np.unique(ids.numpy(), return_inverse=True)
-    words = np.array([usage.row(text) for text in token_texts(tokenizer, seen.tolist())])
+    tokens, inverse = np.unique(ids.numpy(), return_inverse=True)
+    words = np.array([word_similarity.row(text) for text in token_texts(tokenizer, tokens.tolist())])
     if not (words >= 0).any():
         raise InputError(
-            f"None of the {len(words)} top tokens is among the {len(usage.words)} words that the corpus uses "
-            "often enough. Expected a larger corpus, in the language of the model."
+            f"None of the {len(words)} top tokens is among the {len(word_similarity.words)} words that the "
+            "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
     rows: Iterable[int] = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
-    found = [_largest(lists[row][lists[row] >= 0], usage) for row in rows]
-    return pd.DataFrame(found, columns=list(FOUND))
+    patterns = [_largest_pattern(lists[row][lists[row] >= 0], word_similarity) for row in rows]
+    return pd.DataFrame(patterns, columns=list(PATTERN_COLUMNS))
 
 
-def _largest(words: Int[np.ndarray, " m"], usage: WordSimilarity) -> tuple[int, int, int, float, str]:
-    families, first, forms = np.unique(usage.families[words], return_index=True, return_counts=True)
-    order = first.argsort()
-    own, forms = words[first[order]], forms[order]
-    names = [usage.words[row] for row in own.tolist()]
+def _largest_pattern(
+    words: Int[np.ndarray, " m"], word_similarity: WordSimilarity
+) -> tuple[int, int, int, float, str]:
+    families, first, forms = np.unique(word_similarity.families[words], return_index=True, return_counts=True)
     if not len(families):
         return 0, 0, 0, float("nan"), ""
-    similar, linked = usage.alike(own)
-    np.fill_diagonal(linked, True)
-    np.fill_diagonal(similar, 0)
-    sizes, closeness = linked.sum(1), (similar * linked).sum(1)
+    order = first.argsort()
+    words, forms = words[first[order]], forms[order]
+    similarities, alike = word_similarity.compare(words)
+    np.fill_diagonal(alike, True)
+    np.fill_diagonal(similarities, 0)
+    sizes, closeness = alike.sum(1), (similarities * alike).sum(1)
     centre = int(np.lexsort((-closeness, -sizes))[0])
-    others = [i for i in np.flatnonzero(linked[centre]).tolist() if i != centre]
-    alike = float(closeness[centre] / len(others)) if others else float("nan")
-    told = ", ".join(names[i] for i in (centre, *others))
-    return len(own), int(sizes[centre]), int(forms[linked[centre]].sum()), alike, told
+    others = [i for i in np.flatnonzero(alike[centre]).tolist() if i != centre]
+    similarity = float(closeness[centre] / len(others)) if others else float("nan")
+    pattern = ", ".join(word_similarity.words[words[i]] for i in (centre, *others))
+    return len(words), int(sizes[centre]), int(forms[alike[centre]].sum()), similarity, pattern
 
 
 def search_concepts(
     model: TransformerBridge,
-    usage: WordSimilarity,
+    word_similarity: WordSimilarity,
     *,
     k: int = TOP,
     seed: int = 0,
@@ -101,11 +105,24 @@ def search_concepts(
 ) -> dict[str, pd.DataFrame]:
     """Patterns of all value vectors, of as many random vectors, and of the values' tokens dealt anew.
 
-    Each table has a row for every vector, layer after layer, with the columns ``value, layer, index`` (of
-    ``random`` a number for the first), those of `patterns`, and ``top``, the tokens with commas between.
-    The random vectors have the mean and the standard deviation of their layer. In ``dealt`` each rank's
-    tokens are shuffled among all value vectors: the same words as often, but whatever belongs together is
-    torn apart, so its patterns are those of chance.
+    Each table has a row for every vector, layer after layer, with the columns ``value, layer, index`` (where
+    ``value`` is the name of a value vector, or a number in the other tables), those of `find_patterns`, and
+    ``top``, the tokens with commas between. The random vectors have the mean and the standard deviation of
+    their layer. In ``dealt`` each rank's tokens are shuffled among all value vectors: the same words as
+    often, but whatever belongs together is torn apart, so its patterns are those of chance.
+
+    Parameters
+    ----------
+    model
+        The model whose value vectors are searched.
+    word_similarity
+        Words of a corpus, and which of them are used alike.
+    k
+        Number of top tokens of each vector.
+    seed
+        Seed of the random vectors and of the shuffling.
+    progress
+        Whether to show progress bars.
 
     Raises
     ------
@@ -113,57 +130,87 @@ def search_concepts(
         The model has no value vectors, or the corpus none of its tokens.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
-    real = top_tokens_of_all(values, projection, k=k, progress=progress).ids
+    value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
     layers = tqdm(range(values.n_layers), desc="random vectors", disable=not progress, delay=1)
-    drawn = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
+    random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)
-    dealt = torch.stack([column[torch.randperm(len(real), generator=generator)] for column in real.T], 1)
-    found = {}
-    named = [values.at(row) for row in range(len(values))]
-    for method, ids in (("values", real), ("random", torch.cat(drawn)), ("dealt", dealt)):
-        names = map(str, named) if method == "values" else (f"{method} {row}" for row in range(len(ids)))
-        told = {"value": list(names), "layer": [one.layer for one in named]}
-        told["index"] = [one.index for one in named]
-        found[method] = pd.concat(
-            [pd.DataFrame(told), find_patterns(ids, usage, projection.tokenizer, progress=progress)], axis=1
-        ).assign(top=_texts(ids, projection.tokenizer))
-    return found
+    dealt_ids = torch.stack(
+        [column[torch.randperm(len(value_ids), generator=generator)] for column in value_ids.T], 1
+    )
+    vectors = [values.at(row) for row in range(len(values))]
+    tables = {}
+    for method, ids in (("values", value_ids), ("random", torch.cat(random_ids)), ("dealt", dealt_ids)):
+        names = map(str, vectors) if method == "values" else (f"{method} {row}" for row in range(len(ids)))
+        described = pd.DataFrame(
+            {
+                "value": list(names),
+                "layer": [vector.layer for vector in vectors],
+                "index": [vector.index for vector in vectors],
+            }
+        )
+        patterns = find_patterns(ids, word_similarity, projection.tokenizer, progress=progress)
+        tables[method] = pd.concat([described, patterns], axis=1).assign(
+            top=_joined_texts(ids, projection.tokenizer)
+        )
+    return tables
 
 
-def _texts(ids: Tensor, tokenizer: Any) -> list[str]:
-    seen = {int(token) for token in ids.unique()}
-    texts = dict(zip(seen, map(visible, token_texts(tokenizer, seen)), strict=True))
-    return [", ".join(texts[token] for token in own) for own in ids.tolist()]
+def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
+    tokens = {int(token) for token in ids.unique()}
+    texts = dict(zip(tokens, map(visible, token_texts(tokenizer, tokens)), strict=True))
+    return [", ".join(texts[token] for token in row) for row in ids.tolist()]
 
 
 def pattern_shares(
-    found: dict[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
+    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
 ) -> pd.DataFrame:
     """How many vectors have a pattern, layer by layer and over all layers (where ``layer`` is empty).
 
-    The columns are those of all tables. Metrics: ``pattern``, the share of vectors whose largest pattern has
-    ``k`` words or more; ``covered``, the share of the ``k`` top tokens that belong to a pattern of at least
-    four words; ``known``, that of those which the corpus knows as different words.
+    The columns are those of all tables of results. Metrics: ``pattern``, the share of vectors whose largest
+    pattern has ``k`` words or more; ``covered``, the share of the ``k`` top tokens that belong to a pattern
+    of at least four words; ``known``, the share of them that the corpus knows as different words.
+
+    Parameters
+    ----------
+    tables
+        Tables of `search_concepts`.
+    model_name, corpus
+        Names of the model and of the corpus, for the table.
+    k
+        Number of top tokens that were searched.
     """
-    rows: list[tuple[Any, ...]] = []
-    measured: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
-        "covered": lambda part: part["tokens"].where(part["words"] >= SMALLEST, 0) / k,
-        "known": lambda part: part["known"] / k,
-    }
-    for method, table in found.items():
+    rows = []
+    for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
             part = table if layer is None else table[table["layer"] == layer]
-            told = (EXPERIMENT, model_name, corpus, method, layer, layer)
-            for size in SIZES:
-                hits = torch.from_numpy((part["words"] >= size).to_numpy(copy=True))
-                rows.append((*told, "pattern", size, *metrics.proportion(hits)))
-            for metric, of in measured.items():
-                rows.append((*told, metric, k, *metrics.mean(torch.from_numpy(of(part).to_numpy(copy=True)))))
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
+            row = partial(
+                result_row,
+                EXPERIMENT,
+                model=model_name,
+                corpus=corpus,
+                method=method,
+                layer=layer,
+                target=layer,
+            )
+            rows += [row(metric=name, k=size, estimate=share) for name, size, share in _shares(part, k)]
+    return result_table(rows)
+
+
+def _shares(patterns: pd.DataFrame, k: int) -> Iterator[tuple[str, int, metrics.Estimate]]:
+    """Shares of vectors with a pattern by its size, and of the top tokens that are in one or are known."""
+    for size in PATTERN_SIZES:
+        yield "pattern", size, metrics.proportion(_tensor(patterns["words"] >= size))
+    in_patterns = patterns["tokens"].where(patterns["words"] >= MIN_PATTERN_WORDS, 0)
+    yield "covered", k, metrics.mean(_tensor(in_patterns / k))
+    yield "known", k, metrics.mean(_tensor(patterns["known"] / k))
+
+
+def _tensor(column: pd.Series) -> Tensor:
+    return torch.from_numpy(column.to_numpy(copy=True))
 
 
 def distinct_concepts(
-    found: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
+    patterns: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
 ) -> pd.DataFrame:
     """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 
@@ -173,28 +220,28 @@ def distinct_concepts(
 
     Parameters
     ----------
-    found
-        One of the tables of `search`.
+    patterns
+        One of the tables of `search_concepts`.
     n
-        How many; fewer if there are not so many.
+        Number of vectors; they are fewer if there are not so many.
     words
-        Fewest words of a pattern.
+        Smallest number of words of a pattern.
     per_layer
-        Most vectors of one layer.
+        Largest number of vectors from one layer.
     shared
-        Most that two patterns may have in common, as a part of the smaller one.
+        Largest share of words that two patterns may have in common, of those of the smaller one.
     """
-    order = found[found["words"] >= words].sort_values(
+    order = patterns[patterns["words"] >= words].sort_values(
         ["tokens", "words", "similarity"], ascending=False, kind="stable"
     )
     taken: list[int] = []
-    sets: list[set[str]] = []
+    taken_words: list[set[str]] = []
     layers: Counter[int] = Counter()
     for row, pattern, layer in zip(order.index, order["pattern"], order["layer"], strict=True):
-        own = set(pattern.split(", "))
-        alike = any(len(own & other) > shared * min(len(own), len(other)) for other in sets)
-        if len(taken) < n and not alike and layers[layer] < per_layer:
+        new = set(pattern.split(", "))
+        overlaps = any(len(new & old) > shared * min(len(new), len(old)) for old in taken_words)
+        if len(taken) < n and not overlaps and layers[layer] < per_layer:
             layers[layer] += 1
             taken.append(row)
-            sets.append(own)
-    return found.loc[taken].reset_index(drop=True)
+            taken_words.append(new)
+    return patterns.loc[taken].reset_index(drop=True)

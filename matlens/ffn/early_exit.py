@@ -26,7 +26,7 @@ Others = Literal["together", "by-layer"]
 _FEWEST = 10  # examples that three parts can be made of
 
 
-class ExampleParts(NamedTuple):
+class ExampleSplit(NamedTuple):
     """Which examples are for what: to learn from, to calibrate on, and to judge by."""
 
     train: Int[np.ndarray, " n_train"]
@@ -34,7 +34,7 @@ class ExampleParts(NamedTuple):
     test: Int[np.ndarray, " n_test"]
 
 
-def split_parts(n: int, *, seed: int = 0) -> ExampleParts:
+def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
     """Split examples at random: 80%, 10%, 10%, as in the paper.
 
     Raises
@@ -47,7 +47,7 @@ def split_parts(n: int, *, seed: int = 0) -> ExampleParts:
             f"{n} examples cannot be split into training, calibration and test. Expected {_FEWEST} or more."
         )
     order, tenth = np.random.default_rng(seed).permutation(n), n // 10
-    return ExampleParts(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
+    return ExampleSplit(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
 
 
 def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:

@@ -4,12 +4,19 @@ On the way up the top candidate is read before and after every FFN. **Saturation
 the model predicts comes to the top and stays there; **elimination** is the update that pushes the top
 candidate down furthest. What the dominant sub-updates score for the token in question says whether it was
 promoted to the top, and pushed down, or only overtaken.
+
+A score alone moves no probability, only its distance from other tokens' scores: the definition's
+``e_w . m_i v_i`` multiplies the odds of a token, and what is added to all tokens alike cancels out. So there
+are two more readings of the sub-updates of a trace: against the mean of the vocabulary (`lift_scores`), and
+against the one token that the reference token competes with (`odds_scores`). Both are read off the weights;
+nothing is run.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -19,11 +26,15 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import InputError
-from matlens.ffn.scores import TraceScores
 from matlens.ffn.trace import GROUPS, Trace
-from matlens.lens.quality import COLUMNS
+from matlens.ffn.values import ValueVectors, unembedding
+from matlens.storage.tables import result_row, result_table
 
-EXPERIMENT, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+TraceScores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
+EVENTS, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"  # experiments
 QUANTILES = (5, 50, 95)  # per cent
 _DOES = {"saturation": "makes a prediction for good", "elimination": "takes a candidate from the top"}
 
@@ -89,7 +100,7 @@ def find_events(trace: Trace) -> dict[str, Events]:
     }
 
 
-def find_updates(trace: Trace) -> dict[str, Events]:
+def updates_by_effect(trace: Trace) -> dict[str, Events]:
     """Every update by what it does to the top candidate, and the events among them.
 
     ``update`` is every one, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
@@ -117,7 +128,7 @@ def event_scores(
     trace
         Of the examples.
     scores
-        Other scores than the trace's own, such as `lift` gives.
+        Other scores than the trace's own, such as `lift_scores` gives.
     rows
         Which examples count, such as ``~trace.sinks``; by default all.
 
@@ -138,7 +149,7 @@ def event_scores(
         for group in GROUPS:
             chosen = scores[group, found.reference][found.example, found.layer]
             for metric, values in _over(chosen).items():
-                row = _row(trace, EXPERIMENT, group, layer, metric, metrics.mean(values))
+                row = _row(trace, EVENTS, group, layer, metric, metrics.mean(values))
                 table.append({"event": event, **row})
     return pd.DataFrame(table)
 
@@ -153,7 +164,7 @@ def update_scores(
     ``max_p95``, for the kind ``update``.
     """
     scores, table = trace.score if scores is None else scores, []
-    kinds = {event: every.among(rows) for event, every in find_updates(trace).items()}
+    kinds = {event: every.among(rows) for event, every in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
         for event, found in kinds.items():
             example = found.example[found.layer == layer]
@@ -183,7 +194,7 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
             ("either", here), ("ffn", here & made.by_ffn), ("attention", here & ~made.by_ffn)
         ):  # fmt: skip
             rows.append(_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return result_table(rows)
 
 
 def _over(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
@@ -201,8 +212,55 @@ def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Es
 def _row(
     trace: Trace, experiment: str, method: str, layer: float, metric: str, found: metrics.Estimate
 ) -> dict[str, Any]:
-    told = (
-        experiment, trace.provenance["model"]["base_model_name_or_path"],
-        trace.provenance["data"].get("corpus", "unnamed"), method, layer, layer, metric, trace.k, *found,
+    return result_row(
+        experiment, model=trace.provenance["model"]["base_model_name_or_path"],
+        corpus=trace.provenance["data"].get("corpus", "unnamed"), method=method, layer=layer, target=layer,
+        metric=metric, k=trace.k, estimate=found,
     )  # fmt: skip
-    return dict(zip(COLUMNS, told, strict=True))
+
+
+def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
+    """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
+
+    Raises
+    ------
+    InputError
+        The trace is of another model.
+    """
+    mean = unembedding(model).mean(0)
+    return _above(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
+
+
+def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
+    """What each sub-update adds to the log-odds of the reference token against its rival at that update.
+
+    The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
+    token is the candidate before. Where reference and rival are one token, this is 0.
+
+    Raises
+    ------
+    InputError
+        The trace is of another model.
+    """
+    e = unembedding(model)
+    rival = {"before": trace.after.to(e.device), "final": trace.before.to(e.device)}
+    return _above(trace, model, lambda reference, layer: e[rival[reference][:, layer]])
+
+
+@torch.inference_mode()
+def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> TraceScores:
+    """Scores less those of another vector of each example, given by reference and layer."""
+    values = ValueVectors(model)
+    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
+        raise InputError(
+            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
+        )
+    found = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
+    for layer in range(trace.n_layers):
+        vectors = values.layer(layer)
+        for (group, reference), scores in trace.score.items():
+            own = vectors[trace.index[group][:, layer].to(values.device)]
+            static = torch.einsum("nkd,nd->nk", own, other(reference, layer)).cpu()
+            coefficient = trace.coefficient[group][:, layer]
+            found[group, reference][:, layer] = scores[:, layer] - coefficient * static
+    return found

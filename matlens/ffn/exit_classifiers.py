@@ -14,10 +14,10 @@ from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
 from matlens.errors import InputError
-from matlens.ffn.early_exit import ExampleParts
+from matlens.ffn.early_exit import ExampleSplit
 
-STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
-FOLDS, FEWEST = 8, 8
+PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
+FOLDS, FEWEST_EVENTS = 8, 8
 RIDGE, LASSO = 0, 1
 _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
 
@@ -62,10 +62,10 @@ class ExitClassifiers:
     def __init__(
         self,
         *,
-        strengths: Sequence[float] = STRENGTHS,
+        strengths: Sequence[float] = PENALTY_STRENGTHS,
         kinds: Sequence[int] = (RIDGE, LASSO),
         folds: int = FOLDS,
-        fewest: int = FEWEST,
+        fewest: int = FEWEST_EVENTS,
         seed: int = 0,
     ) -> None:
         wrong = [strength for strength in strengths if not 0 < strength < float("inf")]
@@ -83,7 +83,7 @@ class ExitClassifiers:
         self,
         features: Sequence[Float[np.ndarray, "n d"]],
         made_at: Int[np.ndarray, " n"],
-        split: ExampleParts,
+        split: ExampleSplit,
         *,
         progress: bool = True,
     ) -> ExitClassifiers:
@@ -126,7 +126,7 @@ class ExitClassifiers:
         return found
 
     def _learn(
-        self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleParts
+        self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleSplit
     ) -> tuple[Any, float]:
         events, calibrating = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
         others = len(split.train) - events

@@ -24,17 +24,24 @@ from matlens.activations.activations import Activations
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.early_exit import (  # fmt: skip
-    ExampleParts,
+    ExampleSplit,
     JudgedExits,
     OverlapRule,
     active_clusters,
     first_exit,
     judge_exits,
-    split_parts,
+    split_examples,
 )
 from matlens.ffn.events import find_saturation
-from matlens.ffn.exit_classifiers import FEWEST, FOLDS, LASSO, RIDGE, STRENGTHS, ExitClassifiers
-from matlens.ffn.trace import Trace, before_ffn
+from matlens.ffn.exit_classifiers import (
+    FEWEST_EVENTS,
+    FOLDS,
+    LASSO,
+    PENALTY_STRENGTHS,
+    RIDGE,
+    ExitClassifiers,
+)
+from matlens.ffn.trace import Trace, sites_before_ffn
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.quality import as_substitute
 from matlens.linear.fitting import fit_samples
@@ -55,7 +62,9 @@ _ENOUGH = 2  # samples for each dimension that maps are fitted on
 def classifier_sites(model: TransformerBridge) -> list[str]:
     """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes."""
     found = Anatomy.from_model(model)
-    inside = [[*before_ffn(model, layer), str(Site(_WRITTEN, layer))] for layer in range(found.n_layers)]
+    inside = [
+        [*sites_before_ffn(model, layer), str(Site(_WRITTEN, layer))] for layer in range(found.n_layers)
+    ]
     return list(dict.fromkeys([*map(str, found.stream), *(site for sites in inside for site in sites)]))
 
 
@@ -81,10 +90,10 @@ def compare_exits(
     activations: Activations,
     *,
     seeds: int = 5,
-    strengths: Sequence[float] = STRENGTHS,
+    strengths: Sequence[float] = PENALTY_STRENGTHS,
     kinds: Sequence[int] = (RIDGE, LASSO),
     folds: int = FOLDS,
-    fewest: int = FEWEST,
+    fewest: int = FEWEST_EVENTS,
     progress: bool = True,
 ) -> ExitComparison:
     """Judge every way of leaving, once for each seed of the split.
@@ -124,7 +133,7 @@ def compare_exits(
     judged, chosen = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
     sure = _Confident(Readout(model), activations, progress)
     for seed in tqdm(range(seeds), desc="splits", unit="split", disable=not progress, delay=1):
-        split = split_parts(len(trace), seed=seed)
+        split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
         wanted = float(right[calibration, rules[RULE](train, calibration)].mean())
         leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
@@ -157,7 +166,7 @@ def classifier_features(
     """What classifiers see at each layer: the stream before the FFN, what the FFN writes, and both."""
     layers = range(Anatomy.from_model(model).n_layers)
     x = [
-        torch.stack([activations[site] for site in before_ffn(model, layer)]).sum(0).numpy()
+        torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
         for layer in layers
     ]
     o = [activations[Site(_WRITTEN, layer)].numpy() for layer in layers]
@@ -183,7 +192,7 @@ class _Confident:
         self._layers = range(1, int(activations.provenance["model"]["n_layers"]) + 1)
         self._positions = torch.from_numpy(activations.examples.positions)
         self._id = self._read("id", [activations[layer] for layer in self._layers])
-        n_train, d_model = len(split_parts(activations.n_rows).train), activations[0].shape[1]
+        n_train, d_model = len(split_examples(activations.n_rows).train), activations[0].shape[1]
         self._enough = n_train >= _ENOUGH * d_model
         if not self._enough:
             tqdm.write(
@@ -192,7 +201,7 @@ class _Confident:
                 file=sys.stderr,
             )
 
-    def judged(self, split: ExampleParts, wanted: float) -> Iterator[tuple[str, JudgedExits]]:
+    def judged(self, split: ExampleSplit, wanted: float) -> Iterator[tuple[str, JudgedExits]]:
         """Judge on the test part, with the least ``lam`` that is right often enough for calibration."""
         rows = np.concatenate([split.calibration, split.test])
         found = {"id": ExitConfidence(*(each[rows] for each in self._id))}

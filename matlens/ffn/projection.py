@@ -2,7 +2,8 @@
 
 What adds ``v`` to the stream multiplies the odds of token ``w`` by ``exp(e_w . v)``, as far as the read-out
 is linear, so the tokens with the largest scores are those that ``v`` promotes (paper B, section 3). Scores of
-many vectors are made in blocks, and only what is asked of them is kept.
+many vectors are made in blocks, and only what is asked of them is kept. How far the final norm would change
+these tokens is measured by the overlap of the two lists (appendix A.1).
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVectors, unembedding
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 TOP = 30  # tokens that the paper looks at
-COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "score")
+TOKEN_COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "score")
+OVERLAP = "overlap"  # the experiment's name in tables
 _SCORES = 2**25  # scores that are held at once, 128 MiB
+_LISTS = 1024  # lists of tokens that are compared at once
 
 
 class TopTokens(NamedTuple):
@@ -194,7 +199,7 @@ def token_table(
             texts = token_texts(projection.tokenizer, ids)
             for rank, told in enumerate(zip(texts, ids, scores, strict=True), start=1):
                 rows.append((str(value), value.layer, value.index, side, rank, *told))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return pd.DataFrame(rows, columns=list(TOKEN_COLUMNS))
 
 
 def _named(values: ValueVectors, rows: Sequence[int]) -> pd.DataFrame:
@@ -205,3 +210,57 @@ def _named(values: ValueVectors, rows: Sequence[int]) -> pd.DataFrame:
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
     yield from tqdm(range(values.n_layers), desc=doing, unit="layer", disable=not progress, delay=1)
+
+
+def iou(one: Int[Tensor, "n k"], other: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """Intersection over union of two lists of different tokens, row by row.
+
+    Raises
+    ------
+    InputError
+        The lists are not of one shape.
+    """
+    if one.shape != other.shape or one.ndim != 2:
+        raise InputError(
+            f"Lists of the shapes {tuple(one.shape)} and {tuple(other.shape)} cannot be compared. Expected "
+            "the same number of lists and of tokens in each."
+        )
+    pairs = zip(one.split(_LISTS), other.split(_LISTS), strict=True)
+    both = torch.cat([(a[:, :, None] == b[:, None, :]).sum((1, 2)) for a, b in pairs])
+    return both / (2 * one.shape[1] - both)
+
+
+def norm_overlap(
+    model: TransformerBridge, *, n_random: int = 1000, k: int = TOP, seed: int = 0, progress: bool = True
+) -> pd.DataFrame:
+    """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
+
+    One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
+    with their mean and standard deviation. The columns are those of all tables; ``k`` is the length of the
+    lists, ``target`` the layer itself, and there is no corpus.
+
+    Parameters
+    ----------
+    model
+        Its weights are all that is read.
+    n_random
+        Random vectors for each layer.
+    k
+        Length of the lists.
+    seed
+        Of the random vectors.
+    """
+    values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
+    rows = []
+    layers = range(values.n_layers)
+    for layer in tqdm(layers, desc="overlap", unit="layer", disable=not progress, delay=1):
+        drawn = values.random(layer, n_random, seed=seed)
+        for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
+            found = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
+            rows.append(
+                result_row(
+                    OVERLAP, model=values.model_name, corpus="none", method=method, layer=layer,
+                    target=layer, metric="iou", k=k, estimate=found,
+                )
+            )  # fmt: skip
+    return result_table(rows)

@@ -172,7 +172,7 @@ class Trace:
         return cls(rows, Examples(**arrays, provenance=request["data"]), {**request, **config["more"]})
 
 
-def before_ffn(model: TransformerBridge, layer: int) -> list[str]:
+def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
     """Sites that add up to the stream before the FFN of a layer.
 
     Raises
@@ -200,7 +200,7 @@ class _Watch:
         if max(len(self._embedding), self._values.d_mlp) > _EXACT:
             raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
         layers = range(self._values.n_layers)
-        self._before = [before_ffn(model, layer) for layer in layers]
+        self._before = [sites_before_ffn(model, layer) for layer in layers]
         self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
         one = {site for sites in self._before for site in sites}

@@ -22,9 +22,9 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVector, ValueVectors
-from matlens.lens.quality import COLUMNS
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.models.vocabulary import token_texts, visible
+from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -222,9 +222,11 @@ def dominance(
             found["dominant"][layer, index] = shares.topk(k).values.sum(1)
             found["random"][layer, index] = shares.gather(1, drawn[layer][index]).sum(1)
     corpus = examples.provenance.get("corpus", "unnamed")
-    table = [
-        (EXPERIMENT, values.model_name, corpus, method, layer, layer, "share", k, *metrics.mean(each))
+    return result_table(
+        result_row(
+            EXPERIMENT, model=values.model_name, corpus=corpus, method=method, layer=layer, target=layer,
+            metric="share", k=k, estimate=metrics.mean(shares[layer]),
+        )
         for layer in range(values.n_layers)
-        for method, each in ((method, of_all[layer]) for method, of_all in found.items())
-    ]
-    return pd.DataFrame(table, columns=list(COLUMNS))
+        for method, shares in found.items()
+    )  # fmt: skip

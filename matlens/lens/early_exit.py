@@ -19,9 +19,10 @@ from tqdm.auto import tqdm
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
-from matlens.lens.quality import COLUMNS, Substitute, chunks, result_row
+from matlens.lens.quality import Substitute, chunks, validation_row
 from matlens.linear.maps import MapSet
 from matlens.models.readout import Readout
+from matlens.storage.tables import result_table
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
@@ -140,16 +141,16 @@ def exit_sweep(
         for layer in range(1, last + 1):
             fixed = metrics.proportion(found.right[:, layer - 1])
             rows.append(
-                result_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
+                validation_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
             )
         for lam in sweep:
             left = exit_layers(found.difference, thresholds(positions, lam))
             precision = metrics.proportion(found.right.gather(1, left[:, None] - 1))
             mean = float(left.double().mean())
             rows.append(
-                result_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
+                validation_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
             )
-    return pd.DataFrame(rows, columns=[*COLUMNS, "lam"])
+    return result_table(rows, "lam")
 
 
 def _substitute(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
@@ -43,7 +45,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     bounds = results[results["metric"] == "toxic"].set_index(keys)[["low", "high"]]
     points = wide.join(bounds).reset_index()
     looks = method_looks(results["method"])
-    handles = []
+    handles: list[Any] = []
     for method, look in looks.items():
         part = points[points["method"] == method].sort_values("coefficient")
         if part["perplexity"].isna().all():
@@ -78,11 +80,11 @@ def _write_coefficients(ax: Axes, points: pd.DataFrame) -> None:
     """Write the coefficient of each point where it covers least of what is drawn."""
     looks = method_looks(points["method"])
     covered = _ink(ax)
-    for point in points.itertuples():
-        centre = ax.transData.transform((point.perplexity, point.toxic))
+    for method, coefficient, *point in points[["method", "coefficient", "perplexity", "toxic"]].to_numpy():
+        centre = ax.transData.transform(point)
         text = ax.annotate(
-            f"{point.coefficient:g}", (point.perplexity, point.toxic), (0, 0), textcoords="offset points",
-            ha="center", va="center", fontsize=7.5, color=looks[str(point.method)].colour,
+            f"{coefficient:g}", tuple(point), (0, 0), textcoords="offset points",
+            ha="center", va="center", fontsize=7.5, color=looks[method].colour,
         )  # fmt: skip
         box = text.get_window_extent()
         reach = np.array([box.width, box.height]) / 2 + 2
@@ -100,6 +102,7 @@ def _ink(ax: Axes) -> np.ndarray:
     """Points along all lines and bars, in pixels."""
     paths = [line.get_transform().transform(line.get_xydata()) for line in ax.get_lines()]
     for bars in ax.collections:
+        assert isinstance(bars, LineCollection)
         paths += [ax.transData.transform(segment) for segment in bars.get_segments()]
     steps = np.linspace(0, 1, 200)[:, None]
     dense = [a + steps * (b - a) for path in paths for a, b in itertools.pairwise(path)]

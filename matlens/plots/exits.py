@@ -73,7 +73,7 @@ def exits_figure(table: pd.DataFrame) -> Figure:
         [], [], color=DARK, marker="o", ls="none", ms=4, mfc="white", label="its layers at random"
     )
     marks = ax.get_legend_handles_labels()[0]
-    add_legend(figure, [*marks, chance], columns=1, place="right center")
+    add_legend(figure, [*marks, chance], columns=1, place="outside right center")
     first = table.iloc[0]
     title = model_title(first["model"], first["corpus"], int(first["n"]))
     figure.suptitle(f"{title}, {first['seeds']} splits")

@@ -53,15 +53,22 @@ def mark_infinite(ax: Axes) -> None:
 
     The words stand beside the marks of their curve, or above them where there is no room.
     """
-    x_limits, y_limits = ax.get_xlim(), ax.get_ylim()
+    curves = [line for line in ax.get_lines() if np.isinf(np.asarray(line.get_ydata(), dtype=float)).any()]
+    if not curves:
+        return
+    everywhere = np.concatenate([np.asarray(line.get_xdata(), dtype=float) for line in ax.get_lines()])
+    margin = 0.05 * np.ptp(everywhere)  # by itself an axis leaves out where nothing is finite
+    x_limits = (
+        min(ax.get_xlim()[0], everywhere.min() - margin),
+        max(ax.get_xlim()[1], everywhere.max() + margin),
+    )
+    y_limits = ax.get_ylim()
     figure, height = ax.get_figure(root=True), 6.0
     assert figure is not None
     columns = getattr(ax.get_gridspec(), "ncols", 1)
     width = 0.85 * 72 * figure.get_figwidth() / columns  # points, about
-    for line in ax.get_lines():
+    for line in curves:
         x, y = (np.asarray(data, dtype=float) for data in line.get_data())
-        if not np.isinf(y).any():
-            continue
         lost = np.sort(x[np.isinf(y)])
         marks = ax.get_xaxis_transform() + ScaledTranslation(0, height / 72, figure.dpi_scale_trans)
         ax.scatter(
@@ -77,7 +84,7 @@ def mark_infinite(ax: Axes) -> None:
         height += _ROW + 2
     ax.set_xlim(x_limits)
     ax.set_ylim(y_limits)
-    if height > 6 and ax.get_title():
+    if ax.get_title():
         ax.set_title(ax.get_title(), pad=height)
 
 

@@ -64,7 +64,7 @@ def by_method(results: pd.DataFrame) -> Figure:
         ax.set_xlabel(LAYER)
         ax.set_xticks(layer_ticks(int(results["layer"].max())))
     if many:
-        add_legend(figure, columns=1, place="right center")
+        add_legend(figure, columns=1, place="outside right center")
     else:
         add_legend(figure, columns=3)
     figure.suptitle(title_of(results))

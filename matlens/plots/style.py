@@ -20,6 +20,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matlens.storage.folders import system_errors
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")
+Place = Literal[
+    "outside lower center", "outside lower left", "outside lower right", "outside right center"
+]  # fmt: skip
 _Parameters = ParamSpec("_Parameters")
 
 
@@ -116,8 +119,7 @@ def add_legend(
     handles: Sequence[Any] | None = None,
     *,
     columns: int = 4,
-    place: str = "lower center",
-    **options: Any,
+    place: Place = "outside lower center",
 ) -> None:
     """Add a legend outside the panels, where it covers no curve.
 
@@ -131,4 +133,4 @@ def add_legend(
         Side of the figure that it stands on.
     """
     named = figure.axes[0].get_legend_handles_labels()[0] if handles is None else handles
-    figure.legend(handles=list(named), loc=f"outside {place}", ncols=columns, **options)
+    figure.legend(handles=list(named), loc=place, ncols=columns)

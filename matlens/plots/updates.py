@@ -100,9 +100,12 @@ def layers_figure(results: pd.DataFrame) -> Figure:
     named = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     order = [f"{metric} of {method}" for metric in ("max", "min") for method in ("dominant", "random")]
     add_legend(
-        figure, [named[label] for label in (*order, "mean of dominant")], place="lower left", columns=3
+        figure,
+        [named[label] for label in (*order, "mean of dominant")],
+        place="outside lower left",
+        columns=3,
     )
-    add_legend(figure, last.get_legend_handles_labels()[0], place="lower right", columns=2)
+    add_legend(figure, last.get_legend_handles_labels()[0], place="outside lower right", columns=2)
     figure.suptitle(_title(results))
     return figure
 

@@ -8,7 +8,7 @@ not done twice, and what was broken off goes on. The folder holds ``train/`` and
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,14 +21,15 @@ from matlens.activations.collecting import collect
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import is_masked, make_examples
 from matlens.errors import InputError
-from matlens.lens.quality import COLUMNS, FIT, PREDICTION, fit_quality, prediction_quality
+from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap, MapSet, write_maps
 from matlens.models import identity
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
-from matlens.storage.folders import command_line, software_versions, system_errors, to_json, write_together
+from matlens.storage.folders import command_line, software_versions
+from matlens.storage.tables import COLUMNS, read_table, write_results
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -143,19 +144,6 @@ def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: boo
     return results
 
 
-def write_results(folder: str | Path, name: str, results: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what."""
-    told = {**origin, "software": software_versions(), "command": command_line()}
-    with system_errors(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_together(
-            {
-                Path(folder) / f"{name}.csv": results.to_csv(index=False).encode(),
-                Path(folder) / f"{name}.json": to_json(told).encode(),
-            }
-        )
-
-
 def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
     """What maps were fitted on, and what they were tested on."""
     return {"maps": maps.provenance, "validation": validation.provenance["data"]}
@@ -188,18 +176,10 @@ def read_results(folder: str | Path) -> pd.DataFrame:
     numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
         ("value", "low", "high"), "float64"
     )
-    try:
-        results = pd.read_csv(path, dtype={"k": "Int64", **numbers})
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} is not a table of results: {error}. 'matlens evaluate' writes it."
-        ) from error
-    missing = [column for column in COLUMNS if column not in results]
-    if missing:
-        raise InputError(
-            f"{path} is not a table of results: it lacks the columns {', '.join(missing)}. "
-            "'matlens evaluate' writes it."
-        )
+    results = read_table(
+        path, dict.fromkeys(COLUMNS, "str") | numbers | {"k": "Int64"}, what="a table of results",
+        made_by="'matlens evaluate' writes it.", keep_default_na=True,
+    )  # fmt: skip
     if FIT not in set(results["experiment"]) or not set(results["method"]) <= {"mat", "id"}:
         raise InputError(
             f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "

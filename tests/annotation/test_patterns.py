@@ -1,4 +1,4 @@
-"""Words are alike as the corpus uses them, and patterns, shares and the search are those counted by hand."""
+"""Patterns, shares and the search are those counted by hand."""
 
 from __future__ import annotations
 
@@ -11,146 +11,37 @@ import pandas as pd
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from matlens import InputError
 from matlens.annotation.patterns import (
-    FOUND,
-    SIZES,
+    PATTERN_COLUMNS,
+    PATTERN_SIZES,
     distinct_concepts,
     find_patterns,
     pattern_shares,
     search_concepts,
 )
-from matlens.corpora import word_similarity as of_words
 from matlens.corpora.word_similarity import WordSimilarity
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
-
-DRINKS, TOOLS = ["coffee", "wine", "beer", "juice"], ["hammer", "spade", "drill", "wrench"]
-
-
-def speech() -> list[str]:
-    """Sentences in which drinks are drunk and tools are lifted, and others of any words."""
-    generator = np.random.default_rng(0)
-    others = [f"filler{i}" for i in range(200)]
-    texts = []
-    for _ in range(100):
-        drink, tool = generator.choice(DRINKS), generator.choice(TOOLS)
-        texts += [f"They drank cold {drink}, slowly.", f"They lifted heavy {tool} upward."]
-    return texts + [" ".join(generator.choice(others, 6)) for _ in range(800)]
-
-
-# Usage
-
-
-def test_words_used_alike_are_linked_and_others_are_not() -> None:
-    usage = WordSimilarity.fit(speech(), dimensions=20)
-    rows = [usage.row(word) for word in (*DRINKS, *TOOLS)]
-    similar, linked = usage.alike(np.array(rows))
-    same = np.kron(np.eye(2), np.ones((4, 4))).astype(bool)
-    off = ~np.eye(8, dtype=bool)
-    assert similar[same & off].min() > similar[~same].max() + 0.3
-    assert linked[same & off].all()
-    assert not linked[~same].any()
-    np.testing.assert_allclose(similar, usage.vectors[rows] @ usage.vectors[rows].T)
-    np.testing.assert_allclose(np.linalg.norm(usage.vectors, axis=1), 1)
-    assert "they" not in usage.words, "a stop word"
-    assert usage.row("␣wine") == usage.row("absent") == -1
-    assert usage.row(" Wine") == usage.row("wine") == usage.words.index("wine")
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.sampled_from("abcde"), max_size=7), min_size=1, max_size=5), st.integers(1, 4))
-def test_cooccurrences_and_information_are_those_of_the_definition(
-    texts: list[list[str]], window: int
-) -> None:
-    known = ["a", "b", "c", "d"]  # "e" keeps its place but is not counted
-    expected = np.zeros((4, 4))
-    for text in texts:
-        for i, one in enumerate(text):
-            for j, other in enumerate(text):
-                if i != j and abs(i - j) <= window and "e" not in (one, other):
-                    expected[known.index(one), known.index(other)] += 1
-    counts = of_words._cooccurrences(texts, known, window)
-    np.testing.assert_array_equal(counts.toarray(), expected)
-    if not expected.any():
-        return
-    context = expected.sum(0) ** 0.75 / (expected.sum(0) ** 0.75).sum()
-    information = np.zeros((4, 4))
-    for i, j in zip(*expected.nonzero(), strict=True):
-        information[i, j] = max(0, np.log(expected[i, j] / expected[i].sum() / context[j]))
-    np.testing.assert_allclose(of_words._information(counts).toarray(), information, atol=1e-12)
-
-
-def test_links_pass_one_pair_in_a_hundred_in_each_two_bands() -> None:
-    generator = np.random.default_rng(0)
-    vectors = generator.standard_normal((600, 10))
-    vectors[300:, 0] += 3  # frequent words are all more alike
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    bands = np.repeat([0, 1], 300)
-    links = of_words._links(vectors, bands, np.arange(600), 0)
-    similar = vectors @ vectors.T
-    for one, other in ((0, 0), (0, 1), (1, 1)):
-        block = similar[bands == one][:, bands == other]
-        pairs = block[np.triu_indices(300, 1)] if one == other else block.ravel()
-        assert (pairs >= links[one, other]).mean() == pytest.approx(0.01, abs=0.003)
-    assert links[1, 1] > links[0, 0] + 0.1
-    np.testing.assert_array_equal(links, links.T)
-
-
-def test_bands_are_doublings_and_the_last_ones_are_one() -> None:
-    counts = np.repeat([4, 7, 8, 16, 40, 900], [90, 60, 120, 80, 30, 5])
-    assert of_words._bands(counts).tolist() == [0] * 150 + [1] * 120 + [2] * 115
-    assert of_words._bands(np.array([4, 900])).tolist() == [0, 0]
-
-
-def test_a_corpus_without_words_is_refused() -> None:
-    with pytest.raises(InputError, match="0 words of the corpus are used 4 times or more"):
-        WordSimilarity.fit(["the of and"] * 9)
-
-
-def test_the_seed_decides() -> None:
-    one, again = (WordSimilarity.fit(speech()[:200], seed=3) for _ in range(2))
-    np.testing.assert_array_equal(one.vectors, again.vectors)
-    np.testing.assert_array_equal(one.links, again.links)
-
+from matlens.storage.tables import COLUMNS
 
 # Patterns of lists, with similarities given by hand
 
-WORDS = ("coffee", "tea", "wine", "wines", "winery", "beer", "spade", "moon", "alone")
-GROUP = {
-    "coffee": 0,
-    "tea": 0,
-    "wine": 0,
-    "wines": 0,
-    "winery": 0,
-    "beer": 0,
-    "spade": 1,
-    "moon": 1,
-    "alone": 2,
-}
+GROUPS = {
+    "coffee": 0, "tea": 0, "wine": 0, "wines": 0, "wined": 0, "beer": 0, "spade": 1, "moon": 1, "alone": 2,
+    "internet": 3, "interest": 3, "interests": 3, "international": 3, "interview": 3,
+}  # fmt: skip
+WORDS = tuple(GROUPS)
 TEXTS = [
-    " Wine",
-    "wine",
-    " wines",
-    "Winery",
-    " tea",
-    " COFFEE",
-    " beer",
-    " spade",
-    " moon",
-    " zzz",
-    "wi",
-    "alone",
-]
+    " Wine", "wine", " wines", "Wined", " tea", " COFFEE", " beer", " spade", " moon", " zzz", "wi", "alone",
+    " internet", " Interest", " interests", "International", " interview",
+]  # fmt: skip
 
 
 def by_hand() -> WordSimilarity:
-    vectors = np.array([np.eye(3)[GROUP[word]] for word in WORDS])
+    vectors = np.array([np.eye(4)[GROUPS[word]] for word in WORDS])
     return WordSimilarity(WORDS, vectors, np.zeros(len(WORDS), dtype=int), np.array([[0.5]]))
 
 
@@ -164,6 +55,9 @@ TOKENIZER = SimpleNamespace(
     [
         ([0, 1, 4, 9, 7], 3, 2, 3, {"wine", "tea"}),  # forms of one word are one
         ([0, 1, 2, 9, 10], 1, 1, 3, {"wine"}),
+        ([0, 2, 3, 9, 7], 2, 1, 3, {"wine"}),
+        ([12, 13, 15, 16, 9], 4, 4, 4, {"internet", "interest", "international", "interview"}),
+        ([12, 13, 14, 15, 9], 3, 3, 4, {"internet", "interest", "international"}),
         ([4, 5, 6, 0, 7], 5, 4, 4, {"tea", "coffee", "beer", "wine"}),
         ([7, 8, 11, 9, 4], 4, 2, 2, {"spade", "moon"}),
         ([9, 10, 9, 10, 9], 0, 0, 0, set()),
@@ -174,7 +68,7 @@ def test_the_largest_pattern_is_that_seen_by_hand(
 ) -> None:
     ids = torch.tensor([tokens, [4, 5, 6, 0, 7]])
     found = find_patterns(ids, by_hand(), TOKENIZER, progress=False)
-    assert list(found.columns) == list(FOUND)
+    assert list(found.columns) == list(PATTERN_COLUMNS)
     row = found.iloc[0]
     assert (row["known"], row["words"], row["tokens"]) == (known, words, n_tokens)
     assert set(filter(None, row["pattern"].split(", "))) == pattern
@@ -182,7 +76,7 @@ def test_the_largest_pattern_is_that_seen_by_hand(
 
 
 def test_a_corpus_that_knows_no_token_is_told() -> None:
-    with pytest.raises(InputError, match="None of the 2 top tokens is among the 9 words"):
+    with pytest.raises(InputError, match="None of the 2 top tokens is among the 14 words"):
         find_patterns(torch.tensor([[9, 10]]), by_hand(), TOKENIZER, progress=False)
 
 
@@ -217,7 +111,7 @@ def test_all_vectors_are_searched_with_their_controls(
         tops = projection.top(vectors, 6).ids
         assert [len(row.top.split(", ")) for row in rows] == [6] * len(values)
         expected = find_patterns(tops, spoken, model.tokenizer, progress=False)
-        pd.testing.assert_frame_equal(table[list(FOUND)], expected)
+        pd.testing.assert_frame_equal(table[list(PATTERN_COLUMNS)], expected)
     assert found["values"]["value"].tolist() == [str(values.at(row)) for row in range(len(values))]
     # Dealt anew, each rank has the same tokens, and lists are others.
     real, dealt = (found[method]["top"].str.split(", ", expand=True) for method in ("values", "dealt"))
@@ -257,7 +151,7 @@ def test_shares_are_counted_over_layers_and_all() -> None:
             np.mean([t / 30 if w >= 4 else 0 for w, t in own[["words", "tokens"]].values])
         )
         assert of[of["metric"] == "known"]["value"].item() == pytest.approx(own["known"].mean() / 30)
-    assert set(table[table["metric"] == "pattern"]["k"]) == set(SIZES)
+    assert set(table[table["metric"] == "pattern"]["k"]) == set(PATTERN_SIZES)
 
 
 def test_the_search_takes_the_fullest_patterns_of_different_concepts() -> None:

@@ -21,7 +21,7 @@ from matlens.ffn.early_exit import (
     active_clusters,
     first_exit,
     judge_exits,
-    split_parts,
+    split_examples,
     summarize_exits,
 )
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
@@ -161,17 +161,17 @@ def test_clusters_of_another_model_are_refused() -> None:
 
 @pytest.mark.parametrize("n", [10, 11, 19, 20, 57, 2000])
 def test_parts_are_disjoint_and_complete(n: int) -> None:
-    split = split_parts(n, seed=3)
+    split = split_examples(n, seed=3)
     assert sorted(np.concatenate(split)) == list(range(n))
     assert (len(split.test), len(split.calibration)) == (n // 10, n // 10)
-    assert all((one == two).all() for one, two in zip(split, split_parts(n, seed=3), strict=True))
-    assert any((one != two).any() for one, two in zip(split, split_parts(n, seed=4), strict=True))
+    assert all((one == two).all() for one, two in zip(split, split_examples(n, seed=3), strict=True))
+    assert any((one != two).any() for one, two in zip(split, split_examples(n, seed=4), strict=True))
 
 
 @pytest.mark.parametrize("n", [0, 9])
 def test_too_few_examples_are_refused(n: int) -> None:
     with pytest.raises(InputError, match=rf"{n} examples cannot be split .* Expected 10 or more"):
-        split_parts(n)
+        split_examples(n)
 
 
 # Judging

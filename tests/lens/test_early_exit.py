@@ -24,8 +24,9 @@ from matlens.lens.early_exit import (
     least_lam,
     thresholds,
 )
-from matlens.lens.quality import COLUMNS, as_substitute
+from matlens.lens.quality import as_substitute
 from matlens.lens.quality import prediction_quality as quality
+from matlens.storage.tables import COLUMNS
 
 MODELS = ("gpt2", "llama", "bert")
 Studies = Callable[[str], tuple[Readout, MapSet, Activations]]
