@@ -81,7 +81,7 @@ def main(
         groups.append(told.assign(read=read))
         places.append(place_table(found, kind_of, of_model, trace).assign(read=read))
     table = pd.concat(tables, ignore_index=True)
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
         "n_clusters": clusters, "method": of_model.method, "thresholds": thresholds,
         "n_sinks": int(trace.sinks.sum()), "n_unseen": int((commonness.counts == 0).sum()),
         "n_common": int(commonness.common.sum()),

@@ -30,7 +30,7 @@ from matlens.annotation import (
     write_concept_sheets,
 )
 from matlens.cli import options, report, run_script
-from matlens.models import identity
+from matlens.models import ModelIdentity
 from matlens.plots import concept_shares
 from matlens.storage import system_errors, write_results, write_text
 
@@ -63,7 +63,7 @@ def main(
     sample = draw_concept_sample(loaded, examples, per_layer=per_layer, k=top, seed=seed)
     written = write_concept_sheets(sample, out / f"{NAME}_sheets")
     origin = {
-        "model": identity.describe_model(loaded),
+        "model": ModelIdentity.from_model(loaded).to_json(),
         "data": examples.provenance,
         "seed": seed,
         "sheet": sheet_code(sample),

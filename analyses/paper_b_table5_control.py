@@ -44,10 +44,10 @@ from matlens.control import (
     toxicity_estimates,
     word_filter,
 )
-from matlens.corpora import FIELD, read_prompts
+from matlens.corpora import PROMPT_FIELD, read_prompts
 from matlens.ffn import Projection, ValueVector, ValueVectors, top_tokens_of_all, values_with_tokens
 from matlens.metrics import Estimate
-from matlens.models import identity, word_tokens
+from matlens.models import ModelIdentity, word_tokens
 from matlens.plots import toxicity_against_perplexity
 from matlens.storage import result_row, system_errors, write_text
 
@@ -81,7 +81,7 @@ def main(
     challenging: Annotated[
         bool, typer.Option("--challenging", help="Only the prompts that are marked as challenging.")
     ] = False,
-    field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = FIELD,
+    field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = PROMPT_FIELD,
     limit: Annotated[int | None, typer.Option(min=1, help="Read no more prompts than this.")] = None,
     grader: Annotated[str, typer.Option(help=f"{', '.join(GRADERS)}.")] = "profanity-check",
     value: Annotated[
@@ -146,7 +146,8 @@ def main(
             rows.append(line(run, name, part.name, "", "perplexity_ratio", ratio))
     table = pd.DataFrame(rows)
     origin = {
-        "model": identity.describe_model(loaded), "seed": seed, "grader": grader, "prompts": len(given),
+        "model": ModelIdentity.from_model(loaded).to_json(), "seed": seed, "grader": grader,
+        "prompts": len(given),
         "samples": samples or "greedy", "n_tokens": CONTINUATION_TOKENS, "corpus": part.fingerprint,
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),

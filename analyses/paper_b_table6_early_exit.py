@@ -14,7 +14,7 @@ where it was.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -73,9 +73,9 @@ def main(
     )  # fmt: skip
     table = summarize_exits(found.judged, trace.n_layers)
     show(table, trace.n_layers)
-    told = {"model": values.model_name, "corpus": trace.provenance["data"]["corpus"], "n": len(trace)}
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
-        "clusters": groups.provenance, "splits": splits, "folds": folds, "fewest": fewest,
+    told: dict[str, Any] = {"model": values.identity.name, "corpus": trace.provenance.corpus, "n": len(trace)}
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
+        "clusters": groups.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
         "penalties": found.penalties,
         "accuracy": {method: [one.accuracy for one in each] for method, each in found.judged.items()},
         "chance": {method: [one.chance for one in each] for method, each in found.judged.items()},

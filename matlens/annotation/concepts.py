@@ -111,7 +111,7 @@ def draw_concept_sample(
             for name, ids in zip(names[kind], projection.top(drawn[kind], k).ids.tolist(), strict=True):
                 texts = map(visible, token_texts(projection.tokenizer, ids))
                 tokens = list(zip(ids, texts, strict=True))
-                items.append(((values.model_name, source, kind, layer, name), tokens))
+                items.append(((values.identity.name, source, kind, layer, name), tokens))
     order = generator.permutation(len(items))
     rows = [
         (item, *items[index][0], rank, *token)

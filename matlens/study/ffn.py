@@ -69,5 +69,5 @@ def clustered(
     InputError
         More clusters than vectors, or a vector without a direction.
     """
-    name = f"{slug(values.model_name)}--{n_clusters}-{method_within(len(values), memory)}"
+    name = f"{slug(values.identity.name)}--{n_clusters}-{method_within(len(values), memory)}"
     return Clusters.fit(values, n_clusters, memory=memory, folder=out / "clusters" / name)
