@@ -6,13 +6,26 @@ import ast
 import re
 import shlex
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import pytest
-from blocks import NOTEBOOKS, PAGES, PROJECT, Runner, check_make, check_script, run_notebook, shrink
+from blocks import (
+    NOTEBOOKS,
+    PAGES,
+    PROJECT,
+    Runner,
+    blocks_of,
+    check_make,
+    check_script,
+    run_notebook,
+    shrink,
+)
 from blocks import small_load as small_load
 from blocks import small_models as small_models
 from blocks import small_world as small_world
+
+import matlens
 
 
 def name_of(path: Path) -> str:
@@ -50,14 +63,25 @@ def test_commands_and_paths_in_the_text_are_there(path: Path) -> None:
             assert (PROJECT / code).exists(), code
 
 
+def now_of(path: Path) -> str:
+    """Text of a page, without the first column of the changelog's table of names."""
+    text = path.read_text()
+    return re.sub(r"^\|.*?\|", "", text, flags=re.MULTILINE) if path.name == "CHANGELOG.md" else text
+
+
+@pytest.mark.parametrize("path", [*PAGES, PROJECT / "CHANGELOG.md"], ids=name_of)
+def test_names_of_rooms_in_the_text_are_there(path: Path) -> None:
+    for code in re.findall(r"(?<!`)`(?:matlens\.)?((?:\w+\.)+\w+)(?:\(.*?\))?`(?!`)", now_of(path)):
+        room, *names = code.split(".")
+        if room in matlens.__all__ and not names[-1].endswith(("py", "md")):
+            reduce(getattr, names, getattr(matlens, room))
+
+
 @pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=name_of)
 def test_python_imports_only_from_rooms(path: Path) -> None:
-    text = path.read_text()
-    code = (
-        [text]
-        if path in NOTEBOOKS
-        else re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    )
+    code = [path.read_text()]
+    if path in PAGES:
+        code = [block.source for block in blocks_of(path) if block.language.startswith("python")]
     for node in (node for block in code for node in ast.walk(ast.parse(block))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
