@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
-from ffn.test_events import make_trace
 from matplotlib.axes import Axes
+from traces import make_trace
 
 from matlens.ffn.events import event_scores, saturation_frequency, update_scores
 from matlens.ffn.trace import Trace
