@@ -131,7 +131,7 @@ class Clusters:
             labels,
             folder=folder,
         )
-        return cls(rows[_LABELS][:, 0].numpy(), Provenance.from_config(config))
+        return cls._from_rows(config, rows)
 
     @classmethod
     def load(cls, folder: str | Path) -> Clusters:
@@ -143,12 +143,16 @@ class Clusters:
             The folder holds no clusters, or they are damaged.
         """
         config, _, rows = read_rows(folder, HOLDS)
+        return cls._from_rows(config, rows)
+
+    @classmethod
+    def _from_rows(cls, config: dict[str, Any], rows: dict[str, Tensor]) -> Clusters:
         provenance, labels = Provenance.from_config(config), rows[_LABELS][:, 0].numpy()
         expected = provenance.details["n_clusters"]
         if not np.array_equal(np.unique(labels), np.arange(expected)):
             raise InputError(
-                f"The clusters in {folder} cannot be read: expected labels from 0 to {expected - 1}. The "
-                "folder is damaged: remove it and make it anew."
+                f"The clusters cannot be read: expected labels from 0 to {expected - 1}. The folder is damaged: "
+                "remove it and make it anew."
             )
         return cls(labels, provenance)
 

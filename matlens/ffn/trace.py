@@ -222,9 +222,9 @@ class _Watch:
                 before = self._readout.logits(x).argmax(-1)
                 logits = self._readout.logits(batch.vectors[self._after[layer]][part])
                 above = logits > logits.gather(1, before[:, None])
-                found["before"][part, layer, 0] = before.cpu()
-                found["after"][part, layer, 0] = logits.argmax(-1).cpu()
-                found["rank"][part, layer, 0] = above.sum(1).cpu()
+                found["before"][part, layer, 0] = before.int().cpu()
+                found["after"][part, layer, 0] = logits.argmax(-1).int().cpu()
+                found["rank"][part, layer, 0] = above.sum(1).int().cpu()
                 found["norm"][part, layer, 0] = batch.vectors[self._after[layer]][part].norm(dim=1)
         final = found["after"][:, -1, 0].long()
         for layer in range(n_layers):
