@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,7 +37,10 @@ from matlens.models.vocabulary import token_texts, visible
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 HOLDS, _LABELS = "clusters", "labels"
-N_CLUSTERS, MEMORY_GIB = 10_000, 4.0
+N_CLUSTERS = 10_000
+"""How many clusters there are unless another number is given, as in the paper."""
+MEMORY_GIB = 4.0
+"""Memory in GiB that exact clusters may take unless another limit is given."""
 EXACT, NEIGHBOURS = "exact", "neighbours"
 NEAR = 10  # neighbours of each vector in the graph
 _DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
@@ -151,8 +155,8 @@ class Clusters:
         expected = provenance.details["n_clusters"]
         if not np.array_equal(np.unique(labels), np.arange(expected)):
             raise InputError(
-                f"The clusters cannot be read: expected labels from 0 to {expected - 1}. The folder is damaged: "
-                "remove it and make it anew."
+                f"The clusters cannot be read: expected labels from 0 to {expected - 1}. The folder is "
+                "damaged: remove it and make it anew."
             )
         return cls(labels, provenance)
 
