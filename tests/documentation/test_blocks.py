@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from blocks import (
@@ -87,6 +88,12 @@ def test_python_imports_only_from_rooms(path: Path) -> None:
         names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
         for name in names:
             assert name.partition(".")[0] != "matlens" or name.count(".") <= 1, f"{name} is a third level"
+
+
+def test_the_page_of_the_house_has_every_room() -> None:
+    rooms = {name for name in matlens.__all__ if isinstance(getattr(matlens, name), ModuleType)}
+    rows = re.findall(r"^\| (`.*?) \|", (PROJECT / "docs" / "house.md").read_text(), flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == rooms | {"errors"}
 
 
 @pytest.mark.parametrize(
