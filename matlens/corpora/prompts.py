@@ -9,7 +9,9 @@ from typing import Any
 from matlens.corpora.sources import json_rows, numbered_lines, replace_surrogates, text_of_row
 from matlens.errors import InputError
 
-PROMPT_FIELD, CHALLENGING_FIELD = "prompt", "challenging"
+PROMPT_FIELD = "prompt"
+"""Field of JSON lines that holds a prompt unless another is given."""
+CHALLENGING_FIELD = "challenging"
 
 
 def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bool = False) -> list[str]:
