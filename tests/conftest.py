@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import jaxtyping
 import pytest
 import torch
 import transformers
@@ -106,6 +107,13 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _types(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types and shapes are checked in every call, but where a test is about input that is refused."""
+    if request.node.get_closest_marker("refused") is not None:
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFast:

@@ -133,7 +133,6 @@ def _finished_with(folder: str | Path | None, names: Sequence[str]) -> list[str]
     return None
 
 
-@torch.inference_mode()
 def stream(
     model: TransformerBridge,
     examples: Examples,
@@ -182,6 +181,7 @@ class _AllSeen(Exception):
     """Ends a forward pass: every wanted vector is there."""
 
 
+@torch.inference_mode()
 def _run(
     model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
