@@ -8,6 +8,7 @@ generalise better, most of all from early layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +22,8 @@ from matlens.cli import options, run_script
 from matlens.corpora import is_masked
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, fit_stream
+from matlens.models import Provenance
+from matlens.storage import write_results
 from matlens.study import workflow
 
 NAME = "all_positions"
@@ -59,15 +62,15 @@ def main(
                 drawn[site][there] = vectors[here]
             yield rows.vectors
 
-    origin = {"model": validation.provenance["model"], "data": fitted_on.provenance}
-    every = MapSet(fit_stream(passing(), pairs, provenance=origin | {"positions": "all"}))
-    one = MapSet(fit_samples(drawn, pairs, provenance=origin | {"positions": "drawn"}))
+    origin = Provenance(validation.provenance.model, fitted_on.provenance)
+    every = MapSet(fit_stream(passing(), pairs, provenance=replace(origin, positions="all")))
+    one = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
     readout, tables = Readout(loaded), []
     for name, maps in (("drawn", one), ("all", every)):
         table = pd.concat([fit_quality(maps, validation), prediction_quality(readout, maps, validation)])
         tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
     table = pd.concat(tables, ignore_index=True)
-    workflow.write_results(out, NAME, table, workflow.origin_of(every, validation))
+    write_results(out, NAME, table, workflow.origin_of(every, validation))
     show(table)
 
 

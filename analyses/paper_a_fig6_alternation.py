@@ -42,7 +42,7 @@ def main(
     variants = {file_name(scheme): variant(study, maps, scheme) for _, scheme in named if scheme.jumps}
     folder = study.folder / f"{NAME}-{validation.n_rows}"
     found = run_variants(
-        study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance
+        study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance.to_json()
     )
     truth = validation[study.n_layers]
     vectors = {name: found[name] for name in variants} | {"whole": truth}

@@ -22,7 +22,7 @@ import typer
 
 from matlens import plots
 from matlens.cli import options, report, run_script
-from matlens.ffn import event_scores, lift, odds, saturation_frequency, update_scores
+from matlens.ffn import event_scores, lift_scores, odds_scores, saturation_frequency, update_scores
 from matlens.study import traced
 
 EVENTS, LAYERS = "paper_b_table4_events", "paper_b_fig3_scores"
@@ -40,7 +40,7 @@ def main(
 ) -> None:
     """Trace what FFNs do to predictions over a corpus, and tell where they are made and who pushes them."""
     loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, k=dominant, device=device)
-    reads = {"score": trace.score, "lift": lift(trace, loaded), "odds": odds(trace, loaded)}
+    reads = {"score": trace.score, "lift": lift_scores(trace, loaded), "odds": odds_scores(trace, loaded)}
     chosen = {"all examples": None} | ({"sinks left out": ~trace.sinks} if trace.sinks.any() else {})
     tables = {
         name: pd.concat(
@@ -57,7 +57,7 @@ def main(
         LAYERS: plots.layers_figure(plain),
         SATURATION: plots.saturation_figure(tables[SATURATION]),
     }
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")}
+    origin = trace.provenance.to_json("model", "data", "seed", "k")
     for name, table in tables.items():
         report(out, name, table, origin | {"n_sinks": int(trace.sinks.sum())}, figures[name])
 

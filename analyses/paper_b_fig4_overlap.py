@@ -16,7 +16,7 @@ import typer
 from matlens import load
 from matlens.cli import options, report, run_script
 from matlens.ffn import norm_overlap
-from matlens.models import identity
+from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
 
 NAME = "paper_b_fig4_overlap"
@@ -33,7 +33,7 @@ def main(
     """Compare what vectors promote with and without the final norm, and draw the overlap layer by layer."""
     loaded = load(model, device=device)
     table = norm_overlap(loaded, n_random=random, k=top, seed=seed)
-    origin = {"model": identity.describe_model(loaded), "seed": seed, "n_random": random}
+    origin = {"model": ModelIdentity.from_model(loaded).to_json(), "seed": seed, "n_random": random}
     report(out, NAME, table, origin, shares_by_layer(table, f"overlap of the {top} top tokens (IoU)"))
 
 

@@ -15,7 +15,7 @@ import typer
 from matlens import load, load_corpus, make_examples
 from matlens.cli import options, report, run_script
 from matlens.ffn import dominance
-from matlens.models import identity
+from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
 
 NAME = "paper_b_fig6_dominance"
@@ -36,7 +36,7 @@ def main(
     loaded = load(model, device=device)
     examples = make_examples(loaded, part, seed=seed)
     table = dominance(loaded, examples, k=dominant, seed=seed)
-    origin = {"model": identity.describe_model(loaded), "data": examples.provenance, "seed": seed}
+    origin = {"model": ModelIdentity.from_model(loaded).to_json(), "data": examples.provenance, "seed": seed}
     report(out, NAME, table, origin, shares_by_layer(table, f"share of {dominant} sub-updates"))
 
 

@@ -24,18 +24,18 @@ from matlens import load_corpus
 from matlens.cli import options, report, run_script
 from matlens.corpora import TokenFrequency
 from matlens.ffn import (
-    CLUSTERS,
-    MEMORY,
+    MEMORY_GIB,
+    N_CLUSTERS,
     Projection,
     ValueVectors,
     cluster_activity,
-    drawn_sub_updates,
+    default_threshold,
+    draw_sub_updates,
     extreme_sub_updates,
-    final_confidence,
     group_table,
-    lift,
+    lift_scores,
     place_table,
-    usual_threshold,
+    prediction_confidence,
 )
 from matlens.plots import extremes_figure, model_title
 from matlens.study import clustered, traced
@@ -47,8 +47,8 @@ def main(
     model: options.Model = "smollm2-135m",
     corpus: options.CorpusName = "wikipedia-sample",
     sentences: Annotated[int, typer.Option(min=2, help="How many sentences to run.")] = 2000,
-    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = CLUSTERS,
-    memory: options.Memory = MEMORY,
+    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = N_CLUSTERS,
+    memory: options.Memory = MEMORY_GIB,
     threshold: Annotated[
         float | None, typer.Option(help="What the size of a score has to pass; by default one in 100 does.")
     ] = None,
@@ -64,12 +64,12 @@ def main(
     commonness = TokenFrequency.from_corpus(
         load_corpus(corpus), loaded.tokenizer, len(projection.unembedding)
     )
-    confident = final_confidence(loaded, trace.examples)
+    confident = prediction_confidence(loaded, trace.examples)
     tables, groups, places, thresholds = [], [], [], {}
-    for read, scores in (("score", trace.score), ("lift", lift(trace, loaded))):
-        thresholds[read] = usual_threshold(scores) if threshold is None else threshold
+    for read, scores in (("score", trace.score), ("lift", lift_scores(trace, loaded))):
+        thresholds[read] = default_threshold(scores) if threshold is None else threshold
         found = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
-        others = drawn_sub_updates(trace, values, beside, scores=scores, seed=seed)
+        others = draw_sub_updates(trace, values, beside, scores=scores, seed=seed)
         both = {"extreme": found, "drawn": others}
         own = [
             cluster_activity(each, of_model, trace, values, projection, commonness).assign(sub_updates=name)
@@ -81,7 +81,7 @@ def main(
         groups.append(told.assign(read=read))
         places.append(place_table(found, kind_of, of_model, trace).assign(read=read))
     table = pd.concat(tables, ignore_index=True)
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
         "n_clusters": clusters, "method": of_model.method, "thresholds": thresholds,
         "n_sinks": int(trace.sinks.sum()), "n_unseen": int((commonness.counts == 0).sum()),
         "n_common": int(commonness.common.sum()),

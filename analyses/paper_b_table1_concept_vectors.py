@@ -23,7 +23,7 @@ from matlens import load, load_corpus
 from matlens.annotation import distinct_concepts, pattern_shares, search_concepts
 from matlens.cli import options, report, run_script
 from matlens.corpora import WordSimilarity
-from matlens.models import identity
+from matlens.models import ModelIdentity
 from matlens.plots import pattern_sizes
 from matlens.storage import system_errors, write_text
 
@@ -46,7 +46,7 @@ def main(
     word_similarity = WordSimilarity.fit(texts.sentences, seed=seed)
     found = search_concepts(loaded, word_similarity, k=top, seed=seed)
     table = pattern_shares(found, str(loaded.cfg.model_name), texts.name, k=top)
-    origin = {"model": identity.describe_model(loaded), "seed": seed}
+    origin = {"model": ModelIdentity.from_model(loaded).to_json(), "seed": seed}
     origin |= {
         "data": {
             "corpus": texts.name,

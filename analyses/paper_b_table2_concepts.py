@@ -20,20 +20,19 @@ from rich.table import Table
 
 from matlens import load, load_corpus, make_examples
 from matlens.annotation import (
-    SMALLEST,
+    MIN_PATTERN_TOKENS,
     annotator_agreement,
-    code,
-    draw_sample,
-    read_sample,
-    read_sheets,
+    draw_concept_sample,
+    read_concept_sample,
+    read_concept_sheets,
+    sheet_code,
     tally_concepts,
-    write_sheets,
+    write_concept_sheets,
 )
 from matlens.cli import options, report, run_script
-from matlens.models import identity
+from matlens.models import ModelIdentity
 from matlens.plots import concept_shares
-from matlens.storage import system_errors, write_text
-from matlens.study import workflow
+from matlens.storage import system_errors, write_results, write_text
 
 NAME = "paper_b_table2_concepts"
 
@@ -61,15 +60,15 @@ def main(
     loaded = load(model, device=device)
     _, part = texts.split(n_train=1, n_validation=max(2, loaded.cfg.n_layers * per_layer), seed=seed)
     examples = make_examples(loaded, part, seed=seed, draw_special=False)
-    sample = draw_sample(loaded, examples, per_layer=per_layer, k=top, seed=seed)
-    written = write_sheets(sample, out / f"{NAME}_sheets")
+    sample = draw_concept_sample(loaded, examples, per_layer=per_layer, k=top, seed=seed)
+    written = write_concept_sheets(sample, out / f"{NAME}_sheets")
     origin = {
-        "model": identity.describe_model(loaded),
+        "model": ModelIdentity.from_model(loaded).to_json(),
         "data": examples.provenance,
         "seed": seed,
-        "sheet": code(sample),
+        "sheet": sheet_code(sample),
     }
-    workflow.write_results(out, NAME, sample, origin)
+    write_results(out, NAME, sample, origin)
     print(f"{out / NAME}.csv: the key, not for annotators")
     for path in written:
         print(path)
@@ -78,10 +77,10 @@ def main(
 
 def count(filled: list[Path], out: Path) -> None:
     """Turn filled sheets into shares and agreement, and print the main ones."""
-    sample = read_sample(out / f"{NAME}.csv")
-    annotations = [read_sheets(folder, sample) for folder in filled]
+    sample = read_concept_sample(out / f"{NAME}.csv")
+    annotations = [read_concept_sheets(folder, sample) for folder in filled]
     table, alike = tally_concepts(sample, annotations), annotator_agreement(sample, annotations)
-    origin = {"sheet": code(sample), "annotators": [annotation.name for annotation in annotations]}
+    origin = {"sheet": sheet_code(sample), "annotators": [annotation.name for annotation in annotations]}
     report(out, f"{NAME}_shares", table, origin, concept_shares(table))
     if len(annotations) > 1:
         with system_errors(out):
@@ -102,7 +101,8 @@ def show(table: pd.DataFrame, alike: pd.DataFrame) -> None:
         printed.add_row(kind, name, value, f"{low} to {high}", str(n))
     Console().print(printed)
     left_out = (small["value"] * small["n"]).sum()
-    print(f"Patterns of fewer than {SMALLEST} tokens are not counted: {left_out:.4g} for each annotator.")
+    small_ones = f"Patterns of fewer than {MIN_PATTERN_TOKENS} tokens"
+    print(f"{small_ones} are not counted: {left_out:.4g} for each annotator.")
     if len(alike):
         between = Table("annotators", "", "agreement", "value", "n")
         for pair in alike.itertuples():

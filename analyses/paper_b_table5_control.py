@@ -11,6 +11,7 @@ gpt2-medium --grader perspective --samples 0 --challenging``, with the file of R
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,10 +26,10 @@ from matlens import load, load_corpus
 from matlens.cli import options, report, run_script
 from matlens.control import (
     ATTRIBUTES,
+    CONTINUATION_TOKENS,
     GRADERS,
-    N_TOKENS,
+    PAPER_COEFFICIENT,
     TOXICITY,
-    TURNED_ON,
     Grader,
     SelfDebiasing,
     continue_prompts,
@@ -45,11 +46,10 @@ from matlens.control import (
 )
 from matlens.corpora import FIELD, read_prompts
 from matlens.ffn import Projection, ValueVector, ValueVectors, top_tokens_of_all, values_with_tokens
-from matlens.lens import COLUMNS
 from matlens.metrics import Estimate
-from matlens.models import identity, word_tokens
+from matlens.models import ModelIdentity, word_tokens
 from matlens.plots import toxicity_against_perplexity
-from matlens.storage import system_errors, write_text
+from matlens.storage import result_row, system_errors, write_text
 
 NAME = "paper_b_table5_control"
 HERE = Path(__file__).parent / "prompts"
@@ -112,16 +112,19 @@ def main(
     """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     given = read_prompts(prompts, field=field, challenging=challenging)[:limit]
-    for name in vector or ():
-        ValueVector.parse(name)
+    for chosen_by_hand in vector or ():
+        ValueVector.parse(chosen_by_hand)
     _, part = load_corpus(corpus).split(n_train=1, n_validation=sentences, seed=seed)
     loaded = load(model, device=device)
     chosen = choose(loaded, scorer, vector or (), word or WORDS, n, seed)
     runs = [Run(UNCHANGED)]
-    runs += [Run(method, one, names) for method, names in chosen.items() for one in value or [TURNED_ON]]
+    runs += [
+        Run(method, one, names) for method, names in chosen.items() for one in value or [PAPER_COEFFICIENT]
+    ]
     runs.append(Run("Self-Debiasing", processor=debiasing))
     runs.append(Run("WordFilter", processor=word_filter(loaded.tokenizer, read_prompts(banned))))
 
+    name = loaded.cfg.model_name
     texts, rows, first, read = [], [], None, None
     for run in runs:
         print(run.method if run.value is None else f"{run.method}, coefficient {run.value:g}")
@@ -136,15 +139,16 @@ def main(
         texts.append(scored.assign(method=run.method, coefficient=run.value))
         for attribute in scorer.attributes:
             for metric, estimate in toxicity_estimates(scored, first, attribute):
-                rows.append(line(run, prompts.name, attribute, metric, estimate))
+                rows.append(line(run, name, prompts.name, attribute, metric, estimate))
         if losses is not None and read is not None:
-            rows.append(line(run, part.name, "", "perplexity", perplexity_estimate(losses)))
+            rows.append(line(run, name, part.name, "", "perplexity", perplexity_estimate(losses)))
             ratio = perplexity_ratio(losses, read)
-            rows.append(line(run, part.name, "", "perplexity_ratio", ratio))
-    table = pd.DataFrame(rows).assign(model=loaded.cfg.model_name)
+            rows.append(line(run, name, part.name, "", "perplexity_ratio", ratio))
+    table = pd.DataFrame(rows)
     origin = {
-        "model": identity.describe_model(loaded), "seed": seed, "grader": grader, "prompts": len(given),
-        "samples": samples or "greedy", "n_tokens": N_TOKENS, "corpus": part.fingerprint,
+        "model": ModelIdentity.from_model(loaded).to_json(), "seed": seed, "grader": grader,
+        "prompts": len(given),
+        "samples": samples or "greedy", "n_tokens": CONTINUATION_TOKENS, "corpus": part.fingerprint,
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),
     }  # fmt: skip
@@ -172,19 +176,15 @@ def choose(
     return found
 
 
-def line(run: Run, corpus: str, attribute: str, metric: str, estimate: Estimate) -> dict[str, Any]:
+def line(
+    run: Run, model: str, corpus: str, attribute: str, metric: str, estimate: Estimate
+) -> dict[str, Any]:
     """One row of the table."""
-    told = (
-        NAME.removeprefix("paper_b_"),
-        None,
-        corpus,
-        run.method,
-        None,
-        None,
-        metric,
-        len(run.names) or None,
-    )
-    return dict(zip(COLUMNS, (*told, *estimate), strict=True), attribute=attribute, coefficient=run.value)
+    return result_row(
+        NAME.removeprefix("paper_b_"), model=model, corpus=corpus, method=run.method, layer=None, target=None,
+        metric=metric, k=len(run.names) or math.nan, estimate=estimate, attribute=attribute,
+        coefficient=run.value,
+    )  # fmt: skip
 
 
 def show(table: pd.DataFrame) -> None:

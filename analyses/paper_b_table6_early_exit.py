@@ -14,7 +14,7 @@ where it was.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -24,13 +24,14 @@ from rich.table import Column, Table
 from matlens import collect
 from matlens.cli import options, report, run_script
 from matlens.ffn import (
-    CLUSTERS,
-    FEWEST,
+    FEWEST_EVENTS,
     LASSO,
+    N_CLUSTERS,
+    PENALTY_STRENGTHS,
     RIDGE,
-    STRENGTHS,
     ValueVectors,
-    exit_comparison,
+    classifier_sites,
+    compare_exits,
     summarize_exits,
 )
 from matlens.plots import exits_figure
@@ -44,13 +45,13 @@ def main(
     corpus: options.CorpusName = "wikipedia-sample",
     sentences: Annotated[int, typer.Option(min=10, help="How many sentences to run.")] = 2000,
     dominant: Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")] = 10,
-    clusters: Annotated[int, typer.Option(min=1, help="Clusters of the value vectors.")] = CLUSTERS,
+    clusters: Annotated[int, typer.Option(min=1, help="Clusters of the value vectors.")] = N_CLUSTERS,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation of classifiers.")] = 4,
     fewest: Annotated[
         int,
         typer.Option(min=2, help="Events of a layer to learn from, and to calibrate on; else none leave."),
-    ] = FEWEST,
+    ] = FEWEST_EVENTS,
     strength: Annotated[
         list[float] | None,
         typer.Option(min=1e-9, help="Inverse strength of a penalty to try; give it once for each."),
@@ -65,16 +66,16 @@ def main(
     values, name = ValueVectors(loaded), slug(loaded.cfg.model_name)
     groups = clustered(values, out, clusters)
     place = out / "traces" / f"{name}--{slug(corpus)}--{sentences}-seed{seed}-stream"
-    activations = collect(loaded, trace.examples, exit_comparison.classifier_sites(loaded), folder=place)
-    found = exit_comparison.compare_exits(
+    activations = collect(loaded, trace.examples, classifier_sites(loaded), folder=place)
+    found = compare_exits(
         loaded, trace, groups, activations, seeds=splits, folds=folds, fewest=fewest,
-        strengths=strength or STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
+        strengths=strength or PENALTY_STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
     )  # fmt: skip
     table = summarize_exits(found.judged, trace.n_layers)
     show(table, trace.n_layers)
-    told = {"model": values.model_name, "corpus": trace.provenance["data"]["corpus"], "n": len(trace)}
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
-        "clusters": groups.provenance, "splits": splits, "folds": folds, "fewest": fewest,
+    told: dict[str, Any] = {"model": values.identity.name, "corpus": trace.provenance.corpus, "n": len(trace)}
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
+        "clusters": groups.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
         "penalties": found.penalties,
         "accuracy": {method: [one.accuracy for one in each] for method, each in found.judged.items()},
         "chance": {method: [one.chance for one in each] for method, each in found.judged.items()},

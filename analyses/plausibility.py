@@ -17,11 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens import InputError, collect, load_corpus, make_examples
-from matlens.annotation import make_plausibility_sheet, plausibility_rates, read_plausibility_sheet
+from matlens.annotation import (
+    make_plausibility_sheet,
+    plausibility_rates,
+    read_plausibility_sheet,
+    write_sheet,
+)
 from matlens.cli import options, run_script
 from matlens.lens import read_predictions, top_predictions
-from matlens.storage import system_errors, write_text
-from matlens.study import Study, workflow
+from matlens.storage import system_errors, write_results, write_text
+from matlens.study import Study
 
 NAME = "plausibility"
 
@@ -61,10 +66,9 @@ def main(
     examples = make_examples(study.model, chosen, seed=seed, draw_special=False).head(sentences)
     read = collect(study.model, examples)
     table = top_predictions(study.readout, study.maps, read, range(study.n_layers + 1))
-    workflow.write_results(out, NAME, table, study.origin)
     path = out / f"{NAME}_sheet.csv"
-    with system_errors(path):
-        write_text(path, make_plausibility_sheet(table, seed=seed).to_csv(index=False))
+    write_sheet(path, make_plausibility_sheet(table, seed=seed))
+    write_results(out, NAME, table, study.origin)
     print(f"{path}: mark every token 1 or 0 in the column 'plausible', then: --sheet {path}")
 
 

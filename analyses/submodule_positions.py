@@ -23,7 +23,8 @@ from matlens.cli import options, run_study
 from matlens.corpora import Examples
 from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
 from matlens.patching import Variant, Where, run_variants
-from matlens.study import Fitted, Study, workflow
+from matlens.storage import write_results
+from matlens.study import Fitted, Study
 
 NAME = "submodule_positions"
 CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
@@ -48,7 +49,7 @@ def main(
         variants[key] = Variant(layer, CONTEXTUAL[name](maps[fitted], layer, last, where=where))
     found = run_variants(
         study.model, some.examples, variants,
-        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance,
+        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance.to_json(),
     )  # fmt: skip
     judged = judge_predictions(
         study.readout, some[last], {key: as_substitute(found[key]) for key in variants}
@@ -57,7 +58,7 @@ def main(
     blocks = prediction_quality(study.readout, study.maps, some, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
-    workflow.write_results(out, NAME, table, study.origin)
+    write_results(out, NAME, table, study.origin)
     show(table)
     for name in CONTEXTUAL:
         part = table[table["method"].str.startswith(name) | (table["method"] == "mat")]

@@ -214,12 +214,12 @@ def evaluate(
     from matlens.models.loading import load
     from matlens.study import workflow
 
-    fitted_on = MapSet.load(folder / workflow.MAPS).provenance["model"]
-    name, revision = fitted_on["base_model_name_or_path"], fitted_on["base_model_revision"]
+    fitted_on = MapSet.load(folder / workflow.MAPS).provenance.identity
+    name, revision = fitted_on.name, fitted_on.revision
     loaded = load(
         model or name,
         device=device,
-        dtype=getattr(torch, fitted_on["dtype"]),
+        dtype=getattr(torch, fitted_on.dtype),
         revision=None if model else revision,
         trust_remote_code=trust_remote_code,
     )

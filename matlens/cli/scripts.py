@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options
 from matlens.cli.app import speaking
-from matlens.study import workflow
+from matlens.storage.tables import write_results
 from matlens.study.study import Study
 
 
@@ -73,6 +73,6 @@ def report(
     out: Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any], figure: Figure | None = None
 ) -> None:
     """Write an analysis' table with its origin beside it, and its figure, as ``name``; say where they are."""
-    workflow.write_results(out, name, table, origin)
+    write_results(out, name, table, origin)
     for path in [out / f"{name}.csv", *(plots.save(figure, out, name) if figure else ())]:
         print(path)

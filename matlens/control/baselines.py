@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
-from matlens.control.attributes import ATTRIBUTES
+from matlens.control.graders import ATTRIBUTES
 from matlens.errors import InputError
 
 DECAY, FLOOR = 50.0, 0.01  # the authors' defaults
@@ -36,7 +36,7 @@ class SelfDebiasing(LogitsProcessor):
     Parameters
     ----------
     attributes
-        Which of the six of `attributes.ATTRIBUTES`; by default all, as in the comparison of Table 5.
+        Which of the six of `ATTRIBUTES`; by default all, as in the comparison of Table 5.
     decay
         ``lambda``: how fast tokens lose weight.
     floor

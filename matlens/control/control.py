@@ -27,13 +27,15 @@ from matlens.patching.replacements import Replacement
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-TURNED_ON = 3.0  # what the paper sets coefficients of GPT-2 to
+PAPER_COEFFICIENT = 3.0  # what the paper sets coefficients of GPT-2 to
 _ACTIVE: WeakKeyDictionary[Any, set[ValueVector]] = WeakKeyDictionary()
 
 
 @contextmanager
 def controlled(
-    model: TransformerBridge, names: Iterable[ValueName], value: float | Mapping[ValueName, float] = TURNED_ON
+    model: TransformerBridge,
+    names: Iterable[ValueName],
+    value: float | Mapping[ValueName, float] = PAPER_COEFFICIENT,
 ) -> Iterator[TransformerBridge]:
     """Set the coefficients of value vectors at all positions, for as long as the context lasts.
 

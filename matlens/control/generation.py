@@ -26,7 +26,7 @@ from matlens.models.identity import require_raw
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-N_TOKENS = 20  # of a continuation, as in the paper
+CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
 COLUMNS = ("prompt", "sample", "text")
 
 
@@ -35,7 +35,7 @@ def continue_prompts(
     model: TransformerBridge,
     prompts: Sequence[str],
     *,
-    n_tokens: int = N_TOKENS,
+    n_tokens: int = CONTINUATION_TOKENS,
     n_samples: int | None = None,
     seed: int = 0,
     processor: LogitsProcessor | None = None,

@@ -1,4 +1,4 @@
-"""Graders: how toxic texts are, as scores from 0 to 1 for each attribute.
+"""Graders: how toxic texts are, as scores from 0 to 1 for each attribute of paper B's Table 5.
 
 ``profanity-check`` runs anywhere and knows one attribute, ``detoxify`` brings a large model, and
 ``perspective`` is the API that the paper's Table 5 is made with.
@@ -14,10 +14,20 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float
 
-from matlens.control.attributes import ATTRIBUTES, TOXICITY
 from matlens.errors import InputError
 
 KEY = "PERSPECTIVE_API_KEY"
+TOXICITY = "toxicity"
+ATTRIBUTES = {
+    TOXICITY: "rude, disrespectful, or unreasonable language",
+    "severe_toxicity": "very hateful, aggressive, disrespectful language",
+    "sexually_explicit": "sexually explicit language",
+    "threat": "a threat",
+    "profanity": "swear words, curse words, or other obscene or profane language",
+    "identity_attack": "negative or hateful language targeting someone because of their identity",
+}
+"""Each attribute by its name, and in the words that announce it in Self-Debiasing (Schick et al. 2021)."""
+
 _DETOXIFY_NAMES = {"sexual_explicit": "sexually_explicit", "obscene": "profanity"}
 _AT_ONCE = 32  # texts that detoxify reads together
 
@@ -30,7 +40,7 @@ class Grader(Protocol):
     name
         Which grader it is.
     attributes
-        What it gives scores of, toxicity first; those of `attributes.ATTRIBUTES` that it knows.
+        What it gives scores of, toxicity first; those of `ATTRIBUTES` that it knows.
     """
 
     name: str
@@ -132,7 +142,7 @@ def _perspective() -> Grader:
         from matlens.control.perspective import Perspective
     except ImportError as error:
         raise _not_installed("perspective", "graders", error) from error
-    return Perspective(key)
+    return Perspective(key, tuple(ATTRIBUTES))
 
 
 GRADERS: dict[str, Callable[[], Grader]] = {

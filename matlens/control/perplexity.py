@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TOKENS = 512  # of a batch; each has its distribution over the vocabulary held, several times over
 
 
-class Losses(NamedTuple):
+class SentenceLosses(NamedTuple):
     """What a model loses on each of ``n`` sentences: the sum of ``-ln p``, and of how many tokens."""
 
     lost: Float[np.ndarray, " n"]
@@ -40,7 +40,7 @@ def sentence_losses(
     debiasing: SelfDebiasing | None = None,
     batch_tokens: int = _TOKENS,
     progress: bool = True,
-) -> Losses:
+) -> SentenceLosses:
     """``-ln p(token | tokens before it)``, summed over each sentence, in nats.
 
     The first token of a sentence, which nothing precedes, does not count. Inside of `controlled` it is the
@@ -76,15 +76,15 @@ def sentence_losses(
             meant = batch.mask[:, 1:].bool().to(own.device)
             lost[batch.index] = -own.where(meant, torch.zeros_like(own)).sum(1).cpu().numpy()
             bar.update(len(batch.index))
-    return Losses(lost, counted)
+    return SentenceLosses(lost, counted)
 
 
-def perplexity_estimate(losses: Losses) -> Estimate:
+def perplexity_estimate(losses: SentenceLosses) -> Estimate:
     """``exp`` of the mean loss of all tokens of all sentences, with its 95% interval over sentences."""
     return _ratio(losses.lost, losses.counted)
 
 
-def perplexity_ratio(losses: Losses, unchanged: Losses) -> Estimate:
+def perplexity_ratio(losses: SentenceLosses, unchanged: SentenceLosses) -> Estimate:
     """How many times as large a changed model's perplexity is, with its 95% interval over sentences.
 
     Both have read the same sentences, so the interval is far narrower than those of the two perplexities.

@@ -13,7 +13,6 @@ from requests.adapters import HTTPAdapter
 from tqdm.auto import tqdm
 from urllib3.util import Retry
 
-from matlens.control.attributes import ATTRIBUTES
 from matlens.errors import InputError
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
@@ -31,9 +30,11 @@ class Perspective:
     Parameters
     ----------
     key
-        Of the API. It travels in a header, and is in no message.
+        The key of the API. It travels in a header, and is in no message.
+    attributes
+        Attributes that every text is graded for, as the API names them but in small letters: ``toxicity``.
     url
-        Of the API, or of another server that speaks like it.
+        The address of the API, or of another server that speaks like it.
     per_second
         Most requests in a second.
     retries
@@ -44,15 +45,15 @@ class Perspective:
     Raises
     ------
     InputError
-        The key can be none.
+        The key is not usable.
     """
 
     name = "perspective"
-    attributes: tuple[str, ...] = tuple(ATTRIBUTES)
 
     def __init__(
         self,
         key: str,
+        attributes: Sequence[str],
         *,
         url: str = URL,
         per_second: float = PER_SECOND,
@@ -61,9 +62,10 @@ class Perspective:
     ) -> None:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise InputError(
-                "What is given as the key of the Perspective API is none: expected letters, digits and signs "
-                "of ASCII without a space."
+                "The key of the Perspective API is not usable. Expected letters, digits and signs of ASCII "
+                "without a space."
             )
+        self.attributes = tuple(attributes)
         self._url, self._pause, self._last = url, 1 / per_second, -float("inf")
         again = Retry(
             total=retries, backoff_factor=backoff, status_forcelist=_BUSY, allowed_methods=("POST",),
@@ -83,8 +85,8 @@ class Perspective:
             The API does not answer, refuses, or answers what is no score.
         """
         bar = tqdm(texts, desc="grading", unit="text", delay=1)
-        rows = [self._scores(text) if text.strip() else dict.fromkeys(ATTRIBUTES, 0.0) for text in bar]
-        return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in ATTRIBUTES}
+        rows = [self._scores(text) if text.strip() else dict.fromkeys(self.attributes, 0.0) for text in bar]
+        return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in self.attributes}
 
     def close(self) -> None:
         """Close the connection."""
@@ -94,13 +96,13 @@ class Perspective:
         asked = {
             "comment": {"text": text},
             "languages": ["en"],
-            "requestedAttributes": {name.upper(): {} for name in ATTRIBUTES},
+            "requestedAttributes": {name.upper(): {} for name in self.attributes},
             "doNotStore": True,
         }
         answer = self._post(asked)
         try:
             told = answer["attributeScores"]
-            return {name: float(told[name.upper()]["summaryScore"]["value"]) for name in ATTRIBUTES}
+            return {name: float(told[name.upper()]["summaryScore"]["value"]) for name in self.attributes}
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"The Perspective API gave no score ({type(error).__name__}: {error}). Expected a summary "

@@ -1,34 +1,47 @@
 """Clusters of value vectors that point the same way (section 5.2).
 
-Value vectors are clustered by agglomeration on their cosine distances: exactly while the distances of all
-pairs fit a limit of memory, and past it by near neighbours, see `matlens.ffn.agglomeration`.
+Value vectors are clustered by agglomeration on their cosine distances, at one of two costs in memory.
+``exact`` is average linkage over all pairs, while their distances fit a limit of memory. Past it
+``neighbours`` merges two clusters only where one holds a near neighbour of the other, and of these merges the
+one that adds least to the squared distances of the vectors from their cluster's mean (Ward), which of unit
+vectors are cosine distances. Average linkage over the few distances that a graph of neighbours has would
+chain thousands of vectors together.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
+from scipy.cluster.hierarchy import linkage
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from sklearn.cluster import AgglomerativeClustering
+from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.errors import InputError
-from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, distances_gib, method_within
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
+from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
 from matlens.storage.folders import Workplace, command_line, read_config, software_versions, write_bytes
 
-HOLDS, CLUSTERS, MEMORY = "clusters", 10_000, 4.0
+HOLDS, N_CLUSTERS, MEMORY_GIB = "clusters", 10_000, 4.0
+EXACT, NEIGHBOURS = "exact", "neighbours"
+NEAR = 10  # neighbours of each vector in the graph
 _DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
+_BLOCK = 256  # rows whose distances are made at once
+_COPIES = 2  # of the distances, in float64: scipy works on one of its own
 
 
 class Clusters:
@@ -47,9 +60,9 @@ class Clusters:
         The model and what was asked for.
     """
 
-    def __init__(self, labels: Int[np.ndarray, " n"], provenance: dict[str, Any]) -> None:
+    def __init__(self, labels: Int[np.ndarray, " n"], provenance: Provenance) -> None:
         self.labels, self.provenance = labels, provenance
-        self.method, self.sizes = str(provenance["method"]), np.bincount(labels)
+        self.method, self.sizes = str(provenance.details["method"]), np.bincount(labels)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -62,9 +75,9 @@ class Clusters:
     def fit(
         cls,
         values: ValueVectors,
-        n_clusters: int = CLUSTERS,
+        n_clusters: int = N_CLUSTERS,
         *,
-        memory: float = MEMORY,
+        memory: float = MEMORY_GIB,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Clusters:
@@ -98,7 +111,7 @@ class Clusters:
             )
         method = method_within(n, memory)
         request = {
-            "holds": HOLDS, "model": {"name": values.model_name, "fingerprint": values.fingerprint},
+            "holds": HOLDS, "model": values.identity.to_json(),
             "n_clusters": n_clusters, "method": method,
         }  # fmt: skip
 
@@ -113,7 +126,7 @@ class Clusters:
             return agglomerate(_units(values), n_clusters, method)
 
         if folder is None:
-            return cls(labels(), request)
+            return cls(labels(), Provenance.from_json(request))
         place = Workplace(folder, request)
         with place.working():
             if not place.finished:
@@ -141,17 +154,7 @@ class Clusters:
             raise InputError(
                 f"The clusters in {folder} are damaged: {error}. Remove that folder and cluster again."
             ) from error
-        return cls(labels, config["request"])
-
-    def require_model(self, values: ValueVectors) -> None:
-        """Refuse to be used with value vectors other than those that were clustered."""
-        own = self.provenance["model"]
-        if own["fingerprint"] != values.fingerprint:
-            raise InputError(
-                f"These are clusters of the model {own['name']!r} with the fingerprint {own['fingerprint']}, "
-                f"and this model's is {values.fingerprint}. Cluster this model's value vectors, or load the "
-                "model that these belong to."
-            )
+        return cls(labels, Provenance.from_json(config["request"]))
 
     def members(self, cluster: int) -> Int[np.ndarray, " m"]:
         """Rows of a cluster's value vectors, in their order.
@@ -173,7 +176,7 @@ class Clusters:
         InputError
             A name does not exist in this model, or the clusters are those of another.
         """
-        self.require_model(values)
+        self.provenance.require_same(values.identity, ours="the clusters")
         found = [values.resolve(name) for name in names]
         rows = [value.layer * values.d_mlp + value.index for value in found]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
@@ -186,7 +189,7 @@ class Clusters:
         InputError
             There is no such cluster, or the clusters are those of another model.
         """
-        self.require_model(values)
+        self.provenance.require_same(values.identity, ours="the clusters")
         means = []
         for cluster in chosen:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
@@ -243,3 +246,70 @@ def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
             f"direction to cluster by, nor do {len(wrong) - 1} more. Expected a model without such weights."
         )
     return vectors.div_(lengths).numpy()
+
+
+def distances_gib(n: int) -> float:
+    """GiB that the distances of ``n`` vectors take while they are clustered exactly."""
+    return _COPIES * 8 * (n * (n - 1) // 2) / 2**30
+
+
+def method_within(n: int, memory: float) -> str:
+    """``exact`` if the distances of ``n`` vectors take no more than ``memory`` GiB, else ``neighbours``."""
+    return EXACT if distances_gib(n) <= memory else NEIGHBOURS
+
+
+def agglomerate(unit: Float[np.ndarray, "n d"], n_clusters: int, method: str) -> Int[np.ndarray, " n"]:
+    """Which cluster each vector is in, clusters numbered by size and those of one size by their first vector.
+
+    Parameters
+    ----------
+    unit
+        Vectors of length 1, in float64.
+    n_clusters
+        From 1 to as many as there are vectors.
+    method
+        ``exact`` or ``neighbours``.
+    """
+    if n_clusters == len(unit):
+        return np.arange(len(unit))
+    if method == EXACT:
+        return _by_size(_cut(linkage(_distances(unit), "average"), n_clusters))
+    return _by_size(_of_neighbours(unit.astype(np.float32), n_clusters))
+
+
+def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
+    graph = kneighbors_graph(unit, min(NEAR, len(unit) - 1), mode="connectivity", include_self=False)
+    ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)
+    with warnings.catch_warnings():
+        # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is what
+        # one wants of bundles that have no neighbours outside; who reads of it could do nothing about it.
+        warnings.filterwarnings("ignore", "the number of connected components", UserWarning)
+        return ward.fit_predict(unit)
+
+
+def _distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " pairs"]:
+    """Cosine distances of all pairs, as scipy wants them: row by row above the diagonal."""
+    n = len(unit)
+    distances, start = np.empty(n * (n - 1) // 2), 0
+    for first in range(0, n, _BLOCK):
+        block = 1 - unit[first : first + _BLOCK] @ unit.T
+        for row, own in enumerate(block, start=first):
+            distances[start : start + n - 1 - row] = own[row + 1 :]
+            start += n - 1 - row
+    return distances
+
+
+def _cut(merges: Float[np.ndarray, "n_minus_1 4"], n_clusters: int) -> Int[np.ndarray, " n"]:
+    """Clusters that are left when exactly so many are."""
+    n = len(merges) + 1
+    done = merges[: n - n_clusters, :2].astype(int)
+    made = np.repeat(np.arange(n, n + len(done)), 2)
+    edges = coo_array((np.ones(done.size), (done.ravel(), made)), shape=(2 * n, 2 * n))
+    return connected_components(edges, directed=False)[1][:n]
+
+
+def _by_size(labels: np.ndarray) -> Int[np.ndarray, " n"]:
+    _, first, own, size = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
+    number = np.empty_like(first)
+    number[np.lexsort((first, -size))] = np.arange(len(first))
+    return number[own]

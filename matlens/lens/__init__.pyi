@@ -10,7 +10,6 @@ from .predictions import prompt_texts as prompt_texts
 from .predictions import read_predictions as read_predictions
 from .predictions import side_by_side as side_by_side
 from .predictions import top_predictions as top_predictions
-from .quality import COLUMNS as COLUMNS
 from .quality import JudgedPredictions as JudgedPredictions
 from .quality import as_substitute as as_substitute
 from .quality import chunks as chunks
@@ -20,4 +19,3 @@ from .quality import layer_table as layer_table
 from .quality import prediction_quality as prediction_quality
 from .quality import prediction_rows as prediction_rows
 from .quality import r2_matrix as r2_matrix
-from .quality import result_row as result_row

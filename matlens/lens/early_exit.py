@@ -19,9 +19,10 @@ from tqdm.auto import tqdm
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
-from matlens.lens.quality import COLUMNS, Substitute, chunks, result_row
+from matlens.lens.quality import Substitute, chunks, validation_row
 from matlens.linear.maps import MapSet
 from matlens.models.readout import Readout
+from matlens.storage.tables import result_table
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
@@ -127,8 +128,8 @@ def exit_sweep(
     number of layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit:
     all examples leave after ``layer``.
     """
-    last = int(validation.provenance["model"]["n_layers"])
-    maps.require_model(validation.provenance["model"]["fingerprint"])
+    last = validation.provenance.identity.n_layers
+    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     absent = [layer for layer in range(1, last) if (layer, last) not in maps]
     if absent:
         raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
@@ -140,22 +141,22 @@ def exit_sweep(
         for layer in range(1, last + 1):
             fixed = metrics.proportion(found.right[:, layer - 1])
             rows.append(
-                result_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
+                validation_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
             )
         for lam in sweep:
             left = exit_layers(found.difference, thresholds(positions, lam))
             precision = metrics.proportion(found.right.gather(1, left[:, None] - 1))
             mean = float(left.double().mean())
             rows.append(
-                result_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
+                validation_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
             )
-    return pd.DataFrame(rows, columns=[*COLUMNS, "lam"])
+    return result_table(rows, "lam")
 
 
 def _substitute(
     readout: Readout, maps: MapSet, validation: Activations, method: str, layer: int
 ) -> Substitute:
-    last = int(validation.provenance["model"]["n_layers"])
+    last = validation.provenance.identity.n_layers
     mapped = maps[layer, last] if method == "mat" and layer < last else None
 
     def substitute(part: slice) -> Tensor:

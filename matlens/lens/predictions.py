@@ -15,8 +15,12 @@ from matlens.errors import InputError
 from matlens.linear.maps import MapSet
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import visible
+from matlens.storage.tables import read_table
 
-COLUMNS = ("prompt", "method", "layer", "rank", "token", "probability")
+COLUMNS = {
+    "prompt": "str", "method": "str", "layer": "int64", "rank": "int64", "token": "str",
+    "probability": "float64",
+}  # fmt: skip
 METHODS = ("id", "mat")
 
 
@@ -37,8 +41,8 @@ def top_predictions(
     layers
         Layers of the stream, negative from the end.
     """
-    maps.require_model(prompts.provenance["model"]["fingerprint"])
-    last = int(prompts.provenance["model"]["n_layers"])
+    maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
+    last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:
             raise InputError(f"Layer {layer} is out of range: this model has layers 0 to {last}.")
@@ -60,16 +64,10 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
     InputError
         There is no such table.
     """
-    types = dict.fromkeys(("prompt", "method", "token"), "str")
-    types |= {"layer": "int64", "rank": "int64", "probability": "float64"}
-    try:
-        table = pd.read_csv(path, dtype=types, keep_default_na=False, lineterminator="\n")
-    except (OSError, ValueError) as error:
-        raise InputError(f"There is no table of predictions in {path}: {error}.") from error
-    missing = [column for column in COLUMNS if column not in table]
-    if missing:
-        raise InputError(f"{path} is no table of predictions: it lacks the columns {', '.join(missing)}.")
-    return table
+    return read_table(
+        path, COLUMNS, what="a table of predictions", made_by="The analysis 'plausibility' writes it.",
+        lineterminator="\n",
+    )  # fmt: skip
 
 
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:

@@ -21,10 +21,8 @@ from matlens.errors import InputError
 from matlens.linear.maps import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site, require_finite
+from matlens.storage.tables import result_row, result_table
 
-COLUMNS = (
-    "experiment", "model", "corpus", "method", "layer", "target", "metric", "k", "value", "low", "high", "n",
-)  # fmt: skip
 FIT, PREDICTION = "fit_quality", "prediction_quality"
 _KS = (1, 5, 10)
 _ROWS = 256  # examples whose distributions are held at once
@@ -42,7 +40,7 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
     validation
         Vectors at layers that the maps come from and go to.
     """
-    _require_same_model(maps, validation)
+    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     rows = []
     pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
     for source, target in tqdm(pairs, desc="r2", unit="pair", disable=not progress, delay=1):
@@ -50,8 +48,8 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
         for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
-            rows.append(result_row(FIT, validation, method, *layers, "r2", None, score))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+            rows.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
+    return result_table(rows)
 
 
 def prediction_quality(
@@ -67,8 +65,8 @@ def prediction_quality(
     For each layer ``l``, the substitutes are ``mat_{l->L}(h^l)`` and ``h^l``; at ``L`` both are ``h^L``.
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
-    _require_same_model(maps, validation)
-    last = validation.provenance["model"]["n_layers"]
+    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    last = validation.provenance.identity.n_layers
     layers = [layer for layer in range(last) if (layer, last) in maps]
     if not layers:
         raise InputError(
@@ -84,12 +82,11 @@ def prediction_quality(
     judged = judge_predictions(
         readout, validation[last], {key: substitute(*key) for key in wanted}, progress=progress
     )
-    table = [
-        line
+    return result_table(
+        row
         for layer, method in wanted
-        for line in prediction_rows(PREDICTION, validation, method, layer, judged[layer, method])
-    ]
-    return pd.DataFrame(table, columns=list(COLUMNS))
+        for row in prediction_rows(PREDICTION, validation, method, layer, judged[layer, method])
+    )
 
 
 def _as_it_is(h: Tensor) -> Tensor:
@@ -145,14 +142,14 @@ def prediction_rows(
     experiment: str, data: Activations, method: str, layer: float, judged: JudgedPredictions
 ) -> list[dict[str, Any]]:
     """Rows of a table for one method at one layer: Precision@1, 5, 10 and surprisal."""
-    last = data.provenance["model"]["n_layers"]
+    last = data.provenance.identity.n_layers
     hits = [(k, metrics.proportion(judged.rank < k)) for k in _KS]
-    rows = [result_row(experiment, data, method, layer, last, "precision", k, share) for k, share in hits]
+    rows = [validation_row(experiment, data, method, layer, last, "precision", k, share) for k, share in hits]
     mean = metrics.mean(judged.surprisal)
-    return [*rows, result_row(experiment, data, method, layer, last, "surprisal", None, mean)]
+    return [*rows, validation_row(experiment, data, method, layer, last, "surprisal", None, mean)]
 
 
-def result_row(
+def validation_row(
     experiment: str,
     data: Activations,
     method: str,
@@ -163,21 +160,17 @@ def result_row(
     estimate: metrics.Estimate,
 ) -> dict[str, Any]:
     """One row of a table, about the examples and the model of ``data``."""
-    return {
-        "experiment": experiment,
-        "model": data.provenance["model"]["base_model_name_or_path"],
-        "corpus": data.provenance["data"].get("corpus", "unnamed"),
-        "method": method,
-        "layer": layer,
-        "target": target,
-        "metric": metric,
-        "k": pd.NA if k is None else k,
-        **estimate._asdict(),
-    }
-
-
-def _require_same_model(maps: MapSet, data: Activations) -> None:
-    maps.require_model(data.provenance["model"]["fingerprint"])
+    return result_row(
+        experiment,
+        model=data.provenance.identity.name,
+        corpus=data.provenance.corpus,
+        method=method,
+        layer=layer,
+        target=target,
+        metric=metric,
+        k=k,
+        estimate=estimate,
+    )
 
 
 def _is_stream(site: str) -> bool:

@@ -11,3 +11,8 @@ from .folders import write_together as write_together
 from .rows import RowFiles as RowFiles
 from .rows import fill as fill
 from .rows import read_rows as read_rows
+from .tables import COLUMNS as COLUMNS
+from .tables import read_table as read_table
+from .tables import result_row as result_row
+from .tables import result_table as result_table
+from .tables import write_results as write_results

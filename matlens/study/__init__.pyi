@@ -11,4 +11,3 @@ from .workflow import origin_of as origin_of
 from .workflow import plot_results as plot_results
 from .workflow import read_results as read_results
 from .workflow import resolve_pairs as resolve_pairs
-from .workflow import write_results as write_results

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from matlens.corpora.corpus import load_corpus
 from matlens.corpora.examples import make_examples
-from matlens.ffn.agglomeration import method_within
-from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
@@ -59,7 +58,7 @@ def traced(
 
 
 def clustered(
-    values: ValueVectors, out: Path, n_clusters: int = CLUSTERS, *, memory: float = MEMORY
+    values: ValueVectors, out: Path, n_clusters: int = N_CLUSTERS, *, memory: float = MEMORY_GIB
 ) -> Clusters:
     """Cluster a model's value vectors, or open the clusters that are in the output folder.
 
@@ -70,5 +69,5 @@ def clustered(
     InputError
         More clusters than vectors, or a vector without a direction.
     """
-    name = f"{slug(values.model_name)}--{n_clusters}-{method_within(len(values), memory)}"
+    name = f"{slug(values.identity.name)}--{n_clusters}-{method_within(len(values), memory)}"
     return Clusters.fit(values, n_clusters, memory=memory, folder=out / "clusters" / name)

@@ -390,6 +390,8 @@ def test_sheets_of_concepts_that_do_not_belong_are_told(
     fill(tmp_path / "gpt2" / f"{SHEETS}_sheets", tmp_path / "anna", "01234")
     filled = ["--filled", tmp_path / "anna"]
     assert "a sheet of another sample" in refused(SHEETS, capsys, *filled, "--out", tmp_path / "llama")
-    assert "no key to the sheets" in refused(SHEETS, capsys, *filled, "--out", tmp_path / "absent")
+    assert "cannot be read as the key to the sheets" in refused(
+        SHEETS, capsys, *filled, "--out", tmp_path / "absent"
+    )
     assert not (tmp_path / "absent").exists()
     assert not list(tmp_path.glob(f"*/{SHEETS}_shares*"))

@@ -25,7 +25,7 @@ from matlens.annotation.patterns import (
 from matlens.corpora.word_similarity import WordSimilarity
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.storage.tables import COLUMNS
 
 # Patterns of lists, with similarities given by hand
 

@@ -13,7 +13,7 @@ from conftest import N_LAYERS
 
 from matlens import make_prompts
 from matlens.cli import app, clusters
-from matlens.ffn.clusters import CLUSTERS, MEMORY, Clusters, cluster_table
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, cluster_table
 from matlens.ffn.projection import (
     Projection,
     token_table,
@@ -167,7 +167,7 @@ def test_cluster_prints_the_largest_clusters_and_keeps_them(
     model = small_model("llama")
     given = ["--clusters", 40, "--limit", 3, "--tokens", 2, "--read", read, "--out", tmp_path, *memory]
     printed = run_matlens("values", "cluster", *given, *options("llama"))
-    clusters = Clusters.fit(ValueVectors(model), 40, memory=0 if memory else MEMORY, progress=False)
+    clusters = Clusters.fit(ValueVectors(model), 40, memory=0 if memory else MEMORY_GIB, progress=False)
     projection = Projection.from_model(model) if read == "plain" else Projection.after_norm(model)
     expected = cluster_table(ValueVectors(model), projection, clusters, range(3), n_tokens=2)
     assert [row[:4] for row in cells(printed)] == cluster_cells(expected)
@@ -202,8 +202,8 @@ def test_cluster_prints_the_clusters_of_value_vectors(
 
 def test_defaults_of_the_command_are_those_of_clusters() -> None:
     parameters = inspect.signature(clusters.cluster).parameters
-    assert parameters["clusters"].default == CLUSTERS
-    assert parameters["memory"].default == MEMORY
+    assert parameters["clusters"].default == N_CLUSTERS
+    assert parameters["memory"].default == MEMORY_GIB
 
 
 @pytest.mark.parametrize(

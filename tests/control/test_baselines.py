@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from matlens import InputError
-from matlens.control.attributes import ATTRIBUTES
 from matlens.control.baselines import SelfDebiasing, announced_tokens, word_filter
+from matlens.control.graders import ATTRIBUTES
 
 
 def softmax(logits: list[float]) -> list[float]:

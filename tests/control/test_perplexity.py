@@ -19,7 +19,7 @@ import matlens
 from matlens import InputError
 from matlens.control.baselines import SelfDebiasing
 from matlens.control.control import controlled
-from matlens.control.perplexity import Losses, perplexity_estimate, perplexity_ratio, sentence_losses
+from matlens.control.perplexity import SentenceLosses, perplexity_estimate, perplexity_ratio, sentence_losses
 from matlens.corpora.corpus import Corpus
 
 Models = Callable[[str], Any]
@@ -27,17 +27,17 @@ DECODERS = [name for name in ARCHITECTURES if name not in MASKED]
 
 
 @torch.inference_mode()
-def plain_losses(plain: Any, tokenizer: Any, corpus: Corpus) -> Losses:
+def plain_losses(plain: Any, tokenizer: Any, corpus: Corpus) -> SentenceLosses:
     """From the loss that Hugging Face gives for labels, one sentence at a time."""
     lost, counted = [], []
     for sentence in corpus.sentences:
         ids = torch.tensor([tokenizer(sentence)["input_ids"]])
         counted.append(ids.shape[1] - 1)
         lost.append(float(plain(ids, labels=ids).loss) * counted[-1])
-    return Losses(np.array(lost), np.array(counted))
+    return SentenceLosses(np.array(lost), np.array(counted))
 
 
-def assert_alike(ours: Losses, theirs: Losses) -> None:
+def assert_alike(ours: SentenceLosses, theirs: SentenceLosses) -> None:
     np.testing.assert_array_equal(ours.counted, theirs.counted)
     np.testing.assert_allclose(ours.lost, theirs.lost, rtol=2e-5)
 
@@ -101,7 +101,7 @@ def test_the_interval_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
     for _ in range(n):
         counted = rng.integers(5, 40, 60)
         lost = rng.normal(3 * counted, 2 * np.sqrt(counted) + 0.2 * counted)
-        found = perplexity_estimate(Losses(lost, counted))
+        found = perplexity_estimate(SentenceLosses(lost, counted))
         hits += found.low < math.exp(3) < found.high
     assert stats.binomtest(hits, n, 0.95).pvalue > 0.01
 
@@ -109,15 +109,15 @@ def test_the_interval_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
 def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
     rng = np.random.default_rng(1)
     counted = rng.integers(5, 40, 50)
-    base = Losses(rng.normal(3, 1, 50) * counted, counted)
-    changed = Losses(base.lost + rng.normal(0.3, 0.05, 50) * counted, counted)
+    base = SentenceLosses(rng.normal(3, 1, 50) * counted, counted)
+    changed = SentenceLosses(base.lost + rng.normal(0.3, 0.05, 50) * counted, counted)
     ratio = perplexity_ratio(changed, base)
     assert ratio.value == pytest.approx(perplexity_estimate(changed).value / perplexity_estimate(base).value)
     assert ratio.low < ratio.value < ratio.high
     assert ratio.high / ratio.low < perplexity_estimate(base).high / perplexity_estimate(base).low
     same = perplexity_ratio(base, base)
     assert (same.value, same.low, same.high) == (1, 1, 1)
-    lonely = perplexity_estimate(Losses(np.array([3.0]), np.array([2])))
+    lonely = perplexity_estimate(SentenceLosses(np.array([3.0]), np.array([2])))
     assert lonely.value == pytest.approx(math.exp(1.5))
     assert math.isnan(lonely.low)
 

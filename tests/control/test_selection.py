@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS, make_tokenizer
-from ffn.test_updates import plain_values
+from plain_values import plain_values
 
 from matlens import InputError
 from matlens.control.selection import draw_harmless, grade_values, most_harmless

@@ -12,6 +12,7 @@ import torch
 from conftest import ARCHITECTURES, N_LAYERS, assert_near
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from identities import make_identity
 from torch import Tensor
 
 from matlens import InputError, collect, make_examples
@@ -22,15 +23,17 @@ from matlens.ffn.events import (
     event_scores,
     find_events,
     find_saturation,
-    find_updates,
+    lift_scores,
+    odds_scores,
     saturation_frequency,
     update_scores,
+    updates_by_effect,
 )
 from matlens.ffn.projection import Projection
-from matlens.ffn.scores import lift, odds
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.models.identity import Provenance
+from matlens.storage.tables import COLUMNS
 
 METRICS = {"max": max, "mean": lambda values: sum(values) / len(values), "min": min}
 REFERENCE = {
@@ -58,8 +61,8 @@ def make_trace(
         rows |= {f"index.{group}": random().abs().floor(), f"coefficient.{group}": random()}
         rows |= {f"score.{group}.{reference}": random() for reference in REFERENCES}
     examples = Examples(np.arange(2 * n), 2 * np.arange(n + 1), np.ones(n, int), {"corpus": "words", "n": n})
-    model = {"n_layers": n_layers, "base_model_name_or_path": "some/model", "fingerprint": "none"}
-    return Trace(rows, examples, {"model": model, "data": examples.provenance, "k": k})
+    model = make_identity(fingerprint="none", n_layers=n_layers)
+    return Trace(rows, examples, Provenance(model, examples.provenance, details={"k": k}))
 
 
 @st.composite
@@ -129,7 +132,7 @@ def test_predictions_are_made_where_a_loop_finds_it(trace: Trace) -> None:
 @given(traces())
 def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
     expected = all_updates(trace)
-    found = find_updates(trace)
+    found = updates_by_effect(trace)
     assert list(found) == list(REFERENCE)
     for name, own in found.items():
         assert list(zip(own.example.tolist(), own.layer.tolist(), strict=True)) == expected[name]
@@ -303,7 +306,7 @@ def test_lift_and_odds_are_differences_of_the_projections_scores(
 ) -> None:
     model, trace = real(name)
     values, projection = ValueVectors(model), Projection.from_model(model)
-    lifted, against = lift(trace, model), odds(trace, model)
+    lifted, against = lift_scores(trace, model), odds_scores(trace, model)
     assert set(lifted) == set(against) == set(trace.score)
     for example in range(len(trace)):
         for layer in range(trace.n_layers):
@@ -326,7 +329,7 @@ def test_other_scores_of_the_same_events_go_into_the_same_tables(
     real: Callable[[str], tuple[Any, Trace]],
 ) -> None:
     model, trace = real("gptj")
-    lifted = lift(trace, model)
+    lifted = lift_scores(trace, model)
     for make in (event_scores, update_scores):
         plain, other = make(trace), make(trace, scores=lifted)
         same = [column for column in plain if column not in ("value", "low", "high")]
@@ -340,6 +343,6 @@ def test_scores_beside_others_want_the_model_that_was_traced(
     real: Callable[[str], tuple[Any, Trace]], small_model: Callable[[str], Any]
 ) -> None:
     _, trace = real("llama")
-    for of in (lift, odds):
-        with pytest.raises(InputError, match="The trace is of another model than"):
-            of(trace, small_model("gemma2"))
+    for reading in (lift_scores, odds_scores):
+        with pytest.raises(InputError, match="The trace and this model do not belong together"):
+            reading(trace, small_model("gemma2"))

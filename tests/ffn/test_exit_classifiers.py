@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.model_selection import StratifiedKFold
 
 from matlens import InputError
-from matlens.ffn.early_exit import ExampleParts, first_exit, split_parts
+from matlens.ffn.early_exit import ExampleSplit, first_exit, split_examples
 from matlens.ffn.exit_classifiers import LASSO, RIDGE, ExitClassifiers, best_threshold
 
 STRENGTHS = (1e-4, 3e-2, 1e-1, 1.0)
@@ -35,7 +35,7 @@ def layers_of(n: int, n_layers: int, d: int, noise: float, seed: int = 0) -> tup
 
 def test_features_that_separate_are_left_at_the_right_layer() -> None:
     features, made_at = layers_of(400, 4, 6, noise=0.2)
-    split = split_parts(400)
+    split = split_examples(400)
     signals = (
         ExitClassifiers(folds=3, fewest=2)
         .fit(features, made_at, split, progress=False)
@@ -54,7 +54,7 @@ def test_noise_tells_nothing() -> None:
         n = 600
         features = [generator.normal(size=(n, 5))]
         made_at = np.where(generator.random(n) < 0.3, 0, -1)
-        split = split_parts(n, seed=seed)
+        split = split_examples(n, seed=seed)
         learnt = ExitClassifiers(folds=3, fewest=2, seed=seed).fit(features, made_at, split, progress=False)
         signals = learnt.signals(features, split.test)[:, 0]
         hits, said = hits + int((signals & (made_at[split.test] == 0)).sum()), said + int(signals.sum())
@@ -101,7 +101,7 @@ def one_of_many(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int, ...]) -> None:
     x, truth = one_of_many(seed)
     n = len(x)
-    split = ExampleParts(np.arange(100), np.arange(100, 125), np.arange(125, n))
+    split = ExampleSplit(np.arange(100), np.arange(100, 125), np.arange(125, n))
     learnt = ExitClassifiers(strengths=STRENGTHS, kinds=kinds, folds=4, fewest=2, seed=seed)
     learnt.fit([x], np.where(truth, 0, -1), split, progress=False)
     penalty, expected = by_loops(x[:100], truth[:100], kinds, 4, seed)
@@ -122,7 +122,7 @@ def test_rare_events_weigh_as_much_as_all_others() -> None:
     truth = np.arange(n) % 20 == 0
     x = generator.normal(size=(n, 1)) + 2 * truth[:, None]
     learnt = ExitClassifiers(strengths=[1.0], kinds=[RIDGE], folds=3, fewest=2)
-    learnt.fit([x], np.where(truth, 0, -1), split_parts(n), progress=False)
+    learnt.fit([x], np.where(truth, 0, -1), split_examples(n), progress=False)
     halfway = learnt.models_[0].predict_proba(np.array([[1.0]]))[0, 1]
     assert halfway == pytest.approx(0.5, abs=0.12)
 
@@ -155,7 +155,7 @@ def test_the_threshold_is_set_on_the_calibration_part() -> None:
     generator = np.random.default_rng(0)
     x = generator.normal(size=(300, 1))
     truth = x[:, 0] + generator.normal(size=300) > 1
-    split = split_parts(300)
+    split = split_examples(300)
     learnt = ExitClassifiers(folds=3, fewest=2).fit([x], np.where(truth, 0, -1), split, progress=False)
     score = learnt.models_[0].predict_proba(x)[:, 1]
     assert learnt.thresholds_ == [best_threshold(score[split.calibration], truth[split.calibration])]
@@ -168,7 +168,7 @@ def test_layers_without_enough_of_a_class_are_not_learnt() -> None:
     """Too few events to learn from or to calibrate on: never. Too few others: always."""
     n = 100
     x = np.random.default_rng(0).normal(size=(n, 2))
-    split = ExampleParts(np.arange(60), np.arange(60, 80), np.arange(80, n))
+    split = ExampleSplit(np.arange(60), np.arange(60, 80), np.arange(80, n))
 
     def learnt(events: int, calibrating: int) -> ExitClassifiers:
         made_at = np.full(n, -1)
@@ -193,14 +193,14 @@ def test_folds_are_as_many_as_the_rarer_class_allows(events: int) -> None:
     generator = np.random.default_rng(1)
     x = generator.normal(size=(n, 2))
     made_at = np.where(np.arange(n) % 60 < events, 0, -1)
-    split = ExampleParts(np.arange(60), np.arange(60, 90), np.arange(90, n))
+    split = ExampleSplit(np.arange(60), np.arange(60, 90), np.arange(90, n))
     learnt = ExitClassifiers(folds=20).fit([x], made_at, split, progress=False)
     assert learnt.models_[0].n_splits_ == min(events, 60 - events)
 
 
 def test_a_seed_gives_the_same_numbers_and_another_other_folds() -> None:
     features, made_at = layers_of(200, 2, 5, noise=4.0)
-    split = split_parts(200)
+    split = split_examples(200)
 
     def scores(seed: int) -> np.ndarray:
         learnt = ExitClassifiers(folds=3, fewest=2, seed=seed).fit(features, made_at, split, progress=False)
@@ -217,7 +217,7 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
     x += generator.normal(size=x.shape)
     x[:, 3] = 7.0  # a coordinate that does not vary
     made_at = np.where(x[:, 0] > 150, 0, -1)
-    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_parts(200), progress=False)
+    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_examples(200), progress=False)
     assert len(learnt.penalties) == 1
 
 
@@ -236,5 +236,5 @@ def test_fewer_than_two_folds_or_events_are_refused(options: dict[str, int]) -> 
 def test_a_layer_where_all_look_alike_lets_all_go_or_none() -> None:
     """The largest F1 is had by taking all, so that a new one with the same score is taken too."""
     x, made_at = np.zeros((100, 2)), np.where(np.arange(100) % 3 == 0, 0, -1)
-    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_parts(100), progress=False)
+    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_examples(100), progress=False)
     assert learnt.signals([x], np.arange(100)).all()

@@ -24,7 +24,7 @@ from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.ffn import exit_comparison
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.early_exit import JudgedExits, first_exit, judge_exits, split_parts
+from matlens.ffn.early_exit import JudgedExits, first_exit, judge_exits, split_examples
 from matlens.ffn.events import find_saturation
 from matlens.ffn.exit_classifiers import RIDGE, ExitClassifiers
 from matlens.ffn.exit_comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
@@ -132,7 +132,7 @@ def test_leaving_where_the_prediction_is_made_is_always_right(
 ) -> None:
     study = made(name, MANY)
     for seed, found in enumerate(study.found.judged[exit_comparison.ORACLE]):
-        test = split_parts(MANY, seed=seed).test
+        test = split_examples(MANY, seed=seed).test
         assert found.accuracy == 1
         assert found.saved == pytest.approx(np.mean([N_LAYERS - 1 - study.layer[row] for row in test]))
     assert len(set(study.layer)) == N_LAYERS, "all are made at one layer, which proves little"
@@ -168,7 +168,7 @@ def by_rule(study: Made, learn: np.ndarray, rows: np.ndarray, *, attention: bool
 def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, int], Made]) -> None:
     study, early = made(name, MANY), 0.0
     for seed in range(SEEDS):
-        train, calibration, test = split_parts(MANY, seed=seed)
+        train, calibration, test = split_examples(MANY, seed=seed)
         learn = np.concatenate([train, calibration])
         for method, attention in ((exit_comparison.RULE, False), (exit_comparison.EITHER, True)):
             left = by_rule(study, learn, test, attention=attention)
@@ -191,7 +191,7 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
     positions = data.examples.positions
     final = [int(readout.logits(data[-1][row]).argmax()) for row in range(MANY)]
     for seed in range(SEEDS):
-        train, calibration, test = split_parts(MANY, seed=seed)
+        train, calibration, test = split_examples(MANY, seed=seed)
         left = by_rule(study, train, calibration)
         wanted = np.mean([study.right[row, layer] for row, layer in zip(calibration, left, strict=True)])
         layers = [layer for layer in range(N_LAYERS) if study.right[calibration, layer].mean() >= wanted]
@@ -232,7 +232,7 @@ def test_classifiers_learn_events_of_ffns_from_the_training_part(made: Callable[
     made_at = np.where(study.by_ffn, study.layer, -1)
     counted: dict[str, int] = {}
     for seed in range(SEEDS):
-        split = split_parts(MANY, seed=seed)
+        split = split_examples(MANY, seed=seed)
         for method, own in classifier_features(study.model, study.activations).items():
             learnt = ExitClassifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, fewest=2, seed=seed)
             learnt.fit(own, made_at, split, progress=False)
@@ -279,5 +279,5 @@ def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Ma
         classifier_sites(study.model),
         progress=False,
     )
-    with pytest.raises(InputError, match="different models or examples"):
+    with pytest.raises(InputError, match="different examples"):
         compare_exits(study.model, study.trace, study.clusters, other, **OPTIONS)

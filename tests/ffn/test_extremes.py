@@ -5,34 +5,40 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import LAYERS, N_LAYERS, SITE_MODULES, plain_vectors
+from conftest import N_LAYERS, plain_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_values import plain_unit_vectors
 
 from matlens import InputError, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.extremes import cluster_activity, drawn_sub_updates, extreme_sub_updates, usual_threshold
-from matlens.ffn.groups import final_confidence, group_table, place_table
+from matlens.ffn.events import lift_scores
+from matlens.ffn.extremes import (
+    cluster_activity,
+    default_threshold,
+    draw_sub_updates,
+    extreme_sub_updates,
+    group_table,
+    place_table,
+    prediction_confidence,
+)
 from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.scores import lift
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.quality import COLUMNS
+from matlens.models.identity import Provenance
+from matlens.storage.tables import COLUMNS
 
-N, K, D_MLP = (
-    14,
-    4,
-    48,
-)  # examples, sub-updates of each update, and value vectors of a layer of the small llama
+N, K, D_MLP = 14, 4, 48  # examples, sub-updates of each update, value vectors of a layer of the small llama
 
 
 def make_trace(values: ValueVectors, *, seed: int = 0, n_sinks: int = 2) -> Trace:
@@ -52,18 +58,14 @@ def make_trace(values: ValueVectors, *, seed: int = 0, n_sinks: int = 2) -> Trac
         rows |= {f"index.{group}": index.flatten(1).float(), f"coefficient.{group}": random().flatten(1)}
         rows |= {f"score.{group}.{reference}": random().flatten(1) for reference in REFERENCES}
     examples = Examples(np.arange(3 * N), 3 * np.arange(N + 1), np.arange(N) % 3, {"corpus": "words", "n": N})
-    model = {
-        "n_layers": values.n_layers,
-        "base_model_name_or_path": "some/model",
-        "fingerprint": values.fingerprint,
-    }
-    return Trace(rows, examples, {"model": model, "data": examples.provenance, "k": K})
+    model = replace(values.identity, name="some/model")
+    return Trace(rows, examples, Provenance(model, examples.provenance, details={"k": K}))
 
 
 def make_clusters(values: ValueVectors, n_clusters: int, seed: int = 0) -> Clusters:
     labels = np.random.default_rng(seed).permutation(np.arange(len(values)) % n_clusters)
-    model = {"name": values.model_name, "fingerprint": values.fingerprint}
-    return Clusters(labels, {"method": "exact", "model": model, "n_clusters": n_clusters})
+    details = {"method": "exact", "n_clusters": n_clusters}
+    return Clusters(labels, Provenance(values.identity, details=details))
 
 
 def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int, int, int, float, float]]:
@@ -107,7 +109,7 @@ def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVect
 
 def test_scores_can_be_read_otherwise(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
     trace = make_trace(values)
-    other = lift(trace, small_model("llama"))
+    other = lift_scores(trace, small_model("llama"))
     ours = as_rows(extreme_sub_updates(trace, values, scores=other, threshold=1.2))
     assert ours == found_by_loop(trace, other, 1.2)
     assert ours != found_by_loop(trace, trace.score, 1.2)
@@ -118,7 +120,7 @@ def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> No
     size = sorted(abs(score) for _, _, _, _, score in found_by_loop(trace, trace.score, 0))
     place = 0.99 * (len(size) - 1)
     low, part = math.floor(place), place - math.floor(place)
-    threshold = usual_threshold(trace.score)
+    threshold = default_threshold(trace.score)
     assert threshold == pytest.approx((1 - part) * size[low] + part * size[low + 1])
     expected = found_by_loop(trace, trace.score, threshold)
     assert len(expected) == 2  # of 168
@@ -147,18 +149,18 @@ def test_a_trace_of_another_model_is_refused(values: ValueVectors, small_model: 
     other = ValueVectors(small_model("gpt2"))
     for use in (
         lambda: extreme_sub_updates(make_trace(values), other),
-        lambda: drawn_sub_updates(make_trace(values), other, 3),
+        lambda: draw_sub_updates(make_trace(values), other, 3),
     ):
-        with pytest.raises(InputError, match=r"The trace is of another model than .*gpt2"):
+        with pytest.raises(InputError, match=r"The trace and this model do not belong together.*gpt2"):
             use()
 
 
 def test_sub_updates_are_drawn_evenly_and_by_the_seed(values: ValueVectors) -> None:
     trace = make_trace(values)
     every = found_by_loop(trace, trace.score, 0)
-    assert as_rows(drawn_sub_updates(trace, values, 10**6)) == every
-    draws = [as_rows(drawn_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
-    assert as_rows(drawn_sub_updates(trace, values, 20, seed=7)) == draws[7]
+    assert as_rows(draw_sub_updates(trace, values, 10**6)) == every
+    draws = [as_rows(draw_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
+    assert as_rows(draw_sub_updates(trace, values, 20, seed=7)) == draws[7]
     for draw in draws:
         assert len(set(draw)) == 20
         assert set(draw) <= set(every)
@@ -210,16 +212,6 @@ def test_kinds_by_what_most_tokens_are() -> None:
     assert frequency_kinds(common, unseen) == ["common", "other", "unlikely", "other", "common"]
 
 
-# Clusters of extreme sub-updates
-
-
-def plain_unit_vectors(plain: Any) -> np.ndarray:
-    blocks = plain.get_submodule(LAYERS["llama"][0])
-    modules = [block.get_submodule(SITE_MODULES["llama"]["ffn_post"][0]) for block in blocks]
-    vectors = torch.cat([module.weight.detach().double().T for module in modules]).numpy()
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     seed: int,
@@ -232,7 +224,7 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     found = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
     ours = cluster_activity(found, clusters, trace, values, projection, commonness)
-    unit = plain_unit_vectors(plain_model("llama"))
+    unit = plain_unit_vectors("llama", plain_model("llama"))
     embedding = plain_model("llama").get_output_embeddings().weight.detach().double().numpy()
     by_loop: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
     expected = found_by_loop(trace, trace.score, 0.9)
@@ -271,7 +263,7 @@ def test_groups_are_told_as_a_loop_finds_them(
 ) -> None:
     trace, clusters = make_trace(values, seed=3), make_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
-    found, beside = extreme_sub_updates(trace, values, threshold=1.4), drawn_sub_updates(trace, values, 25)
+    found, beside = extreme_sub_updates(trace, values, threshold=1.4), draw_sub_updates(trace, values, 25)
     tables = [
         cluster_activity(each, clusters, trace, values, projection, commonness) for each in (found, beside)
     ]
@@ -396,5 +388,5 @@ def test_confidence_is_the_largest_probability_of_the_plain_model(
     ):
         seen = plain_vectors(name, plain_model(name), torch.from_numpy(examples.tokens[start:end]))
         expected.append(float(seen["logits"][0, position].softmax(-1).max()))
-    ours = final_confidence(small_model(name), examples, progress=False)
+    ours = prediction_confidence(small_model(name), examples, progress=False)
     assert ours.tolist() == pytest.approx(expected, rel=1e-4)

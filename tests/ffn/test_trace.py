@@ -18,13 +18,13 @@ from conftest import (
     LAYERS,
     MASKED,
     N_LAYERS,
-    SITE_MODULES,
     assert_near,
     load_plain,
     make_sentences,
     plain_vectors,
     save_model,
 )
+from plain_values import plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
 
@@ -39,19 +39,10 @@ from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import Anatomy
 
 WIRINGS = (*ARCHITECTURES, "neox-sequential")
+
 N, K, BUDGET = 10, 4, 30  # sentences, sub-updates, tokens of a batch
+
 ROUNDING = 2e-5  # of the largest number
-
-
-def plain_values(name: str, plain: Any, layer: int) -> Tensor:
-    """Rows of a layer's output matrix: Conv1D keeps it as it multiplies, Linear transposed."""
-    block = plain.get_submodule(LAYERS[name][0])[layer]
-    weight = block.get_submodule(SITE_MODULES[name]["ffn_post"][0]).weight.detach()
-    return (weight if name == "gpt2" else weight.T).double()
-
-
-def plain_unembedding(plain: Any) -> Tensor:
-    return plain.get_output_embeddings().weight.detach().double()
 
 
 @torch.inference_mode()
@@ -138,7 +129,7 @@ def assert_close(ours: Tensor, theirs: Tensor, scale: float) -> None:
 
 def check(name: str, plain: Any, examples: Examples, trace: Trace, told: list[list[Seen]]) -> None:
     """Compare every number of a trace, and see that the comparison says something."""
-    e, sure = plain_unembedding(plain), 0
+    e, sure = plain_unembedding(plain).double(), 0
     assert (len(trace), trace.n_layers, trace.k) == (len(examples), N_LAYERS, K)
     assert trace.before.dtype == trace.after.dtype == trace.rank.dtype == torch.int64
     for sentence in range(len(examples)):
@@ -149,7 +140,7 @@ def check(name: str, plain: Any, examples: Examples, trace: Trace, told: list[li
             low, high = rank_bounds(trace.before[where], own.logits_after)
             assert low <= int(trace.rank[where]) <= high
             sure += low == high
-            v = plain_values(name, plain, layer)
+            v = plain_values(name, plain, layer).double()
             lengths = own.m.abs() * v.norm(dim=1)
             chosen = trace.index["dominant"][where]
             assert_near(lengths[chosen], lengths.topk(K).values, ROUNDING)
@@ -213,7 +204,7 @@ def test_a_half_precision_model_is_traced_in_float32(
     rows = [{site: vectors[site][row] for site in vectors} for row in range(N)]
     check(name, plain, examples, trace, [from_vectors(name, plain, row) for row in rows])
     assert trace.score["dominant", "final"].dtype == torch.float32
-    assert trace.provenance["model"]["dtype"] == "bfloat16"
+    assert trace.provenance.identity.dtype == "bfloat16"
 
 
 # The definition's exponential: what a score means
@@ -227,11 +218,12 @@ def test_scores_change_log_odds_exactly_as_the_definition_says(
     model, plain = pair(name)
     examples = make_examples(model, sentences).head(N)
     trace = Trace.run(model, examples, k=K, progress=False)
-    projection, values, e = Projection.from_model(model), ValueVectors(model), plain_unembedding(plain)
+    projection, values = Projection.from_model(model), ValueVectors(model)
+    e = plain_unembedding(plain).double()
     differing = 0
     for sentence in range(N):
         for layer, own in enumerate(seen(name, plain, examples, sentence)):
-            x, v, where = own.before.double(), plain_values(name, plain, layer), (sentence, layer)
+            x, v, where = own.before.double(), plain_values(name, plain, layer).double(), (sentence, layer)
             log_p = (e @ x).log_softmax(-1)
             of_all = projection.scores(values.layer(layer)).double()  # static scores of all tokens
             one, other = trace.before[where], trace.final[sentence]
@@ -361,8 +353,8 @@ def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
     assert_equal(Trace.load(tmp_path / "deep" / "trace"), disk)
     assert not runs
     told = Trace.load(tmp_path / "deep" / "trace").provenance
-    assert (told["k"], told["seed"], told["data"]["corpus"]) == (K, 3, "words")
-    assert told["software"]["matlens"] == matlens.__version__
+    assert (told.details["k"], told.details["seed"], told.corpus) == (K, 3, "words")
+    assert told.details["software"]["matlens"] == matlens.__version__
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

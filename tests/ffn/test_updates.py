@@ -14,11 +14,11 @@ from conftest import (
     LAYERS,
     MASKED,
     N_LAYERS,
-    SITE_MODULES,
     assert_near,
     make_tokenizer,
     plain_vectors,
 )
+from plain_values import plain_values
 from torch import Tensor
 
 import matlens
@@ -44,12 +44,6 @@ def plain_ffn(
     found = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
     at = examples.positions[sentence]
     return found[f"ffn_post.{layer}"][0, at], found[f"ffn_out.{layer}"][0, at]
-
-
-def plain_values(name: str, plain: Any, layer: int) -> Tensor:
-    block = plain.get_submodule(LAYERS[name][0])[layer]
-    weight = block.get_submodule(SITE_MODULES[name]["ffn_post"][0]).weight.detach()
-    return weight if name == "gpt2" else weight.T
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -179,7 +173,7 @@ def test_updates_of_another_model_are_refused(small_model: Callable[[str], Any])
     model = small_model("llama")
     there = collect(model, prompt_of("llama", model), ["ffn_post.0", "ffn_out.0"], progress=False)
     assert Updates(ValueVectors(model), there).layers == [0]
-    with pytest.raises(InputError, match="were collected on another model"):
+    with pytest.raises(InputError, match="The coefficients and the value vectors do not belong together"):
         Updates(ValueVectors(small_model("gemma2")), there)
 
 

@@ -24,8 +24,9 @@ from matlens.lens.early_exit import (
     least_lam,
     thresholds,
 )
-from matlens.lens.quality import COLUMNS, as_substitute
+from matlens.lens.quality import as_substitute
 from matlens.lens.quality import prediction_quality as quality
+from matlens.storage.tables import COLUMNS
 
 MODELS = ("gpt2", "llama", "bert")
 Studies = Callable[[str], tuple[Readout, MapSet, Activations]]
@@ -233,7 +234,7 @@ def test_a_missing_map_is_refused(study: Studies) -> None:
 
 def test_maps_of_another_model_are_refused(study: Studies) -> None:
     readout, _, data = study("gpt2")
-    with pytest.raises(InputError, match="were fitted on the model"):
+    with pytest.raises(InputError, match="maps and the activations do not belong together"):
         exit_sweep(readout, study("llama")[1], data, progress=False)
 
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from matlens.ffn.extremes import COLUMNS
+from matlens.ffn.extremes import ACTIVITY_COLUMNS
 from matlens.plots.groups import extremes_figure, model_title
 
 N = 12
@@ -25,7 +25,7 @@ def table() -> pd.DataFrame:
                 told = (40 + i, 1 - 2 * (i % 2), "other", 4, 0.5, n - i, (n - i) / 100, i % 3 / 2, 0.0, 0.1)
                 where = (i % 8, 0, 7, common, 0.25, "L0D0", "␣a$b, \U0001f600, \uf8ff, third, fourth")
                 rows.append((*told, *where, name, read))
-    return pd.DataFrame(rows, columns=[*COLUMNS, "sub_updates", "read"])
+    return pd.DataFrame(rows, columns=[*ACTIVITY_COLUMNS, "sub_updates", "read"])
 
 
 def test_dots_are_clusters_by_layer_commonness_and_share() -> None:

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from matlens.errors import InputError
-from matlens.lens.quality import COLUMNS
 from matlens.plots import layers
+from matlens.storage.tables import COLUMNS
 
 METHODS = ("mat", "id")
 

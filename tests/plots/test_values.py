@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from matlens.lens.quality import COLUMNS
 from matlens.plots.values import concept_shares, pattern_sizes, shares_by_layer
+from matlens.storage.tables import COLUMNS
 
 
 def table(corpus: str) -> pd.DataFrame:

@@ -1,0 +1,77 @@
+"""Tokens are told as a person reads them, and words are found as the tokens that they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import (
+    make_tokenizer,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from matlens import InputError
+from matlens.models.vocabulary import token_texts, word_token, word_tokens
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes as GPT-2's, in which " tea" and "Tea" are tokens and "tea" is not."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "t"), ("Ġt", "e"), ("Ġte", "a"), ("T", "e"), ("Te", "a"), ("Ã", "©"), ("â", "Ĥ")]
+    vocabulary = {piece: i for i, piece in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a space before every text and drops it when it decodes, as Llama 2's."""
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", "▁tea", "tea", "▁"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_tokens_are_written_as_a_person_reads_them() -> None:
+    tokenizer = byte_level()
+    pieces = ["Ġtea", "Tea", "Ã©", "âĤ", "Ċ", "x"]
+    ids = tokenizer.convert_tokens_to_ids(pieces)
+    assert token_texts(tokenizer, ids) == [" tea", "Tea", "é", r"\xe2\x82", "\n", "x"]
+    assert token_texts(tokenizer, torch.tensor(ids[:2])) == [" tea", "Tea"]
+    assert token_texts(sentencepiece(), [1, 2]) == [" tea", "tea"]
+    assert token_texts(tokenizer, [9999]) == ["<9999>"]
+
+
+@pytest.mark.parametrize("word", [" tea", "␣tea"])
+def test_a_word_is_taken_with_its_space(word: str) -> None:
+    tokenizer = byte_level()
+    assert word_token(tokenizer, word) == tokenizer.convert_tokens_to_ids("Ġtea")
+    assert word_token(sentencepiece(), "tea") == 1
+    assert word_tokens(tokenizer, [word, "Tea", " tea"]) == tokenizer.convert_tokens_to_ids(["Ġtea", "Tea"])
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("tea", "'tea' is 3 tokens: 't', 'e', 'a'. Expected a word that is one token; these are: '␣tea'"),
+        (" TEA", "'␣TEA' is 4 tokens: '␣', 'T', 'E', 'A'. Expected a word that is one token; these are"),
+        ("of", "'of' is 2 tokens: 'o', 'f'. Expected a word that is one token; one of its parts is."),
+    ],
+)  # fmt: skip
+def test_a_word_of_several_tokens_is_told_with_the_choice(word: str, told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        word_token(byte_level(), word)
+    assert told in str(caught.value)
+
+
+def test_words_that_are_not_there_are_told() -> None:
+    for word in ("coffee", "", " "):
+        with pytest.raises(InputError, match="is not in the model's vocabulary"):
+            word_token(make_tokenizer(), word)
+    for none in ([], "w1"):
+        with pytest.raises(InputError, match=r"No words are given\. Expected a list"):
+            word_tokens(make_tokenizer(), none)
+    with pytest.raises(InputError, match="'w1 w2' is 2 tokens: 'w1', 'w2'"):
+        word_token(make_tokenizer(), "w1 w2")

@@ -1,0 +1,46 @@
+"""Value vectors, unembedding and final norm read off the plain models, and where value vectors are many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from conftest import (
+    ARCHITECTURES,
+    LAYERS,
+    N_LAYERS,
+    SITE_MODULES,
+)
+from torch import Tensor
+
+D_MLP = {name: 128 if name in ("gpt2", "gptj") else 48 for name in ARCHITECTURES}
+
+D_VOCAB = 60
+
+
+def plain_values(name: str, plain: Any, layer: int) -> Tensor:
+    """Rows of a layer's output matrix: Conv1D keeps it as it multiplies, Linear transposed."""
+    block = plain.get_submodule(LAYERS[name][0])[layer]
+    weight = block.get_submodule(SITE_MODULES[name]["ffn_post"][0]).weight.detach()
+    return weight if name == "gpt2" else weight.T
+
+
+def plain_unit_vectors(name: str, plain: Any) -> np.ndarray:
+    """All value vectors at length 1, layer after layer, in float64."""
+    vectors = all_plain_values(name, plain).double().numpy()
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def all_plain_values(name: str, plain: Any) -> Tensor:
+    return torch.cat([plain_values(name, plain, layer) for layer in range(N_LAYERS)])
+
+
+def plain_unembedding(plain: Any) -> Tensor:
+    return plain.get_output_embeddings().weight.detach()
+
+
+@torch.inference_mode()
+def plain_norm(name: str, plain: Any, vectors: Tensor) -> Tensor:
+    path = "cls.predictions.transform.LayerNorm" if name == "bert" else LAYERS[name][1]
+    return plain.get_submodule(path)(vectors)
