@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 import transformers
