@@ -21,7 +21,7 @@ from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import mark_taken, taken_part
+from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ def controlled(
     kept = [_kept(layer) for layer in sorted({one.layer for one in wanted})]
     controlled_already = {one.layer for one in active}
     for ffn in kept:
-        replaced = ffn.source.layer not in controlled_already and taken_part(model, ffn)
+        replaced = ffn.source.layer not in controlled_already and find_reserved(model, ffn)
         if replaced:
             raise InputError(
                 f"Value vectors of layer {ffn.source.layer} cannot be controlled: {replaced} is replaced, "
                 "and what its coefficients are plays no part. Expected layers whose FFNs are run."
             )
-    with model.hooks(fwd_hooks=_hooks(model, wanted)), mark_taken(model, kept):
+    with model.hooks(fwd_hooks=_hooks(model, wanted)), reserve_parts(model, kept):
         active |= set(wanted)
         try:
             yield model

@@ -162,7 +162,7 @@ def test_a_scheme_alternates_from_what_it_starts_with() -> None:
 )
 def test_boundaries_that_do_not_rise_from_zero_are_refused(boundaries: tuple[int, ...]) -> None:
     for start in KINDS:
-        with pytest.raises(InputError, match="make no scheme"):
+        with pytest.raises(InputError, match="are not a scheme"):
             Scheme(boundaries, start)
 
 
