@@ -36,7 +36,11 @@ from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
 from matlens.storage.folders import Workplace, command_line, read_config, software_versions, write_bytes
 
-HOLDS, N_CLUSTERS, MEMORY_GIB = "clusters", 10_000, 4.0
+HOLDS = "clusters"
+N_CLUSTERS = 10_000
+"""How many clusters there are unless another number is given, as in the paper."""
+MEMORY_GIB = 4.0
+"""Memory in GiB that exact clusters may take unless another limit is given."""
 EXACT, NEIGHBOURS = "exact", "neighbours"
 NEAR = 10  # neighbours of each vector in the graph
 _DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
