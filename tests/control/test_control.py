@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, LAYERS, MASKED, N_LAYERS, SITE_MODULES, assert_near, plain_vectors
 from handpatched import jump_part, submodule_part
-from patching.test_contexts import SENTENCES, assert_same, linear, vectors
-from patching.test_contexts_nested import assert_as_before, state
+from patched_models import SENTENCES, assert_as_before, assert_same, linear, state, vectors
 from torch import Tensor
 
 import matlens

@@ -14,7 +14,7 @@ from conftest import ARCHITECTURES, MASKED, N_CTX
 from control.test_baselines import by_formula
 from control.test_control import CHOSEN, by_hand
 from handpatched import jump_part
-from patching.test_contexts import linear
+from patched_models import linear
 
 import matlens
 from matlens import InputError, patched

@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near
 from handpatched import Part, hand_vectors, jump_part, part, submodule_part, submodules
-from models.test_sites import hook_counts
-from patching.test_contexts import RANGES, SENTENCES, Models, assert_same, linear, replacement, vectors
+from patched_models import RANGES, SENTENCES, Models, assert_same, hook_counts, linear, replacement, vectors
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site

@@ -166,9 +166,10 @@ def test_boundaries_that_do_not_rise_from_zero_are_refused(boundaries: tuple[int
             Scheme(boundaries, start)
 
 
+@pytest.mark.refused
 @pytest.mark.parametrize("start", ["", "block", "id", None])
 def test_what_a_scheme_starts_with_is_blocks_or_mat(start: Any) -> None:
-    with pytest.raises(InputError, match="expected 'blocks' or 'mat'"):
+    with pytest.raises(InputError, match="Expected 'blocks' or 'mat'"):
         Scheme((0, 3), start)
 
 
