@@ -62,7 +62,7 @@ def main(
     show(table)
     for name in CONTEXTUAL:
         part = table[table["method"].str.startswith(name) | (table["method"] == "mat")]
-        for path in plots.save(plots.by_method(part), out, f"{NAME}_{name}"):
+        for path in plots.save(plots.by_fitting(part), out, f"{NAME}_{name}"):
             print(path)
 
 
