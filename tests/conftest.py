@@ -110,8 +110,8 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _types(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Types and shapes are checked in every call, but where a test is about input that is refused."""
+def _shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes of arrays are checked in every call, but where a test is about input that is refused."""
     if request.node.get_closest_marker("refused") is not None:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 

@@ -74,6 +74,6 @@ def test_a_wrong_dtype_is_an_error() -> None:
 
 
 @pytest.mark.refused
-def test_types_are_not_checked_where_a_test_is_about_what_is_refused() -> None:
+def test_shapes_are_not_checked_where_a_test_is_about_what_is_refused() -> None:
     with pytest.raises(RuntimeError):
         metrics.r2(torch.rand(10, 3), torch.rand(10, 4))

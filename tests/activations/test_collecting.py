@@ -777,7 +777,6 @@ def test_one_number_that_is_not_finite_is_enough(value: float) -> None:
         require_finite(vectors, "h.1")
 
 
-@pytest.mark.refused
 def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:
     with pytest.raises(InputError):
         collect(*llama, positions="al", progress=False)  # type: ignore[arg-type]

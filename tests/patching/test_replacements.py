@@ -211,7 +211,6 @@ def test_what_says_no_tokens_is_refused(where: Any, small_model: Models) -> None
         pytest.fail("not refused")
 
 
-@pytest.mark.refused
 def test_what_replaces_nothing_is_refused(small_model: Models) -> None:
     model, one = small_model("gptj"), linear(jump_part(0, 1))
     wrong: Any

@@ -166,7 +166,6 @@ def test_boundaries_that_do_not_rise_from_zero_are_refused(boundaries: tuple[int
             Scheme(boundaries, start)
 
 
-@pytest.mark.refused
 @pytest.mark.parametrize("start", ["", "block", "id", None])
 def test_what_a_scheme_starts_with_is_blocks_or_mat(start: Any) -> None:
     with pytest.raises(InputError, match="Expected 'blocks' or 'mat'"):
