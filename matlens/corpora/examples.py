@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+ARRAYS = ("tokens", "offsets", "positions")  # what is stored of examples beside vectors
+
+
 @dataclass(frozen=True)
 class Examples:
     """Tokenised sentences with a position in each.
@@ -75,7 +78,7 @@ class Examples:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that are stored beside vectors, by name."""
-        return {"tokens": self.tokens, "offsets": self.offsets, "positions": self.positions}
+        return {name: getattr(self, name) for name in ARRAYS}
 
     def head(self, n: int) -> Examples:
         """The first ``n`` sentences."""

@@ -768,7 +768,7 @@ def test_collection_that_is_damaged(run_matlens: Matlens, finished: Path, name: 
     path.write_bytes(path.read_bytes()[:kept])
     before = state(finished)
     outcome = run_matlens("fit", finished)
-    assert_refused(outcome, str(finished / "train"), "is damaged", "Remove that folder")
+    assert_refused(outcome, str(finished / "train"), "is damaged", "remove it")
     assert state(finished) == before
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
-from ffn.test_events import make_trace
 from matplotlib.axes import Axes
 from plot_tables import assert_legible, named
+from traces import make_trace
 
 from matlens.ffn.events import event_scores, saturation_frequency, update_scores
 from matlens.ffn.trace import Trace
