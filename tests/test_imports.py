@@ -113,7 +113,7 @@ def test_mathematics_needs_no_language_model() -> None:
         if module.partition(".")[0] in ("errors", "metrics", "linear"):
             packages = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
             foreign = packages - set(sys.stdlib_module_names) - {"matlens"}
-            assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors"}, module
+            assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors", "tqdm"}, module
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import make_examples
-from matlens.linear.maps import LinearMap, MapSet, write_maps
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet, write_maps
 from matlens.models.anatomy import Anatomy
 from matlens.models.loading import load
 from matlens.models.readout import Readout

@@ -23,7 +23,8 @@ from matlens.corpora.examples import is_masked, make_examples
 from matlens.errors import InputError
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
-from matlens.linear.maps import LinearMap, MapSet, write_maps
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet, write_maps
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout

@@ -15,7 +15,8 @@ from conftest import N_LAYERS
 from identities import make_identity
 
 import matlens
-from matlens.linear.maps import LinearMap, MapSet
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
 from matlens.models.identity import Provenance, unembed_hash
 from matlens.study import workflow
 
