@@ -171,7 +171,7 @@ def choose(
     top = top_tokens_of_all(values, projection)
     by_words = values_with_tokens(values, projection, top, words)["value"].head(n)
     found |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
-    scores = grade_values(values, top, projection.tokenizer, lambda texts: grader.grade(texts)[TOXICITY])
+    scores = grade_values(values, top, projection.tokenizer, grader)
     found[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
     return found
 

@@ -114,11 +114,13 @@ def fit_rows(
     """
     require_collected(pairs, samples)
     if rows is not None and len(rows) != samples.n_rows:
-        raise InputError(f"rows has {len(rows)} values for {samples.n_rows} samples. Expected one each.")
+        raise InputError(
+            f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
+        )
     chosen = slice(None) if rows is None else rows.nonzero()[:, 0]
     n = samples.n_rows if rows is None else len(chosen)
     if not n:
-        raise InputError("No sample is left to fit on. Expected at least one true value in rows.")
+        raise InputError("No sample is left to fit on. Expected at least one true value in 'rows'.")
     vectors = {site: samples[site][chosen] for site in dict.fromkeys(itertools.chain(*pairs))}
     provenance = samples.provenance.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
     yield from fit_samples(vectors, pairs, intercept=intercept, ridge=ridge, provenance=provenance)

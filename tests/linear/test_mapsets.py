@@ -381,7 +381,7 @@ def test_what_cannot_be_fitted_is_told() -> None:
         ({"pairs": [(0, "ln1_out.0")]}, r"no vectors of ln1_out\.0; collected were h\.0"),
         ({"pairs": [(2, 1)]}, "the source must lie before the target"),
         ({"pairs": "every"}, "expected 'all', 'last', or a list"),
-        ({"rows": torch.ones(N - 1, dtype=torch.bool)}, f"rows has {N - 1} values for {N} samples"),
+        ({"rows": torch.ones(N - 1, dtype=torch.bool)}, f"'rows' has {N - 1} values for {N} samples"),
         ({"rows": torch.zeros(N, dtype=torch.bool)}, "No sample is left to fit on"),
     ):
         with pytest.raises(InputError, match=told):
