@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import load, load_corpus, make_examples
+from matlens import make_examples
 from matlens.annotation import (
     SMALLEST,
     annotator_agreement,
@@ -29,15 +29,17 @@ from matlens.annotation import (
     tally_concepts,
     write_sheets,
 )
-from matlens.cli import options, report, run_script
-from matlens.models import identity
+from matlens.cli import Report, run_study
+from matlens.models import describe_model
 from matlens.plots import concept_shares
-from matlens.storage import system_errors, write_results, write_text
+from matlens.study import Study
 
 NAME = "paper_b_table2_concepts"
 
 
 def main(
+    study: Study,
+    report: Report,
     filled: Annotated[
         list[Path] | None,
         typer.Option(
@@ -46,46 +48,35 @@ def main(
     ] = None,
     per_layer: Annotated[int, typer.Option(min=1, help="Vectors of each kind at each layer.")] = 10,
     top: Annotated[int, typer.Option(min=4, help="Top tokens of each.")] = 30,
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Write a sheet on which concepts are annotated, or turn filled ones into shares."""
     if filled:
-        count(filled, out)
+        count(filled, report)
         return
-    texts = load_corpus(corpus)
-    loaded = load(model, device=device)
-    _, part = texts.split(n_train=1, n_validation=max(2, loaded.cfg.n_layers * per_layer), seed=seed)
-    examples = make_examples(loaded, part, seed=seed, draw_special=False)
-    sample = draw_sample(loaded, examples, per_layer=per_layer, k=top, seed=seed)
-    written = write_sheets(sample, out / f"{NAME}_sheets")
+    texts, model, seed = study.corpus, study.model, study.seed
+    _, part = texts.split(n_train=1, n_validation=max(2, study.n_layers * per_layer), seed=seed)
+    examples = make_examples(model, part, seed=seed, draw_special=False)
+    sample = draw_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
+    written = write_sheets(sample, report.out / f"{NAME}_sheets")
     origin = {
-        "model": identity.describe_model(loaded),
-        "data": examples.provenance,
-        "seed": seed,
-        "sheet": code(sample),
-    }
-    write_results(out, NAME, sample, origin)
-    print(f"{out / NAME}.csv: the key, not for annotators")
+        "model": describe_model(model), "data": examples.provenance, "seed": seed, "sheet": code(sample),
+    }  # fmt: skip
+    report.write(NAME, sample, origin)
+    print("This table is the key, not for annotators.")
     for path in written:
         print(path)
     print("Give the sheets to annotators, and then: --filled FOLDER, with what each has saved in a folder")
 
 
-def count(filled: list[Path], out: Path) -> None:
+def count(filled: list[Path], report: Report) -> None:
     """Turn filled sheets into shares and agreement, and print the main ones."""
-    sample = read_sample(out / f"{NAME}.csv")
+    sample = read_sample(report.out / f"{NAME}.csv")
     annotations = [read_sheets(folder, sample) for folder in filled]
     table, alike = tally_concepts(sample, annotations), annotator_agreement(sample, annotations)
     origin = {"sheet": code(sample), "annotators": [annotation.name for annotation in annotations]}
-    report(out, f"{NAME}_shares", table, origin, concept_shares(table))
+    report.write(f"{NAME}_shares", table, origin, concept_shares(table))
     if len(annotations) > 1:
-        with system_errors(out):
-            write_text(out / f"{NAME}_agreement.csv", alike.to_csv(index=False))
-        print(out / f"{NAME}_agreement.csv")
+        print(report.write_table(f"{NAME}_agreement", alike))
     show(table, alike)
 
 
@@ -116,4 +107,4 @@ def show(table: pd.DataFrame, alike: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, train=None)

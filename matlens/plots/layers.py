@@ -208,8 +208,10 @@ def _surprisal_axis(ax: Axes) -> None:
     ax.set_ylim(bottom=0)
 
 
-def save(figure: Figure, folder: str | Path, name: str) -> list[Path]:
+def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = None) -> list[Path]:
     """Write a figure as ``name.png`` and ``name.pdf``; returns both paths."""
+    if title is not None:
+        figure.suptitle(title)
     paths = [Path(folder) / f"{name}.{suffix}" for suffix in ("png", "pdf")]
     with system_errors(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
