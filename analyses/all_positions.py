@@ -8,6 +8,7 @@ generalise better, most of all from early layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -20,6 +21,7 @@ from matlens.cli import Report, run_study
 from matlens.corpora import is_masked
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, fit_stream
+from matlens.models import Provenance
 from matlens.study import Study, origin_of
 
 NAME = "all_positions"
@@ -49,9 +51,9 @@ def main(study: Study, report: Report) -> None:
                 drawn[site][there] = vectors[here]
             yield rows.vectors
 
-    origin = {"model": validation.provenance["model"], "data": fitted_on.provenance}
-    of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=origin | {"positions": "all"}))
-    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=origin | {"positions": "drawn"}))
+    origin = Provenance(validation.provenance.model, fitted_on.provenance)
+    of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
+    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
     tables = []
     for name, maps in (("drawn", of_drawn), ("all", of_all)):
         parts = [fit_quality(maps, validation), prediction_quality(study.readout, maps, validation)]

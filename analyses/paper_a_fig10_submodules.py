@@ -48,7 +48,7 @@ def main(
         variants[f"{name} without sinks.{layer}"] = Variant(layer, without)
     outputs = run_variants(
         study.model, some.examples, variants,
-        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=everywhere.provenance,
+        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=everywhere.provenance.to_json(),
     )  # fmt: skip
     rows = []
     for data, vectors in (

@@ -36,7 +36,7 @@ def main(study: Study, report: Report, patched: Patched = 3000) -> None:
     variants = {file_name(scheme): variant(study, maps, scheme) for _, scheme in named if scheme.jumps}
     folder = study.folder / f"{NAME}-{validation.n_rows}"
     outputs = run_variants(
-        study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance
+        study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance.to_json()
     )
     truth = validation[study.n_layers]
     vectors = {name: outputs[name] for name in variants} | {"whole": truth}

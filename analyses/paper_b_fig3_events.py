@@ -49,7 +49,7 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
         LAYERS: plots.layers_figure(plain),
         SATURATION: plots.saturation_figure(tables[SATURATION]),
     }
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")}
+    origin = trace.provenance.to_json("model", "data", "seed", "k")
     for name, table in tables.items():
         report.write(name, table, origin | {"n_sinks": int(trace.sinks.sum())}, figures[name])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import dominance
-from matlens.models import describe_model
+from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
 from matlens.study import Study
 
@@ -20,7 +20,11 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     """Measure the share of the dominant sub-updates over a corpus, and draw it layer by layer."""
     examples = study.validation_examples
     table = dominance(study.model, examples, k=dominant, seed=study.seed)
-    origin = {"model": describe_model(study.model), "data": examples.provenance, "seed": study.seed}
+    origin = {
+        "model": ModelIdentity.from_model(study.model).to_json(),
+        "data": examples.provenance,
+        "seed": study.seed,
+    }
     report.write(NAME, table, origin, shares_by_layer(table, f"share of {dominant} sub-updates"))
 
 

@@ -72,7 +72,7 @@ def main(
         groups.append(group.assign(read=read))
         places.append(place_table(extreme, kinds, fitted, trace).assign(read=read))
     table = pd.concat(tables, ignore_index=True)
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
         "n_clusters": clusters, "method": fitted.method, "thresholds": thresholds,
         "n_sinks": int(trace.sinks.sum()), "n_unseen": int((frequency.counts == 0).sum()),
         "n_common": int(frequency.common.sum()),

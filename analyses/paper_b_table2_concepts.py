@@ -20,17 +20,17 @@ from rich.table import Table
 
 from matlens import make_examples
 from matlens.annotation import (
-    SMALLEST,
+    MIN_PATTERN_TOKENS,
     annotator_agreement,
-    code,
-    draw_sample,
-    read_sample,
-    read_sheets,
+    draw_concept_sample,
+    read_concept_sample,
+    read_concept_sheets,
+    sheet_code,
     tally_concepts,
-    write_sheets,
+    write_concept_sheets,
 )
 from matlens.cli import Report, run_study
-from matlens.models import describe_model
+from matlens.models import ModelIdentity
 from matlens.plots import concept_shares
 from matlens.study import Study
 
@@ -56,10 +56,10 @@ def main(
     texts, model, seed = study.corpus, study.model, study.seed
     _, part = texts.split(n_train=1, n_validation=max(2, study.n_layers * per_layer), seed=seed)
     examples = make_examples(model, part, seed=seed, draw_special=False)
-    sample = draw_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
-    written = write_sheets(sample, report.out / f"{NAME}_sheets")
+    sample = draw_concept_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
+    written = write_concept_sheets(sample, report.out / f"{NAME}_sheets")
     origin = {
-        "model": describe_model(model), "data": examples.provenance, "seed": seed, "sheet": code(sample),
+        "model": ModelIdentity.from_model(model).to_json(), "data": examples.provenance, "seed": seed, "sheet": sheet_code(sample),
     }  # fmt: skip
     report.write(NAME, sample, origin)
     print("This table is the key, not for annotators.")
@@ -70,10 +70,10 @@ def main(
 
 def count(filled: list[Path], report: Report) -> None:
     """Turn filled sheets into shares and agreement, and print the main ones."""
-    sample = read_sample(report.out / f"{NAME}.csv")
-    annotations = [read_sheets(folder, sample) for folder in filled]
+    sample = read_concept_sample(report.out / f"{NAME}.csv")
+    annotations = [read_concept_sheets(folder, sample) for folder in filled]
     table, alike = tally_concepts(sample, annotations), annotator_agreement(sample, annotations)
-    origin = {"sheet": code(sample), "annotators": [annotation.name for annotation in annotations]}
+    origin = {"sheet": sheet_code(sample), "annotators": [annotation.name for annotation in annotations]}
     report.write(f"{NAME}_shares", table, origin, concept_shares(table))
     if len(annotations) > 1:
         print(report.write_table(f"{NAME}_agreement", alike))
@@ -92,7 +92,8 @@ def show(table: pd.DataFrame, alike: pd.DataFrame) -> None:
         printed.add_row(kind, name, value, f"{low} to {high}", str(n))
     Console().print(printed)
     left_out = (small["value"] * small["n"]).sum()
-    print(f"Patterns of fewer than {SMALLEST} tokens are not counted: {left_out:.4g} for each annotator.")
+    small_ones = f"Patterns of fewer than {MIN_PATTERN_TOKENS} tokens"
+    print(f"{small_ones} are not counted: {left_out:.4g} for each annotator.")
     if len(alike):
         between = Table("annotators", "", "agreement", "value", "n")
         for pair in alike.itertuples():

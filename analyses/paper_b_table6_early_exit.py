@@ -63,12 +63,10 @@ def main(
     )  # fmt: skip
     table = summarize_exits(comparison.judged, trace.n_layers)
     show(table, trace.n_layers)
-    table = table.assign(
-        model=study.values.model_name, corpus=trace.provenance["data"]["corpus"], n=len(trace)
-    )
+    table = table.assign(model=study.values.identity.name, corpus=trace.provenance.corpus, n=len(trace))
     judged = comparison.judged
-    origin = {key: trace.provenance[key] for key in ("model", "data", "seed", "k")} | {
-        "clusters": fitted.provenance, "splits": splits, "folds": folds, "fewest": fewest,
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
+        "clusters": fitted.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
         "penalties": comparison.penalties,
         "accuracy": {method: [exits.accuracy for exits in each] for method, each in judged.items()},
         "chance": {method: [exits.chance for exits in each] for method, each in judged.items()},

@@ -17,7 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens import InputError, collect, load_corpus, make_examples
-from matlens.annotation import make_plausibility_sheet, plausibility_rates, read_plausibility_sheet
+from matlens.annotation import (
+    make_plausibility_sheet,
+    plausibility_rates,
+    read_plausibility_sheet,
+    write_sheet,
+)
 from matlens.cli import Report, run_study
 from matlens.lens import read_predictions, top_predictions
 from matlens.study import Study
@@ -54,8 +59,9 @@ def main(
     examples = make_examples(study.model, chosen, seed=study.seed, draw_special=False).head(sentences)
     read = collect(study.model, examples)
     table = top_predictions(study.readout, study.maps, read, range(study.n_layers + 1))
+    path = report.out / f"{NAME}_sheet.csv"
+    write_sheet(path, make_plausibility_sheet(table, seed=study.seed))
     report.write(NAME, table, study.origin)
-    path = report.write_table(f"{NAME}_sheet", make_plausibility_sheet(table, seed=study.seed))
     print(f"{path}: mark every token 1 or 0 in the column 'plausible', then: --sheet {path}")
 
 

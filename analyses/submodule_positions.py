@@ -48,7 +48,7 @@ def main(
         variants[key] = Variant(layer, CONTEXTUAL[name](maps[fitted], layer, last, where=where))
     outputs = run_variants(
         study.model, some.examples, variants,
-        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance,
+        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance.to_json(),
     )  # fmt: skip
     judged = judge_predictions(
         study.readout, some[last], {key: as_substitute(outputs[key]) for key in variants}

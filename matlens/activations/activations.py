@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.corpora.examples import Examples
+from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.storage.rows import read_rows
 
@@ -37,10 +39,10 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         vectors: Mapping[str, Float[Tensor, "n d"]],
         examples: Examples,
         positions: Positions,
-        provenance: Mapping[str, Any],
+        provenance: Provenance,
     ) -> None:
         self._vectors = dict(vectors)
-        self.examples, self.positions, self.provenance = examples, positions, dict(provenance)
+        self.examples, self.positions, self.provenance = examples, positions, provenance
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
         name = self.resolve(site)
@@ -59,7 +61,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         """Name of a site; a negative layer counts from the end."""
         site = Site.parse(site)
         if site.layer < 0:
-            n_layers = self.provenance["model"]["n_layers"]
+            n_layers = self.provenance.identity.n_layers
             site = Site(site.kind, site.layer + n_layers + (site.kind == STREAM))
         return str(site)
 
@@ -78,8 +80,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         examples = self.examples.head(n)
         rows = len(examples) if self.positions == "drawn" else len(examples.tokens)
         vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
-        own = {"data": examples.provenance, "examples": examples.fingerprint}
-        return Activations(vectors, examples, self.positions, {**self.provenance, **own})
+        provenance = replace(self.provenance, data=examples.provenance, examples=examples.fingerprint)
+        return Activations(vectors, examples, self.positions, provenance)
 
     @classmethod
     def load(cls, folder: str | Path) -> Activations:
@@ -93,4 +95,5 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         config, arrays, vectors = read_rows(folder, HOLDS)
         request = config["request"]
         examples = Examples(**arrays, provenance=request["data"])
-        return cls(vectors, examples, request["positions"], {**request, **config["more"]})
+        provenance = Provenance.from_json({**request, **config["more"]})
+        return cls(vectors, examples, request["positions"], provenance)

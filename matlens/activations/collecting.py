@@ -18,9 +18,8 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
-from matlens.models import identity
 from matlens.models.anatomy import Anatomy
-from matlens.models.identity import require_raw
+from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import Site, require_finite
 from matlens.storage.folders import Workplace, command_line, read_config, software_versions
 from matlens.storage.rows import fill
@@ -93,7 +92,7 @@ def collect(
     batch_tokens = batch_tokens or default_batch_tokens(model)
     request = {
         "holds": HOLDS,
-        "model": identity.describe_model(model),
+        "model": ModelIdentity.from_model(model).to_json(),
         "data": examples.provenance,
         "examples": examples.fingerprint,
         "positions": positions,
@@ -116,7 +115,7 @@ def collect(
         for rows in run():
             for name, vectors in rows.vectors.items():
                 kept[name][torch.from_numpy(rows.index)] = vectors
-        return Activations(kept, examples, positions, {**request, **more})
+        return Activations(kept, examples, positions, Provenance.from_json({**request, **more}))
     place = Workplace(folder, request, only_unfinished=("batch_tokens", "read"))
     fill(
         place, widths, n_rows, examples.arrays,

@@ -1,8 +1,11 @@
-from .concepts import SMALLEST as SMALLEST
+from .concept_sheets import Annotation as Annotation
+from .concept_sheets import read_concept_sheets as read_concept_sheets
+from .concept_sheets import sheet_code as sheet_code
+from .concept_sheets import write_concept_sheets as write_concept_sheets
+from .concepts import MIN_PATTERN_TOKENS as MIN_PATTERN_TOKENS
 from .concepts import annotator_agreement as annotator_agreement
-from .concepts import by_item as by_item
-from .concepts import draw_sample as draw_sample
-from .concepts import read_sample as read_sample
+from .concepts import draw_concept_sample as draw_concept_sample
+from .concepts import read_concept_sample as read_concept_sample
 from .concepts import tally_concepts as tally_concepts
 from .patterns import distinct_concepts as distinct_concepts
 from .patterns import find_patterns as find_patterns
@@ -11,8 +14,4 @@ from .patterns import search_concepts as search_concepts
 from .plausibility import make_plausibility_sheet as make_plausibility_sheet
 from .plausibility import plausibility_rates as plausibility_rates
 from .plausibility import read_plausibility_sheet as read_plausibility_sheet
-from .sheets import Annotation as Annotation
-from .sheets import code as code
-from .sheets import page as page
-from .sheets import read_sheets as read_sheets
-from .sheets import write_sheets as write_sheets
+from .sheets import write_sheet as write_sheet

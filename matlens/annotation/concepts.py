@@ -1,14 +1,15 @@
 """Concepts among top tokens, as people find them (paper B, section 4): what is annotated, and what it gives.
 
 A sample holds value vectors, random vectors and whole FFN updates of every layer as numbered items in random
-order, each with its top tokens. It is the key to the sheets that annotators get (`sheets`), which show items
-and tokens alone.
+order, each with its top tokens. It is the key to the sheets that annotators get (`concept_sheets`), which
+show items and tokens alone.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from sklearn.metrics import cohen_kappa_score
 
 from matlens import metrics
-from matlens.annotation.sheets import CLASSES, Annotation
+from matlens.annotation.concept_sheets import CLASSES, Annotation
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "concepts"
 KINDS = ("values", "random", "updates")
-SMALLEST = 4  # tokens that make a pattern
+MIN_PATTERN_TOKENS = 4  # as in the paper's protocol
 SAMPLE_COLUMNS = {
     "item": "int64", "model": "str", "corpus": "str", "kind": "str", "layer": "int64", "vector": "str",
     "rank": "int64", "token_id": "int64", "token": "str",
@@ -41,7 +42,7 @@ MEASURES = ("covered", "without_stopwords", *CLASSES, "concepts", "small_pattern
 AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
-def draw_sample(
+def draw_concept_sample(
     model: TransformerBridge,
     examples: Examples,
     *,
@@ -50,7 +51,7 @@ def draw_sample(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Draw what is to be annotated, one row a token.
+    """Draw vectors whose top tokens are to be annotated, one row a token.
 
     Columns are ``item, model, corpus, kind, layer, vector, rank, token_id, token``. The kinds are ``values``,
     value vectors; ``random``, vectors with their mean and standard deviation; and ``updates``, what the FFN
@@ -60,15 +61,17 @@ def draw_sample(
     Parameters
     ----------
     model
-        Whose FFNs are looked at.
+        The model whose FFNs are looked at.
     examples
-        ``n_layers x per_layer`` of them at least: each update is of another one.
+        Examples of the updates, at least ``n_layers x per_layer``: each update is of another one.
     per_layer
-        Vectors of each kind at each layer.
+        Number of vectors of each kind at each layer.
     k
-        Top tokens of each.
+        Number of top tokens of each vector.
     seed
-        Of the draw and of the order of the items.
+        Seed of the draw and of the order of the items.
+    progress
+        Whether to show a progress bar.
 
     Raises
     ------
@@ -88,40 +91,38 @@ def draw_sample(
         raise InputError(
             f"{per_layer} value vectors of each layer were asked for, and a layer has {values.d_mlp}."
         )
-    corpus, rows = examples.provenance.get("corpus", "unnamed"), []
+    corpus = examples.provenance.get("corpus", "unnamed")
+    items: list[tuple[tuple[Any, ...], list[tuple[int, str]]]] = []
     for layer in range(n_layers):
         chosen = sorted(generator.choice(values.d_mlp, per_layer, replace=False).tolist())
-        own = range(layer * per_layer, (layer + 1) * per_layer)
-        vectors = {
-            "values": (
-                values.layer(layer)[chosen],
-                [str(ValueVector(layer, index)) for index in chosen],
-                "none",
-            ),
-            "random": (values.random(layer, per_layer, seed=seed), [f"random {i}" for i in own], "none"),
-            "updates": (
-                updates.outputs(layer)[own.start : own.stop],
-                [f"example {i}, position {examples.positions[i]}" for i in own],
-                corpus,
-            ),
+        numbers = range(layer * per_layer, (layer + 1) * per_layer)
+        drawn = {
+            "values": values.layer(layer)[chosen],
+            "random": values.random(layer, per_layer, seed=seed),
+            "updates": updates.outputs(layer)[numbers.start : numbers.stop],
         }
-        for kind, (of_kind, names, source) in vectors.items():
-            for name, ids in zip(names, projection.top(of_kind, k).ids.tolist(), strict=True):
+        names = {
+            "values": [str(ValueVector(layer, index)) for index in chosen],
+            "random": [f"random {i}" for i in numbers],
+            "updates": [f"example {i}, position {examples.positions[i]}" for i in numbers],
+        }
+        for kind in KINDS:
+            source = corpus if kind == "updates" else "none"
+            for name, ids in zip(names[kind], projection.top(drawn[kind], k).ids.tolist(), strict=True):
                 texts = map(visible, token_texts(projection.tokenizer, ids))
-                rows.append(
-                    (values.model_name, source, kind, layer, name, list(zip(ids, texts, strict=True)))
-                )
-    order = generator.permutation(len(rows))
-    table = [
-        (item, *rows[row][:-1], rank, *token)
-        for item, row in enumerate(order, start=1)
-        for rank, token in enumerate(rows[row][-1], start=1)
+                tokens = list(zip(ids, texts, strict=True))
+                items.append(((values.identity.name, source, kind, layer, name), tokens))
+    order = generator.permutation(len(items))
+    rows = [
+        (item, *items[index][0], rank, *token)
+        for item, index in enumerate(order, start=1)
+        for rank, token in enumerate(items[index][1], start=1)
     ]
-    return pd.DataFrame(table, columns=list(SAMPLE_COLUMNS))
+    return pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
 
 
-def read_sample(path: str | Path) -> pd.DataFrame:
-    """Read back what `draw` has found and was written as CSV.
+def read_concept_sample(path: str | Path) -> pd.DataFrame:
+    """Read a sample of `draw_concept_sample` that was written as CSV.
 
     Raises
     ------
@@ -129,13 +130,16 @@ def read_sample(path: str | Path) -> pd.DataFrame:
         There is no such table.
     """
     return read_table(
-        path, SAMPLE_COLUMNS, what="the key to the sheets",
-        made_by="Expected the --out folder of the run that wrote them.", lineterminator="\n",
-    )  # fmt: skip
+        path,
+        SAMPLE_COLUMNS,
+        what="the key to the sheets",
+        made_by="Expected the --out folder of the run that wrote the sheets.",
+        lineterminator="\n",
+    )
 
 
-def by_item(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
-    """What one annotator has found in each item, one row an item, with its ``kind`` and ``layer``.
+def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
+    """Shares and counts of each item as one annotator sees it, one row an item, with ``kind`` and ``layer``.
 
     A pattern counts if at least four tokens belong to it. ``covered`` is the share of the item's tokens in
     such a pattern; ``without_stopwords`` the same, with patterns of stopwords left out; ``semantic``,
@@ -145,55 +149,72 @@ def by_item(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
     """
     marks = annotation.marks.merge(annotation.patterns, on=["item", "pattern"], validate="many_to_one")
     sizes = marks.groupby(["item", "pattern"])["rank"].transform("size")
-    counted = marks[sizes >= SMALLEST]
-    whole = sample.groupby("item").agg(kind=("kind", "first"), layer=("layer", "first"), k=("rank", "size"))
+    counted = marks[sizes >= MIN_PATTERN_TOKENS]
+    items = sample.groupby("item").agg(kind=("kind", "first"), layer=("layer", "first"), k=("rank", "size"))
 
-    def share(of: pd.Series) -> pd.Series:
-        return of.groupby("item").sum().reindex(whole.index, fill_value=0) / whole["k"]
+    def share(weights: pd.Series) -> pd.Series:
+        return weights.groupby("item").sum().reindex(items.index, fill_value=0) / items["k"]
 
-    def patterns(of: pd.DataFrame) -> pd.Series:
-        return (
-            of.drop_duplicates(["item", "pattern"]).groupby("item").size().reindex(whole.index, fill_value=0)
-        )
+    def n_patterns(marks: pd.DataFrame) -> pd.Series:
+        patterns = marks.drop_duplicates(["item", "pattern"])
+        return patterns.groupby("item").size().reindex(items.index, fill_value=0)
 
     classes = counted.groupby(["item", "rank", "class"]).size().unstack("class", fill_value=0)
     parts = (classes.reindex(columns=list(CLASSES), fill_value=0) > 0).astype(float)
     parts = parts.div(parts.sum(axis=1), axis=0)
     content = counted[counted["class"] != "stopwords"]
-    return whole.drop(columns="k").assign(
+    return items.drop(columns="k").assign(
         covered=share(parts.sum(axis=1)),
         without_stopwords=share(content.drop_duplicates(["item", "rank"]).set_index("item")["rank"] > 0),
         **{name: share(parts[name]) for name in CLASSES},
-        concepts=patterns(content),
-        small_patterns=patterns(marks[sizes < SMALLEST]),
+        concepts=n_patterns(content),
+        small_patterns=n_patterns(marks[sizes < MIN_PATTERN_TOKENS]),
     )
 
 
 def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:
     """Shares and counts of paper B's Table 2 and Figure 2, for each kind at each layer and at all of them.
 
-    The columns are those of all tables; the metrics are those of `by_item`, averaged first over annotators
-    and then over items. Intervals are over items, whose tokens are not independent of each other. ``layer``
-    is empty for all layers together.
+    The columns are those of all tables of results; the metrics are those of `tally_items`, averaged first
+    over annotators and then over items. Intervals are over items, whose tokens are not independent of each
+    other. ``layer`` is empty for all layers together.
+
+    Parameters
+    ----------
+    sample
+        The sample of `draw_concept_sample`.
+    annotations
+        What the annotators have filled in: an annotation each of `read_concept_sheets`.
+
+    Raises
+    ------
+    InputError
+        There are no annotations.
     """
     if not annotations:
         raise InputError("There are no filled sheets. Expected at least one.")
-    found = [by_item(sample, annotation) for annotation in annotations]
-    items = found[0].assign(**{name: sum(one[name] for one in found) / len(found) for name in MEASURES})
-    first, k = sample.iloc[0], int(sample["rank"].max())
+    tallies = [tally_items(sample, annotation) for annotation in annotations]
+    items = tallies[0].assign(
+        **{name: sum(tally[name] for tally in tallies) / len(tallies) for name in MEASURES}
+    )
+    model, k = sample["model"].iloc[0], int(sample["rank"].max())
     corpora = sample.groupby("kind")["corpus"].first()
     rows = []
     for kind in KINDS:
         for layer in (None, *sorted(items["layer"].unique())):
-            own = items[(items["kind"] == kind) & (True if layer is None else items["layer"] == layer)]
+            part = items[(items["kind"] == kind) & (True if layer is None else items["layer"] == layer)]
+            row = partial(
+                result_row,
+                EXPERIMENT,
+                model=model,
+                corpus=corpora[kind],
+                method=kind,
+                layer=layer,
+                target=layer,
+            )
             for name in MEASURES:
-                estimate = metrics.mean(torch.from_numpy(own[name].to_numpy(dtype=float, copy=True)))
-                rows.append(
-                    result_row(
-                        EXPERIMENT, model=first["model"], corpus=corpora[kind], method=kind, layer=layer,
-                        target=layer, metric=name, k=k, estimate=estimate,
-                    )
-                )  # fmt: skip
+                shares = torch.from_numpy(part[name].to_numpy(dtype=float, copy=True))
+                rows.append(row(metric=name, k=k, estimate=metrics.mean(shares)))
     return result_table(rows)
 
 
@@ -203,34 +224,48 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
     Columns are ``one, other, method, metric, value, n``. Metrics: ``kappa_covered``, Cohen's kappa of whether
     a token is in a concept, ``n`` tokens; ``kappa_concepts``, Cohen's kappa of the number of concepts of an
     item, with quadratic weights, and ``same_concepts``, the share of items that both give as many, ``n``
-    items.
-    A kappa is empty where both have said one and the same throughout.
+    items. A kappa is empty where both have given the same answer throughout.
+
+    Parameters
+    ----------
+    sample
+        The sample of `draw_concept_sample`.
+    annotations
+        What the annotators have filled in: an annotation each of `read_concept_sheets`.
     """
-    kinds = sample.groupby("item")["kind"].first()
-    of_token = sample.set_index(["item", "rank"])["kind"]
+    item_kinds = sample.groupby("item")["kind"].first()
+    token_kinds = sample.set_index(["item", "rank"])["kind"]
+    answers = [
+        (annotation.name, _covered_tokens(sample, annotation), tally_items(sample, annotation)["concepts"])
+        for annotation in annotations
+    ]
     rows: list[tuple[Any, ...]] = []
-    for one, other in itertools.combinations(annotations, 2):
-        tokens = [_covered(sample, annotation) for annotation in (one, other)]
-        concepts = [by_item(sample, annotation)["concepts"] for annotation in (one, other)]
+    for first, second in itertools.combinations(answers, 2):
         for kind in ("all", *KINDS):
-            a, b = (flags if kind == "all" else flags[of_token == kind] for flags in tokens)
-            c, d = (counts if kind == "all" else counts[kinds == kind] for counts in concepts)
-            told = (one.name, other.name, kind)
-            rows.append((*told, "kappa_covered", _kappa(a, b), len(a)))
-            rows.append((*told, "kappa_concepts", _kappa(c, d, weights="quadratic"), len(c)))
-            rows.append((*told, "same_concepts", float((c == d).mean()), len(c)))
+            covered = [_of_kind(answer[1], token_kinds, kind) for answer in (first, second)]
+            concepts = [_of_kind(answer[2], item_kinds, kind) for answer in (first, second)]
+            n_tokens, n_items = len(covered[0]), len(concepts[0])
+            same = float((concepts[0] == concepts[1]).mean())
+            key = (first[0], second[0], kind)
+            rows.append((*key, "kappa_covered", _kappa(*covered), n_tokens))
+            rows.append((*key, "kappa_concepts", _kappa(*concepts, weights="quadratic"), n_items))
+            rows.append((*key, "same_concepts", same, n_items))
     return pd.DataFrame(rows, columns=list(AGREEMENT_COLUMNS))
 
 
-def _covered(sample: pd.DataFrame, annotation: Annotation) -> pd.Series:
+def _of_kind(answers: pd.Series, kinds: pd.Series, kind: str) -> pd.Series:
+    return answers if kind == "all" else answers[kinds == kind]
+
+
+def _covered_tokens(sample: pd.DataFrame, annotation: Annotation) -> pd.Series:
     """Whether each token is in a pattern that counts, in the order of the sample."""
     sizes = annotation.marks.groupby(["item", "pattern"])["rank"].transform("size")
-    inside = pd.MultiIndex.from_frame(annotation.marks[sizes >= SMALLEST][["item", "rank"]])
+    inside = pd.MultiIndex.from_frame(annotation.marks[sizes >= MIN_PATTERN_TOKENS][["item", "rank"]])
     index = pd.MultiIndex.from_frame(sample[["item", "rank"]])
     return pd.Series(index.isin(inside), index=index)
 
 
-def _kappa(one: pd.Series, other: pd.Series, **options: str) -> float:
-    if len({*one, *other}) < 2:
+def _kappa(first: pd.Series, second: pd.Series, **options: str) -> float:
+    if len({*first, *second}) < 2:
         return float("nan")
-    return float(cohen_kappa_score(one, other, **options))
+    return float(cohen_kappa_score(first, second, **options))

@@ -9,7 +9,8 @@ a random vector gains nothing from tokens lying close together in the unembeddin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,28 +180,33 @@ def pattern_shares(
         Number of top tokens that were searched.
     """
     rows = []
-    measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
-        "covered": lambda part: part["tokens"].where(part["words"] >= MIN_PATTERN_WORDS, 0) / k,
-        "known": lambda part: part["known"] / k,
-    }
     for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
             part = table if layer is None else table[table["layer"] == layer]
-            estimates = {}
-            for size in PATTERN_SIZES:
-                hits = torch.from_numpy((part["words"] >= size).to_numpy(copy=True))
-                estimates["pattern", size] = metrics.proportion(hits)
-            for metric, measure in measures.items():
-                shares = torch.from_numpy(measure(part).to_numpy(copy=True))
-                estimates[metric, k] = metrics.mean(shares)
-            rows += [
-                result_row(
-                    EXPERIMENT, model=model_name, corpus=corpus, method=method, layer=layer, target=layer,
-                    metric=metric, k=size, estimate=estimate,
-                )
-                for (metric, size), estimate in estimates.items()
-            ]  # fmt: skip
+            row = partial(
+                result_row,
+                EXPERIMENT,
+                model=model_name,
+                corpus=corpus,
+                method=method,
+                layer=layer,
+                target=layer,
+            )
+            rows += [row(metric=name, k=size, estimate=share) for name, size, share in _shares(part, k)]
     return result_table(rows)
+
+
+def _shares(patterns: pd.DataFrame, k: int) -> Iterator[tuple[str, int, metrics.Estimate]]:
+    """Shares of vectors with a pattern by its size, and of the top tokens that are in one or are known."""
+    for size in PATTERN_SIZES:
+        yield "pattern", size, metrics.proportion(_tensor(patterns["words"] >= size))
+    in_patterns = patterns["tokens"].where(patterns["words"] >= MIN_PATTERN_WORDS, 0)
+    yield "covered", k, metrics.mean(_tensor(in_patterns / k))
+    yield "known", k, metrics.mean(_tensor(patterns["known"] / k))
+
+
+def _tensor(column: pd.Series) -> Tensor:
+    return torch.from_numpy(column.to_numpy(copy=True))
 
 
 def distinct_concepts(

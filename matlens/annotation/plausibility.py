@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from matlens import metrics
+from matlens.annotation.sheets import read_sheet, refuse_lines
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
-from matlens.storage.tables import read_table
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
@@ -26,9 +27,9 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.D
     Parameters
     ----------
     predictions
-        Of `tokens.top_predictions`.
+        The table of `lens.top_predictions`.
     seed
-        Of the order.
+        Seed of the order.
     """
     pairs = predictions[["prompt", "token"]].drop_duplicates()
     shuffled = pairs.sample(frac=1, random_state=seed)
@@ -51,21 +52,12 @@ def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
     Raises
     ------
     InputError
-        A column is missing, or a mark is neither 0 nor 1; the message names the first such row.
+        A column is missing, or a mark is neither 0 nor 1; the message names the first such line.
     """
-    sheet = read_table(
-        path, SHEET_COLUMNS, what="a sheet of plausible tokens",
-        made_by="Expected the sheet as it was written, with 1 or 0 in 'plausible'.",
-    )  # fmt: skip
-    marks = sheet["plausible"].str.strip()
-    wrong = sheet[~marks.isin(["0", "1"])]
-    if len(wrong):
-        first = wrong.iloc[0]
-        raise InputError(
-            f"{len(wrong)} of {len(sheet)} rows of {path} are not marked 1 or 0, the first is item "
-            f"{first['item']} ({first['token']!r}: {first['plausible']!r}). Fill them in and try again."
-        )
-    return sheet.assign(plausible=marks.astype(int))
+    sheet = read_sheet(path, SHEET_COLUMNS, unchanged=("sentence", "token"))
+    marked = sheet["plausible"].isin(["0", "1"])
+    refuse_lines(path, sheet, ~marked, "plausible", "1 or 0 for every token")
+    return sheet.assign(plausible=sheet["plausible"].astype(int)).reset_index(drop=True)
 
 
 def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.DataFrame:
@@ -76,6 +68,13 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     tokens among the top ones; ``instances``, the share of instances with a plausible token; and, of the
     method ``id``, ``more_than_mat``, the share of instances where it has more plausible tokens than
     ``mat``.
+
+    Parameters
+    ----------
+    predictions
+        The table of `lens.top_predictions` that the sheet was made of.
+    sheet
+        The filled sheet, as `read_plausibility_sheet` gives it.
 
     Raises
     ------
@@ -91,28 +90,26 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
             f"The sheet has no mark for {token!r} in {prompt!r}, and {int(absent.sum()) - 1} more: it "
             "belongs to other predictions. Expected the sheet that was written beside them."
         )
-    whole = predictions.assign(plausible=marks[~marks.index.duplicated()].reindex(keys).to_numpy())
-    last = whole["layer"].max()
-    both = [whole, whole[(whole["layer"] == last) & (whole["method"] == "id")].assign(method="mat")]
-    whole = pd.concat(both[: 1 if "mat" in set(whole[whole["layer"] == last]["method"]) else 2])
+    marked = predictions.assign(plausible=marks[~marks.index.duplicated()].reindex(keys).to_numpy())
+    last = marked[marked["layer"] == marked["layer"].max()]
+    if "mat" not in set(last["method"]):  # the last layer is read in one way, which is both methods'
+        marked = pd.concat([marked, last[last["method"] == "id"].assign(method="mat")])
     # Sentences that begin alike read the same, and are as many instances.
-    whole["again"] = whole.groupby(["method", "layer", "prompt", "rank"]).cumcount()
-    counts = whole.groupby(["method", "layer", "prompt", "again"])["plausible"].agg(["sum", "size"])
+    marked["repeat"] = marked.groupby(["method", "layer", "prompt", "rank"]).cumcount()
+    instances = marked.groupby(["method", "layer", "prompt", "repeat"])["plausible"].agg(["sum", "size"])
     rows = []
-    for layer in [None, *sorted(whole["layer"].unique())]:
-        part = counts if layer is None else counts.xs(layer, level="layer", drop_level=False)
-        for method in METHODS:
-            own = part.xs(method, level="method")
-            tokens = np.repeat([1, 0], [own["sum"].sum(), (own["size"] - own["sum"]).sum()])
+    for layer in [None, *sorted(marked["layer"].unique())]:
+        part = instances if layer is None else instances.xs(layer, level="layer", drop_level=False)
+        counts = {method: part.xs(method, level="method") for method in METHODS}
+        for method, count in counts.items():
+            tokens = np.repeat([1, 0], [count["sum"].sum(), (count["size"] - count["sum"]).sum()])
             rows.append(_rate(method, layer, "tokens", tokens == 1))
-            rows.append(_rate(method, layer, "instances", own["sum"].to_numpy() > 0))
-        read, mapped = (part.xs(method, level="method")["sum"] for method in METHODS)
+            rows.append(_rate(method, layer, "instances", count["sum"].to_numpy() > 0))
+        read, mapped = (counts[method]["sum"] for method in ("id", "mat"))
         rows.append(_rate("id", layer, "more_than_mat", (read > mapped.reindex(read.index)).to_numpy()))
     return pd.DataFrame(rows)
 
 
 def _rate(method: str, layer: int | None, metric: str, hits: np.ndarray) -> dict[str, object]:
-    import torch
-
     estimate = metrics.proportion(torch.from_numpy(np.array(hits)))
     return {"method": method, "layer": layer, "metric": metric, **estimate._asdict()}

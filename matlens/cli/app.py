@@ -89,12 +89,12 @@ def evaluate(
     from matlens.models.loading import load
     from matlens.study.steps import MAPS, RESULTS, evaluate_maps
 
-    fitted_on = MapSet.load(folder / MAPS).provenance["model"]
-    name, revision = fitted_on["base_model_name_or_path"], fitted_on["base_model_revision"]
+    fitted_on = MapSet.load(folder / MAPS).provenance.identity
+    name, revision = fitted_on.name, fitted_on.revision
     bridge = load(
         model or name,
         device=device,
-        dtype=getattr(torch, fitted_on["dtype"]),
+        dtype=getattr(torch, fitted_on.dtype),
         revision=None if model else revision,
         trust_remote_code=trust_remote_code,
     )

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,6 +32,7 @@ from tqdm.auto import tqdm
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
+from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
 from matlens.storage.folders import Workplace, command_line, read_config, software_versions, write_bytes
 
@@ -60,9 +60,9 @@ class Clusters:
         The model and what was asked for.
     """
 
-    def __init__(self, labels: Int[np.ndarray, " n"], provenance: dict[str, Any]) -> None:
+    def __init__(self, labels: Int[np.ndarray, " n"], provenance: Provenance) -> None:
         self.labels, self.provenance = labels, provenance
-        self.method, self.sizes = str(provenance["method"]), np.bincount(labels)
+        self.method, self.sizes = str(provenance.details["method"]), np.bincount(labels)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -111,7 +111,7 @@ class Clusters:
             )
         method = method_within(n, memory)
         request = {
-            "holds": HOLDS, "model": {"name": values.model_name, "fingerprint": values.fingerprint},
+            "holds": HOLDS, "model": values.identity.to_json(),
             "n_clusters": n_clusters, "method": method,
         }  # fmt: skip
 
@@ -126,7 +126,7 @@ class Clusters:
             return agglomerate(_units(values), n_clusters, method)
 
         if folder is None:
-            return cls(labels(), request)
+            return cls(labels(), Provenance.from_json(request))
         place = Workplace(folder, request)
         with place.working():
             if not place.finished:
@@ -154,17 +154,7 @@ class Clusters:
             raise InputError(
                 f"The clusters in {folder} are damaged: {error}. Remove that folder and cluster again."
             ) from error
-        return cls(labels, config["request"])
-
-    def require_model(self, values: ValueVectors) -> None:
-        """Refuse to be used with value vectors other than those that were clustered."""
-        own = self.provenance["model"]
-        if own["fingerprint"] != values.fingerprint:
-            raise InputError(
-                f"These are clusters of the model {own['name']!r} with the fingerprint {own['fingerprint']}, "
-                f"and this model's is {values.fingerprint}. Cluster this model's value vectors, or load the "
-                "model that these belong to."
-            )
+        return cls(labels, Provenance.from_json(config["request"]))
 
     def members(self, cluster: int) -> Int[np.ndarray, " m"]:
         """Rows of a cluster's value vectors, in their order.
@@ -186,7 +176,7 @@ class Clusters:
         InputError
             A name does not exist in this model, or the clusters are those of another.
         """
-        self.require_model(values)
+        self.provenance.require_same(values.identity, ours="the clusters")
         found = [values.resolve(name) for name in names]
         rows = [value.layer * values.d_mlp + value.index for value in found]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
@@ -199,7 +189,7 @@ class Clusters:
         InputError
             There is no such cluster, or the clusters are those of another model.
         """
-        self.require_model(values)
+        self.provenance.require_same(values.identity, ours="the clusters")
         means = []
         for cluster in chosen:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()

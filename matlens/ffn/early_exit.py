@@ -23,11 +23,11 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
 
 Others = Literal["together", "by-layer"]
-_FEWEST = 10  # examples that three parts can be made of
+_FEWEST_EXAMPLES = 10  # that can be split into three parts
 
 
 class ExampleSplit(NamedTuple):
-    """Which examples are for what: to learn from, to calibrate on, and to judge by."""
+    """Rows of the examples to train on, to calibrate on, and to test on."""
 
     train: Int[np.ndarray, " n_train"]
     calibration: Int[np.ndarray, " n_calibration"]
@@ -35,48 +35,47 @@ class ExampleSplit(NamedTuple):
 
 
 def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
-    """Split examples at random: 80%, 10%, 10%, as in the paper.
+    """Split ``n`` examples at random: 80%, 10% and 10%, as in the paper (section 6.2).
 
     Raises
     ------
     InputError
         There are fewer than 10 examples.
     """
-    if n < _FEWEST:
+    if n < _FEWEST_EXAMPLES:
         raise InputError(
-            f"{n} examples cannot be split into training, calibration and test. Expected {_FEWEST} or more."
+            f"{n} examples cannot be split into training, calibration and test. Expected "
+            f"{_FEWEST_EXAMPLES} or more."
         )
     order, tenth = np.random.default_rng(seed).permutation(n), n // 10
     return ExampleSplit(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
 
 
 def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
-    """For each layer ``[n, n_clusters]``: 1 where a dominant sub-update of the example is of the cluster.
+    """Which clusters the dominant sub-updates of each example are of, layer by layer (section 6.2).
+
+    For each layer a matrix ``[n, n_clusters]``, 1 where a dominant sub-update of the example is of the
+    cluster.
 
     Raises
     ------
     InputError
         The clusters are of another model.
     """
-    models = [one.provenance["model"]["fingerprint"] for one in (trace, clusters)]
-    if models[0] != models[1]:
-        raise InputError(
-            f"The clusters are of the model {models[1]}, and the trace of {models[0]}. Cluster the value "
-            "vectors of the model that is traced."
-        )
+    clusters.provenance.require_same(trace.provenance, ours="the clusters", theirs="the trace")
     rows, shape = np.repeat(np.arange(len(trace)), trace.k), (len(trace), len(clusters))
     ones = np.ones(len(rows), dtype=np.float32)
     of_layer = clusters.labels.reshape(trace.n_layers, -1)
-    own = [
+    columns = [
         labels[index.flatten().numpy()]
         for labels, index in zip(of_layer, trace.index["dominant"].unbind(1), strict=True)
     ]
-    # A set: several of one cluster, which add up here, are there once.
-    return [csr_array((ones, (rows, columns)), shape=shape).sign() for columns in own]
+    # A set: several sub-updates of one cluster, which add up here, count once.
+    return [csr_array((ones, (rows, clusters_of_layer)), shape=shape).sign() for clusters_of_layer in columns]
 
 
 class OverlapRule:
-    """Leave where the clusters look like those of saturation events.
+    """The rule that leaves where active clusters look like those of saturation events (section 6.2).
 
     At each layer the clusters of an example are compared with the sets of the training examples whose
     prediction was made there, and with the sets of the others. The signal is that both the mean and the
@@ -85,8 +84,8 @@ class OverlapRule:
     Parameters
     ----------
     others
-        ``together``: all others are one group. ``by-layer``: they are grouped by the layer that their own
-        prediction was made at, and every group has to be exceeded (the paper's footnote 7).
+        ``together``: all other training examples are one group. ``by-layer``: they are grouped by the layer
+        that their prediction was made at, and every group has to be exceeded (the paper's footnote 7).
     """
 
     def __init__(self, *, others: Others = "together") -> None:
@@ -100,13 +99,13 @@ class OverlapRule:
         Parameters
         ----------
         active
-            Of all examples, see `active_clusters`.
+            The active clusters of all examples, see `active_clusters`.
         made_at
             The layer that each example's prediction was made at; -1 where none counts.
         rows
-            The training examples.
+            Rows of the training examples.
         """
-        self.sets_, self.made_at_ = [each[rows] for each in active], made_at[rows]
+        self.sets_, self.made_at_ = [sets[rows] for sets in active], made_at[rows]
         return self
 
     def signals(
@@ -116,16 +115,23 @@ class OverlapRule:
 
         A layer at which no prediction of the training examples was made never says so; one at which all
         were always does.
+
+        Parameters
+        ----------
+        active
+            The active clusters of all examples, see `active_clusters`.
+        rows
+            Rows of the examples that are asked about.
         """
-        found = np.zeros((len(rows), len(active)), dtype=bool)
-        for layer, each in enumerate(active):
+        signals = np.zeros((len(rows), len(active)), dtype=bool)
+        for layer, sets in enumerate(active):
             inside = self.made_at_ == layer
             if inside.any():
-                sizes = (each[rows] @ self.sets_[layer].T).toarray()
-                found[:, layer] = np.all(
+                sizes = (sets[rows] @ self.sets_[layer].T).toarray()
+                signals[:, layer] = np.all(
                     [_exceeds(sizes, inside, group) for group in self._groups(inside)], 0
                 )
-        return found
+        return signals
 
     def _groups(self, inside: Bool[np.ndarray, " n"]) -> Iterator[Bool[np.ndarray, " n"]]:
         if self.others == "together":
@@ -139,23 +145,23 @@ def _exceeds(
 ) -> Bool[np.ndarray, " m"]:
     if not outside.any():
         return np.ones(len(sizes), dtype=bool)
-    own, other = sizes[:, inside], sizes[:, outside]
-    more = own.mean(1, dtype=np.float64) > other.mean(1, dtype=np.float64)
-    return more & (own.max(1) > other.max(1))
+    with_inside, with_outside = sizes[:, inside], sizes[:, outside]
+    larger_mean = with_inside.mean(1, dtype=np.float64) > with_outside.mean(1, dtype=np.float64)
+    return larger_mean & (with_inside.max(1) > with_outside.max(1))
 
 
 def first_exit(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]:
-    """First layer with a signal; the last one where there is none."""
+    """The first layer of each example with a signal; the last layer where there is no signal."""
     return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
 
 
 class JudgedExits(NamedTuple):
-    """How a way of leaving does.
+    """How well one way of leaving early does (section 6.2).
 
     Attributes
     ----------
     accuracy
-        Share of examples for which the layer it leaves at gives the model's prediction.
+        Share of examples for which the layer that they leave at gives the model's prediction.
     saved
         Mean number of layers that are not run, over these examples; NaN where there are none.
     left
@@ -172,27 +178,54 @@ class JudgedExits(NamedTuple):
 
 
 def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> JudgedExits:
-    """Judge the layers that examples leave at by which layers predict what the last one does."""
+    """Judge the layers that examples leave at.
+
+    Parameters
+    ----------
+    leaves
+        The layer that each example leaves at.
+    right
+        Which layers of each example predict what the last one does.
+    """
     n, n_layers = right.shape
     hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
-    mean = float(saved[hits].mean()) if hits.any() else float("nan")
     return JudgedExits(
-        float(hits.mean()), mean, float((saved > 0).mean()), float(right.mean(0)[leaves].mean())
+        accuracy=float(hits.mean()),
+        saved=float(saved[hits].mean()) if hits.any() else float("nan"),
+        left=float((saved > 0).mean()),
+        chance=float(right.mean(0)[leaves].mean()),
     )
 
 
-def summarize_exits(found: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
+def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
     Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, seeds``; ``sd``
     is the standard deviation over the seeds, NaN for one; ``saved_share`` is that of all layers. A seed
     without a right example has no layers saved and does not count for these.
+
+    Parameters
+    ----------
+    judged
+        By method, what `judge_exits` gives for each seed, such as `ExitComparison.judged`.
+    n_layers
+        How many layers the model has.
     """
     rows = []
-    for method, each in found.items():
-        numbers = pd.DataFrame(each)
+    for method, of_seeds in judged.items():
+        numbers = pd.DataFrame(of_seeds)
         mean, sd = numbers.mean(), numbers.std()
-        told = (mean["accuracy"], sd["accuracy"], mean["saved"], sd["saved"], mean["saved"] / n_layers)
-        rows.append((method, *told, mean["left"], mean["chance"], len(each)))
-    means = ["accuracy", "accuracy_sd", "saved", "saved_sd", "saved_share", "left", "chance"]
-    return pd.DataFrame(rows, columns=["method", *means, "seeds"])
+        rows.append(
+            {
+                "method": method,
+                "accuracy": mean["accuracy"],
+                "accuracy_sd": sd["accuracy"],
+                "saved": mean["saved"],
+                "saved_sd": sd["saved"],
+                "saved_share": mean["saved"] / n_layers,
+                "left": mean["left"],
+                "chance": mean["chance"],
+                "seeds": len(of_seeds),
+            }
+        )
+    return pd.DataFrame(rows)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TraceScores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
 EVENTS, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"  # experiments
 QUANTILES = (5, 50, 95)  # per cent
-_DOES = {"saturation": "makes a prediction for good", "elimination": "takes a candidate from the top"}
+_EFFECTS = {"saturation": "makes a prediction for good", "elimination": "takes a candidate from the top"}
 
 
 class Saturation(NamedTuple):
@@ -45,10 +45,10 @@ class Saturation(NamedTuple):
     Attributes
     ----------
     layer
-        After which the predicted token is the top candidate and stays it.
+        The layer after which the predicted token is the top candidate and remains it.
     by_ffn
-        Whether the FFN of that layer has brought it there; otherwise it was there before that FFN, by the
-        attention of that layer (or, in layer 0, from the embeddings on).
+        Whether the FFN of that layer has brought the token to the top; otherwise it was there before that
+        FFN, by the attention of that layer (or, in layer 0, from the embeddings on).
     """
 
     layer: Int[Tensor, " n"]
@@ -56,62 +56,70 @@ class Saturation(NamedTuple):
 
 
 def find_saturation(trace: Trace) -> Saturation:
-    """Find where each prediction is made.
+    """Find where each prediction of a trace is made (section 5.1).
 
-    Candidates are read before and after every FFN. The first of these places from which on all have the
-    token that the model predicts is where it is made.
+    Candidates are read before and after every FFN. A prediction is made at the first of these places from
+    which on all candidates are the token that the model predicts.
     """
     candidates = torch.stack([trace.before, trace.after], dim=2).flatten(1)
-    same = candidates == trace.final[:, None]
-    held = same.flip(1).to(torch.uint8).cumprod(1).sum(1)  # the last so many places
-    place = candidates.shape[1] - held
+    predicted = candidates == trace.final[:, None]
+    n_predicted = predicted.flip(1).to(torch.uint8).cumprod(1).sum(1)  # how many last places have the token
+    place = candidates.shape[1] - n_predicted
     return Saturation(place // 2, place % 2 == 1)
 
 
 class Events(NamedTuple):
-    """Updates of one kind: in which examples, at which layers, with which reference of the scores."""
+    """Updates of one kind.
+
+    Attributes
+    ----------
+    example, layer
+        The row of the trace and the layer of each update.
+    reference
+        Which token its sub-updates are scored for: ``before`` or ``final``, see `Trace.score`.
+    """
 
     example: Int[Tensor, " m"]
     layer: Int[Tensor, " m"]
     reference: str
 
     def among(self, rows: Bool[Tensor, " n"] | None) -> Events:
-        """Those in the chosen examples."""
+        """The events in the chosen examples; in all of them where ``rows`` is None."""
         if rows is None:
             return self
-        kept = rows[self.example]
-        return Events(self.example[kept], self.layer[kept], self.reference)
+        chosen = rows[self.example]
+        return Events(self.example[chosen], self.layer[chosen], self.reference)
 
 
 def find_events(trace: Trace) -> dict[str, Events]:
-    """The saturation and elimination events of FFNs, at most one of each in an example.
+    """Find the saturation and elimination events of FFNs, at most one of each in an example (section 5.1).
 
     Saturation: the FFN that brings the predicted token to the top, for good; the scores are those of the
     final token. Elimination: of all the FFNs that take the top candidate from the top, the one that leaves it
     on the lowest rank, the first of equals; the scores are those of that candidate.
     """
-    made = find_saturation(trace)
-    (saturated,) = made.by_ffn.nonzero(as_tuple=True)
+    saturation = find_saturation(trace)
+    (saturated,) = saturation.by_ffn.nonzero(as_tuple=True)
     rank, layer = trace.rank.max(1)
     (eliminated,) = (rank > 0).nonzero(as_tuple=True)
     return {
-        "saturation": Events(saturated, made.layer[saturated], "final"),
+        "saturation": Events(saturated, saturation.layer[saturated], "final"),
         "elimination": Events(eliminated, layer[eliminated], "before"),
     }
 
 
 def updates_by_effect(trace: Trace) -> dict[str, Events]:
-    """Every update by what it does to the top candidate, and the events among them.
+    """Sort the updates of a trace by what they do to the top candidate, events included (Figure 3).
 
-    ``update`` is every one, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
-    then the two of `events`.
+    ``update`` is every update, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
+    ``saturation`` and ``elimination`` are those of `find_events`.
     """
     falls = trace.rank > 0
-    found = {}
-    for kind, hits in (("update", torch.ones_like(falls)), ("stays", ~falls), ("falls", falls)):
-        example, layer = hits.nonzero(as_tuple=True)
-        found[kind] = Events(example, layer, "before")
-    return found | find_events(trace)
+    updates = {}
+    for effect, chosen in (("update", torch.ones_like(falls)), ("stays", ~falls), ("falls", falls)):
+        example, layer = chosen.nonzero(as_tuple=True)
+        updates[effect] = Events(example, layer, "before")
+    return updates | find_events(trace)
 
 
 def event_scores(
@@ -126,9 +134,9 @@ def event_scores(
     Parameters
     ----------
     trace
-        Of the examples.
+        Candidates and sub-updates of the examples.
     scores
-        Other scores than the trace's own, such as `lift_scores` gives.
+        Scores to read instead of the trace's own, such as `lift_scores` gives.
     rows
         Which examples count, such as ``~trace.sinks``; by default all.
 
@@ -138,46 +146,52 @@ def event_scores(
         There is no event of one kind.
     """
     scores, table = trace.score if scores is None else scores, []
-    for event, every in find_events(trace).items():
-        found = every.among(rows)
-        if not len(found.example):
+    for kind, events in find_events(trace).items():
+        events = events.among(rows)
+        if not len(events.example):
             raise InputError(
-                f"There is no {event} event among {len(trace) if rows is None else int(rows.sum())} "
-                f"examples: no FFN {_DOES[event]}. Expected at least one; run more sentences."
+                f"There is no {kind} event among {len(trace) if rows is None else int(rows.sum())} "
+                f"examples: no FFN {_EFFECTS[kind]}. Expected at least one; run more sentences."
             )
-        layer = float(found.layer.double().mean())
+        layer = float(events.layer.double().mean())
         for group in GROUPS:
-            chosen = scores[group, found.reference][found.example, found.layer]
-            for metric, values in _over(chosen).items():
-                row = _row(trace, EVENTS, group, layer, metric, metrics.mean(values))
-                table.append({"event": event, **row})
+            at_events = scores[group, events.reference][events.example, events.layer]
+            for metric, values in _extremes_and_mean(at_events).items():
+                row = trace_row(trace, EVENTS, group, layer, metric, metrics.mean(values))
+                table.append({"event": kind, **row})
     return pd.DataFrame(table)
 
 
 def update_scores(
     trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
 ) -> pd.DataFrame:
-    """The same layer by layer, for every update and by what it does to the top candidate (Figure 3).
+    """Scores of the reference token layer by layer, by what updates do to the top candidate (Figure 3).
 
-    As `event_scores`, with the kinds of `updates` in the column ``event``, and without rows where a layer has
-    none of a kind. Beside ``max``, ``mean`` and ``min`` there are their quantiles over the updates, such as
-    ``max_p95``, for the kind ``update``.
+    A table as that of `event_scores`, with the kinds of `updates_by_effect` in the column ``event``, and
+    without rows where a layer has no update of a kind. Beside ``max``, ``mean`` and ``min`` there are their
+    quantiles over the updates, such as ``max_p95``, for the kind ``update``.
+
+    Parameters
+    ----------
+    trace, scores, rows
+        See `event_scores`.
     """
     scores, table = trace.score if scores is None else scores, []
-    kinds = {event: every.among(rows) for event, every in updates_by_effect(trace).items()}
+    kinds = {kind: updates.among(rows) for kind, updates in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
-        for event, found in kinds.items():
-            example = found.example[found.layer == layer]
+        for kind, updates in kinds.items():
+            example = updates.example[updates.layer == layer]
             if not len(example):
                 continue
             for group in GROUPS:
-                for metric, values in _over(scores[group, found.reference][example, layer]).items():
-                    told = {metric: metrics.mean(values)}
-                    if event == "update":
-                        told |= _quantiles(metric, values)
-                    for name, estimate in told.items():
-                        row = _row(trace, UPDATES, group, layer, name, estimate)
-                        table.append({"event": event, **row})
+                of_layer = scores[group, updates.reference][example, layer]
+                for metric, values in _extremes_and_mean(of_layer).items():
+                    estimates = {metric: metrics.mean(values)}
+                    if kind == "update":
+                        estimates |= _quantiles(metric, values)
+                    for name, estimate in estimates.items():
+                        row = trace_row(trace, UPDATES, group, layer, name, estimate)
+                        table.append({"event": kind, **row})
     return pd.DataFrame(table)
 
 
@@ -186,41 +200,41 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
 
     The methods say by what: ``ffn``, ``attention``, or ``either``, which sums to 1 over the layers.
     """
-    made = find_saturation(trace)
+    made_at, by_ffn = find_saturation(trace)
     rows = []
     for layer in range(trace.n_layers):
-        here = made.layer == layer
-        for method, hits in (
-            ("either", here), ("ffn", here & made.by_ffn), ("attention", here & ~made.by_ffn)
-        ):  # fmt: skip
-            rows.append(_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
+        made = made_at == layer
+        for method, hits in (("either", made), ("ffn", made & by_ffn), ("attention", made & ~by_ffn)):
+            rows.append(trace_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
     return result_table(rows)
 
 
-def _over(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
+def _extremes_and_mean(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
     return {"max": scores.amax(1), "mean": scores.mean(1), "min": scores.amin(1)}
 
 
 def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Estimate]:
-    found = np.quantile(values.double().numpy(), [percent / 100 for percent in QUANTILES])
+    quantiles = np.quantile(values.double().numpy(), [percent / 100 for percent in QUANTILES])
     return {
         f"{metric}_p{percent:02}": metrics.Estimate(float(value), math.nan, math.nan, len(values))
-        for percent, value in zip(QUANTILES, found, strict=True)
+        for percent, value in zip(QUANTILES, quantiles, strict=True)
     }
 
 
-def _row(
-    trace: Trace, experiment: str, method: str, layer: float, metric: str, found: metrics.Estimate
+def trace_row(
+    trace: Trace, experiment: str, method: str, layer: float, metric: str, estimate: metrics.Estimate
 ) -> dict[str, Any]:
+    """A row of a table of results that is about a layer of a trace, see `result_row`."""
     return result_row(
-        experiment, model=trace.provenance["model"]["base_model_name_or_path"],
-        corpus=trace.provenance["data"].get("corpus", "unnamed"), method=method, layer=layer, target=layer,
-        metric=metric, k=trace.k, estimate=found,
+        experiment, model=trace.provenance.identity.name, corpus=trace.provenance.corpus, method=method,
+        layer=layer, target=layer, metric=metric, k=trace.k, estimate=estimate,
     )  # fmt: skip
 
 
 def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
+
+    The scores have the keys and shapes of `Trace.score`.
 
     Raises
     ------
@@ -228,14 +242,15 @@ def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
         The trace is of another model.
     """
     mean = unembedding(model).mean(0)
-    return _above(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
+    return _relative_scores(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
 
 
 def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """What each sub-update adds to the log-odds of the reference token against its rival at that update.
 
     The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
-    token is the candidate before. Where reference and rival are one token, this is 0.
+    token is the candidate before. Where reference and rival are one token, this is 0. The scores have the
+    keys and shapes of `Trace.score`.
 
     Raises
     ------
@@ -244,23 +259,22 @@ def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """
     e = unembedding(model)
     rival = {"before": trace.after.to(e.device), "final": trace.before.to(e.device)}
-    return _above(trace, model, lambda reference, layer: e[rival[reference][:, layer]])
+    return _relative_scores(trace, model, lambda reference, layer: e[rival[reference][:, layer]])
 
 
 @torch.inference_mode()
-def _above(trace: Trace, model: TransformerBridge, other: Callable[[str, int], Tensor]) -> TraceScores:
-    """Scores less those of another vector of each example, given by reference and layer."""
+def _relative_scores(
+    trace: Trace, model: TransformerBridge, baseline: Callable[[str, int], Tensor]
+) -> TraceScores:
+    """Scores less those of a baseline vector of each example, given by reference and layer."""
     values = ValueVectors(model)
-    if trace.provenance["model"]["fingerprint"] != values.fingerprint:
-        raise InputError(
-            f"The trace is of another model than {values.model_name}. Expected the model that was traced."
-        )
-    found = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
+    trace.provenance.require_same(values.identity, ours="the trace")
+    relative = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
     for layer in range(trace.n_layers):
         vectors = values.layer(layer)
         for (group, reference), scores in trace.score.items():
-            own = vectors[trace.index[group][:, layer].to(values.device)]
-            static = torch.einsum("nkd,nd->nk", own, other(reference, layer)).cpu()
+            chosen = vectors[trace.index[group][:, layer].to(values.device)]
+            static = torch.einsum("nkd,nd->nk", chosen, baseline(reference, layer)).cpu()
             coefficient = trace.coefficient[group][:, layer]
-            found[group, reference][:, layer] = scores[:, layer] - coefficient * static
-    return found
+            relative[group, reference][:, layer] = scores[:, layer] - coefficient * static
+    return relative

@@ -1,4 +1,4 @@
-"""Classifiers of whether a prediction is made, one for each layer: the baselines of early exit (A.5)."""
+"""Classifiers of whether a prediction is made, one for each layer: baselines of early exit (appendix A.5)."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class ExitClassifiers:
     Parameters
     ----------
     strengths
-        Inverse strengths of the penalty that are tried.
+        Inverse strengths of the penalty to try.
     kinds
-        Of penalties that are tried, ``RIDGE`` or ``LASSO``, as scikit-learn's ``l1_ratio`` has them.
+        Kinds of penalties to try, ``RIDGE`` or ``LASSO``, which are scikit-learn's ``l1_ratio``.
     folds
-        Of the cross-validation, fewer where a class has fewer examples.
+        Folds of the cross-validation, fewer where a class has fewer examples.
     fewest
-        Events of a layer that are not too few, in the training and in the calibration part each; and other
-        examples, in the training part.
+        The least number of events that a layer needs in the training and in the calibration part each, and
+        of other examples in the training part.
     seed
-        Of the folds and of the solver.
+        Seed of the folds and of the solver.
 
     Attributes
     ----------
@@ -68,8 +68,8 @@ class ExitClassifiers:
         fewest: int = FEWEST_EVENTS,
         seed: int = 0,
     ) -> None:
-        wrong = [strength for strength in strengths if not 0 < strength < float("inf")]
-        if wrong or not strengths:
+        invalid = [strength for strength in strengths if not 0 < strength < float("inf")]
+        if invalid or not strengths:
             raise InputError(
                 f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
                 "Expected positive numbers, at least one."
@@ -92,7 +92,7 @@ class ExitClassifiers:
         Parameters
         ----------
         features
-            Of all examples, layer by layer.
+            Features of all examples, layer by layer.
         made_at
             The layer that each example's prediction was made at; -1 where none counts.
         split
@@ -101,9 +101,9 @@ class ExitClassifiers:
             Show a bar over the layers.
         """
         bar = tqdm(features, desc="classifiers", unit="layer", leave=False, disable=not progress, delay=1)
-        learnt = [self._learn(x, made_at == layer, split) for layer, x in enumerate(bar)]
-        self.models_ = [model for model, _ in learnt]
-        self.thresholds_ = [threshold for _, threshold in learnt]
+        trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
+        self.models_ = [model for model, _ in trained]
+        self.thresholds_ = [threshold for _, threshold in trained]
         return self
 
     @property
@@ -111,26 +111,34 @@ class ExitClassifiers:
         """The penalty that was chosen at each layer that has a classifier, such as ``ridge 0.01``."""
         chosen = [model.best_params_ for model in self.models_ if model is not None]
         return [
-            f"{_NAMES[one['logisticregression__l1_ratio']]} {one['logisticregression__C']:g}"
-            for one in chosen
+            f"{_NAMES[parameters['logisticregression__l1_ratio']]} {parameters['logisticregression__C']:g}"
+            for parameters in chosen
         ]
 
     def signals(
         self, features: Sequence[Float[np.ndarray, "n d"]], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the prediction of an example is made."""
-        found = np.zeros((len(rows), len(features)), dtype=bool)
-        learnt = zip(features, self.models_, self.thresholds_, strict=True)
-        for layer, (x, model, threshold) in enumerate(learnt):
-            found[:, layer] = (0.0 if model is None else _probability(model, x[rows])) >= threshold
-        return found
+        """Whether each layer says that the prediction of an example is made.
 
-    def _learn(
+        Parameters
+        ----------
+        features
+            Features of all examples, layer by layer.
+        rows
+            Rows of the examples that are asked about.
+        """
+        signals = np.zeros((len(rows), len(features)), dtype=bool)
+        classifiers = zip(features, self.models_, self.thresholds_, strict=True)
+        for layer, (x, model, threshold) in enumerate(classifiers):
+            signals[:, layer] = (0.0 if model is None else _probability(model, x[rows])) >= threshold
+        return signals
+
+    def _train(
         self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleSplit
     ) -> tuple[Any, float]:
-        events, calibrating = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
+        events, calibration_events = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
         others = len(split.train) - events
-        if min(events, calibrating) < self.fewest:
+        if min(events, calibration_events) < self.fewest:
             return None, float("inf")
         if others < self.fewest:
             return None, -1.0
@@ -160,14 +168,14 @@ def _probability(model: Any, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "
 
 
 def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
-    """The threshold with the largest F1, the highest of equals; from it on a score is taken for true.
+    """The threshold with the largest F1, the highest of equals; a score at or above it counts as true.
 
-    It lies midway between the lowest score that is taken and the next one, so that a true one which scores a
-    little less than all that calibrate is taken too.
+    It lies midway between the lowest score that counts as true and the next lower one, so that an event which
+    scores a little less than all calibration examples is recognised too.
     """
-    known = np.unique(score)[::-1]
-    taken = score >= known[:, None]
-    f1 = 2 * (taken & truth).sum(1) / (taken.sum(1) + truth.sum())  # of whole numbers, so equals are equal
-    lowest, following = np.append(known, known[-1])[f1.argmax() :][:2]
+    levels = np.unique(score)[::-1]
+    positive = score >= levels[:, None]
+    f1 = 2 * (positive & truth).sum(1) / (positive.sum(1) + truth.sum())  # whole numbers, so equals are equal
+    lowest, following = np.append(levels, levels[-1])[f1.argmax() :][:2]
     middle = (lowest + following) / 2
     return float(middle if middle > following else lowest)

@@ -42,6 +42,7 @@ from matlens.ffn.exit_classifiers import (
     ExitClassifiers,
 )
 from matlens.ffn.trace import Trace, sites_before_ffn
+from matlens.ffn.updates import FFN_OUT
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.quality import as_substitute
 from matlens.linear.fitting import fit_samples
@@ -53,30 +54,35 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 RULE, EITHER, BY_LAYER = "sub-updates rule", "rule, attention's too", "rule, others by layer"
-CLASSIFIERS = tuple(f"classifiers on {seen}" for seen in ("x", "o", "x and o"))
+CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x and o"))
 FIXED, ORACLE = "fixed layer", "where it is made"
-_WRITTEN = "ffn_out"
-_ENOUGH = 2  # samples for each dimension that maps are fitted on
+_PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
 
 
 def classifier_sites(model: TransformerBridge) -> list[str]:
-    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes."""
-    found = Anatomy.from_model(model)
+    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes.
+
+    Raises
+    ------
+    InputError
+        The model has no known stream before its FFNs.
+    """
+    anatomy = Anatomy.from_model(model)
     inside = [
-        [*sites_before_ffn(model, layer), str(Site(_WRITTEN, layer))] for layer in range(found.n_layers)
+        [*sites_before_ffn(model, layer), str(Site(FFN_OUT, layer))] for layer in range(anatomy.n_layers)
     ]
-    return list(dict.fromkeys([*map(str, found.stream), *(site for sites in inside for site in sites)]))
+    return list(dict.fromkeys([*map(str, anatomy.stream), *(site for sites in inside for site in sites)]))
 
 
 class ExitComparison(NamedTuple):
-    """What `compare_exits` has found.
+    """How well every way of leaving early does, as `compare_exits` finds it (Table 6).
 
     Attributes
     ----------
     judged
-        By method, one for each split.
+        By method, its exits as judged on each split.
     penalties
-        By classifiers, how often each penalty was chosen, over layers and splits.
+        By set of classifiers, how often each penalty was chosen, over layers and splits.
     """
 
     judged: dict[str, list[JudgedExits]]
@@ -96,7 +102,7 @@ def compare_exits(
     fewest: int = FEWEST_EVENTS,
     progress: bool = True,
 ) -> ExitComparison:
-    """Judge every way of leaving, once for each seed of the split.
+    """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
 
     Events are those of FFNs: a prediction that attention makes counts as no event, but for
     ``rule, attention's too``, which takes it for one of that layer. The rule learns from the training and the
@@ -109,11 +115,13 @@ def compare_exits(
     model, trace, clusters
         The model, what its FFNs do to the predictions of the examples, and the clusters of its value vectors.
     activations
-        `classifier_sites` at the same examples.
+        Vectors at the sites of `classifier_sites`, collected at the examples of the trace.
     seeds
         How many splits, from seed 0 on.
     strengths, kinds, folds, fewest
         See `ExitClassifiers`.
+    progress
+        Whether to show bars over the splits and layers.
 
     Raises
     ------
@@ -121,41 +129,42 @@ def compare_exits(
         The activations are of other examples or another model, or there are fewer than 10 examples.
     """
     _require_same(trace, activations)
-    made, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
-    layer = made.layer.numpy()
-    by_ffn = np.where(made.by_ffn.numpy(), layer, -1)
-    active, seen = active_clusters(trace, clusters), classifier_features(model, activations)
+    saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
+    made_at = saturation.layer.numpy()
+    made_by_ffn_at = np.where(saturation.by_ffn.numpy(), made_at, -1)
+    active, features = active_clusters(trace, clusters), classifier_features(model, activations)
     rules = {
-        RULE: partial(_by_rule, OverlapRule(), active, by_ffn),
-        EITHER: partial(_by_rule, OverlapRule(), active, layer),
-        BY_LAYER: partial(_by_rule, OverlapRule(others="by-layer"), active, by_ffn),
+        RULE: partial(_by_rule, OverlapRule(), active, made_by_ffn_at),
+        EITHER: partial(_by_rule, OverlapRule(), active, made_at),
+        BY_LAYER: partial(_by_rule, OverlapRule(others="by-layer"), active, made_by_ffn_at),
     }
-    judged, chosen = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
-    sure = _Confident(Readout(model), activations, progress)
+    judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
+    by_confidence = _ConfidenceExits(Readout(model), activations, progress)
     for seed in tqdm(range(seeds), desc="splits", unit="split", disable=not progress, delay=1):
         split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
-        wanted = float(right[calibration, rules[RULE](train, calibration)].mean())
+        accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())
         leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
-        for name, own in seen.items():
-            learnt = ExitClassifiers(strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed)
-            learnt.fit(own, by_ffn, split, progress=progress)
-            leaves[name] = first_exit(learnt.signals(own, test))
-            chosen[name].update(learnt.penalties)
-        leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= wanted).argmax())
-        leaves[ORACLE] = layer[test]
-        for name, where in leaves.items():
-            judged[name].append(judge_exits(where, right[test]))
-        for name, found in sure.judged(split, wanted):
-            judged[name].append(found)
-    return ExitComparison(dict(judged), dict(chosen))
+        for name, of_layers in features.items():
+            classifiers = ExitClassifiers(
+                strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
+            ).fit(of_layers, made_by_ffn_at, split, progress=progress)
+            leaves[name] = first_exit(classifiers.signals(of_layers, test))
+            penalties[name].update(classifiers.penalties)
+        leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
+        leaves[ORACLE] = made_at[test]
+        for name, layers in leaves.items():
+            judged[name].append(judge_exits(layers, right[test]))
+        for name, exits in by_confidence.judged(split, accuracy):
+            judged[name].append(exits)
+    return ExitComparison(dict(judged), dict(penalties))
 
 
 def _require_same(trace: Trace, activations: Activations) -> None:
-    theirs = activations.provenance["model"]["fingerprint"], activations.examples.fingerprint
-    if (trace.provenance["model"]["fingerprint"], trace.examples.fingerprint) != theirs:
+    activations.provenance.require_same(trace.provenance, ours="the activations", theirs="the trace")
+    if trace.examples.fingerprint != activations.examples.fingerprint:
         raise InputError(
-            "The trace and the activations are of different models or examples. Collect the activations at "
+            "The trace and the activations are of different examples. Collect the activations at "
             "the examples of the trace, `trace.examples`."
         )
 
@@ -163,13 +172,13 @@ def _require_same(trace: Trace, activations: Activations) -> None:
 def classifier_features(
     model: TransformerBridge, activations: Activations
 ) -> dict[str, list[Float[np.ndarray, "n d"]]]:
-    """What classifiers see at each layer: the stream before the FFN, what the FFN writes, and both."""
+    """Features of classifiers at each layer: the stream before the FFN, what the FFN writes, and both."""
     layers = range(Anatomy.from_model(model).n_layers)
     x = [
         torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
         for layer in layers
     ]
-    o = [activations[Site(_WRITTEN, layer)].numpy() for layer in layers]
+    o = [activations[Site(FFN_OUT, layer)].numpy() for layer in layers]
     both = [np.concatenate(pair, axis=1) for pair in zip(x, o, strict=True)]
     return dict(zip(CLASSIFIERS, (x, o, both), strict=True))
 
@@ -178,49 +187,50 @@ def _by_rule(
     rule: OverlapRule,
     active: Sequence[csr_array],
     made_at: Int[np.ndarray, " n"],
-    learn: Int[np.ndarray, " m"],
+    training_rows: Int[np.ndarray, " m"],
     rows: Int[np.ndarray, " r"],
 ) -> Int[np.ndarray, " r"]:
-    return first_exit(rule.fit(active, made_at, learn).signals(active, rows))
+    return first_exit(rule.fit(active, made_at, training_rows).signals(active, rows))
 
 
-class _Confident:
+class _ConfidenceExits:
     """The confidence exit of paper A by ``id``, and by ``mat`` where there are enough examples to fit it."""
 
     def __init__(self, readout: Readout, activations: Activations, progress: bool) -> None:
         self._readout, self._activations, self._progress = readout, activations, progress
-        self._layers = range(1, int(activations.provenance["model"]["n_layers"]) + 1)
+        self._layers = range(1, activations.provenance.identity.n_layers + 1)
         self._positions = torch.from_numpy(activations.examples.positions)
         self._id = self._read("id", [activations[layer] for layer in self._layers])
         n_train, d_model = len(split_examples(activations.n_rows).train), activations[0].shape[1]
-        self._enough = n_train >= _ENOUGH * d_model
-        if not self._enough:
+        self._fits_maps = n_train >= _PER_DIMENSION * d_model
+        if not self._fits_maps:
             tqdm.write(
                 f"mat is left out: {n_train} training examples for {d_model} dimensions. Expected "
-                f"{_ENOUGH * d_model} or more.",
+                f"{_PER_DIMENSION * d_model} or more.",
                 file=sys.stderr,
             )
 
-    def judged(self, split: ExampleSplit, wanted: float) -> Iterator[tuple[str, JudgedExits]]:
-        """Judge on the test part, with the least ``lam`` that is right often enough for calibration."""
+    def judged(self, split: ExampleSplit, accuracy: float) -> Iterator[tuple[str, JudgedExits]]:
+        """Judge on the test part, with the least ``lam`` that has the accuracy on the calibration part."""
         rows = np.concatenate([split.calibration, split.test])
-        found = {"id": ExitConfidence(*(each[rows] for each in self._id))}
-        if self._enough:
+        confidences = {"id": ExitConfidence(*(of_id[rows] for of_id in self._id))}
+        if self._fits_maps:
             last = self._layers[-1]
             samples = {
                 str(Site(STREAM, layer)): self._activations[layer][split.train] for layer in self._layers
             }
             maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
             mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
-            found["mat"] = self._read("mat", [*mapped, self._activations[last][rows]])
+            confidences["mat"] = self._read("mat", [*mapped, self._activations[last][rows]])
         mean_length = float((self._positions[split.train] + 1).double().mean())
-        known, new = slice(len(split.calibration)), slice(len(split.calibration), None)
-        at = self._positions[rows]
-        for name, (difference, right) in found.items():
-            lam = least_lam(ExitConfidence(difference[known], right[known]), at[known], mean_length, wanted)
-            left = exit_layers(difference[new], thresholds(at[new], lam, mean_length))
-            yield f"confidence, {name}", judge_exits(left.numpy() - 1, right[new].numpy())
+        calibration, test = slice(len(split.calibration)), slice(len(split.calibration), None)
+        positions = self._positions[rows]
+        for name, (difference, right) in confidences.items():
+            calibrated = ExitConfidence(difference[calibration], right[calibration])
+            lam = least_lam(calibrated, positions[calibration], mean_length, accuracy)
+            layers = exit_layers(difference[test], thresholds(positions[test], lam, mean_length))
+            yield f"confidence, {name}", judge_exits(layers.numpy() - 1, right[test].numpy())
 
     def _read(self, name: str, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
-        substitutes = [as_substitute(each) for each in vectors]
+        substitutes = [as_substitute(of_layer) for of_layer in vectors]
         return exit_confidences(self._readout, vectors[-1], substitutes, name=name, progress=self._progress)

@@ -9,7 +9,7 @@ these tokens is measured by the overlap of the two lists (appendix A.1).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,7 @@ from matlens.storage.tables import result_row, result_table
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-TOP = 30  # tokens that the paper looks at
+TOP = 30  # top tokens of a value vector that the paper looks at
 TOKEN_COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "score")
 OVERLAP = "overlap"  # the experiment's name in tables
 _SCORES = 2**25  # scores that are held at once, 128 MiB
@@ -44,16 +44,16 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """How vectors are read in a model's vocabulary.
+    """How vectors are read in a model's vocabulary (paper B, section 3).
 
     Attributes
     ----------
     unembedding
         ``E``, a row for each token, in float32. Its bias, where there is one, is no part of a score.
     tokenizer
-        The model's own.
+        The tokenizer of the model.
     norm
-        What vectors go through before: nothing, or the model's final norm.
+        What vectors go through first: nothing, or the model's final norm.
     """
 
     unembedding: Float[Tensor, "d_vocab d_model"]
@@ -89,42 +89,62 @@ class Projection:
     @torch.inference_mode()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Score of every token for each vector."""
-        read = vectors.to(self.unembedding.device, torch.float32)
-        return (self.norm(read) if self.norm is not None else read) @ self.unembedding.T
+        inputs = vectors.to(self.unembedding.device, torch.float32)
+        return (self.norm(inputs) if self.norm is not None else inputs) @ self.unembedding.T
 
     def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
-        """The ``k`` tokens with the largest scores for each vector: what it promotes."""
+        """The ``k`` tokens with the largest scores for each vector: what it promotes.
+
+        Raises
+        ------
+        InputError
+            ``k`` is less than 1, or more than the vocabulary has.
+        """
         return self._extreme(vectors, k, lambda scores: scores.topk(k))
 
     def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
-        """The ``k`` tokens with the smallest scores, the smallest first: what it demotes."""
+        """The ``k`` tokens with the smallest scores for each vector, the smallest first: what it demotes.
+
+        Raises
+        ------
+        InputError
+            ``k`` is less than 1, or more than the vocabulary has.
+        """
         return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
 
     def blocks(self, vectors: Float[Tensor, "n d_model"]) -> tuple[Tensor, ...]:
-        """The vectors in as many rows at a time as have their scores held at once."""
+        """Split vectors into blocks, each of as many rows as may have their scores held at once."""
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
         d_vocab = len(self.unembedding)
         if not 1 <= k <= d_vocab:
             raise InputError(f"{k} tokens were asked for. Expected 1 to {d_vocab}, the whole vocabulary.")
-        found = [pick(self.scores(block)) for block in self.blocks(vectors)]
-        ids, scores = (torch.cat([one[part] for one in found]).cpu() for part in (1, 0))
-        return TopTokens(ids, scores)
+        scores, ids = zip(*(pick(self.scores(block)) for block in self.blocks(vectors)), strict=True)
+        return TopTokens(torch.cat(ids).cpu(), torch.cat(scores).cpu())
 
 
 def top_tokens_of_all(
     values: ValueVectors, projection: Projection, *, k: int = TOP, progress: bool = True
 ) -> TopTokens:
-    """Top tokens of every value vector, layer after layer; ``values.at(row)`` says which vector a row is."""
-    found = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
-    return TopTokens(torch.cat([one.ids for one in found]), torch.cat([one.scores for one in found]))
+    """Top tokens of every value vector of a model, ``n_layers x d_mlp`` rows, layer after layer.
+
+    ``values.at(row)`` says which value vector a row is. The paper looks at 30 tokens of each (section 4).
+
+    Raises
+    ------
+    InputError
+        ``k`` is less than 1, or more than the vocabulary has.
+    """
+    layers = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
+    ids, scores = zip(*layers, strict=True)
+    return TopTokens(torch.cat(ids), torch.cat(scores))
 
 
 def values_promoting(
     values: ValueVectors, projection: Projection, words: Sequence[str], *, n: int = 10, progress: bool = True
 ) -> pd.DataFrame:
-    """The value vectors that promote a word, or a set of words, most.
+    """Find the value vectors that promote a word, or a set of words, most.
 
     Columns are ``value, layer, index, score, lift``, the largest lift first. The score is ``e_w . v``, the
     lift how far it lies above the vector's mean score over the vocabulary: what is added to all scores alike
@@ -133,23 +153,24 @@ def values_promoting(
     Raises
     ------
     InputError
-        A word is not one token, or fewer than one vector or more than there are were asked for.
+        A word is not one token; or ``n`` is less than 1, or more than the model has value vectors.
     """
     if not 1 <= n <= len(values):
         raise InputError(f"{n} value vectors were asked for. Expected 1 to {len(values)}.")
-    own = projection.unembedding[word_tokens(projection.tokenizer, words)].mean(0)
-    two = torch.stack([own, own - projection.unembedding.mean(0)])
-    read = Projection(two, projection.tokenizer, projection.norm)
-    scores = torch.cat([read.scores(values.layer(i)) for i in _layers(values, "scoring", progress)]).cpu()
+    embedding = projection.unembedding[word_tokens(projection.tokenizer, words)].mean(0)
+    score_and_lift = torch.stack([embedding, embedding - projection.unembedding.mean(0)])
+    words_alone = Projection(score_and_lift, projection.tokenizer, projection.norm)
+    layers = _layers(values, "scoring", progress)
+    scores = torch.cat([words_alone.scores(values.layer(layer)) for layer in layers]).cpu()
     best = scores[:, 1].topk(n).indices
     score, lift = scores[best].T.tolist()
-    return _named(values, best.tolist()).assign(score=score, lift=lift)
+    return name_columns(values, best.tolist()).assign(score=score, lift=lift)
 
 
 def values_with_tokens(
     values: ValueVectors, projection: Projection, tokens: TopTokens, words: Sequence[str]
 ) -> pd.DataFrame:
-    """The value vectors that have one of the words, or several, among their top tokens.
+    """Find the value vectors that have one of the words, or several, among their top tokens.
 
     Columns are ``value, layer, index, words, rank, score``: how many of the words there are, and the rank and
     the score of the first. Those with most words come first, and then those that rank them highest.
@@ -157,11 +178,11 @@ def values_with_tokens(
     Parameters
     ----------
     values, projection
-        Of the model.
+        Value vectors of the model, and how they are read.
     tokens
-        What `top_tokens_of_all` has found.
+        Top tokens of all value vectors, as `top_tokens_of_all` gives them.
     words
-        Each a single token.
+        Words to look for, each a single token.
 
     Raises
     ------
@@ -171,63 +192,84 @@ def values_with_tokens(
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
-            "of them, as top_of_all gives."
+            "of them, as top_tokens_of_all gives."
         )
     hits = torch.isin(tokens.ids, torch.tensor(word_tokens(projection.tokenizer, words)))
     rows = hits.any(1).nonzero()[:, 0]
     first = hits[rows].int().argmax(1)
-    found = _named(values, rows.tolist()).assign(
+    table = name_columns(values, rows.tolist()).assign(
         words=hits[rows].sum(1).tolist(),
         rank=(first + 1).tolist(),
         score=tokens.scores[rows, first].tolist(),
     )
     order = ["words", "rank", "score"]
-    return found.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
+    return table.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
 
 
 def token_table(
     values: ValueVectors, projection: Projection, names: Sequence[ValueName], *, k: int = 10
 ) -> pd.DataFrame:
-    """Top and bottom tokens of value vectors, one row a token.
+    """Top and bottom tokens of value vectors, one row a token (paper B, section 3).
 
     Columns are ``value, layer, index, side, rank, token, token_id, score``; a side is ``top`` or ``bottom``.
+
+    Parameters
+    ----------
+    values, projection
+        Value vectors of the model, and how they are read.
+    names
+        Names of value vectors, such as ``"L3D12"``.
+    k
+        How many tokens of each side.
+
+    Raises
+    ------
+    InputError
+        There are no names, one does not exist in this model, or ``k`` is less than 1 or more than the
+        vocabulary has.
     """
-    named, vectors = [values.resolve(name) for name in names], values.vectors(names)
+    chosen, vectors = [values.resolve(name) for name in names], values.vectors(names)
     rows: list[tuple[Any, ...]] = []
     for side, tokens in (("top", projection.top(vectors, k)), ("bottom", projection.bottom(vectors, k))):
-        for value, ids, scores in zip(named, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
+        for value, ids, scores in zip(chosen, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
             texts = token_texts(projection.tokenizer, ids)
-            for rank, told in enumerate(zip(texts, ids, scores, strict=True), start=1):
-                rows.append((str(value), value.layer, value.index, side, rank, *told))
+            for rank, token in enumerate(zip(texts, ids, scores, strict=True), start=1):
+                rows.append((str(value), value.layer, value.index, side, rank, *token))
     return pd.DataFrame(rows, columns=list(TOKEN_COLUMNS))
 
 
-def _named(values: ValueVectors, rows: Sequence[int]) -> pd.DataFrame:
-    named = [values.at(row) for row in rows]
-    columns = {"value": list(map(str, named)), "layer": [one.layer for one in named]}
-    return pd.DataFrame({**columns, "index": [one.index for one in named]})
+def name_columns(values: ValueVectors, rows: Iterable[int]) -> pd.DataFrame:
+    """Names of value vectors by their rows, with the columns ``value, layer, index``."""
+    names = [values.at(row) for row in rows]
+    return pd.DataFrame(
+        {
+            "value": list(map(str, names)),
+            "layer": [name.layer for name in names],
+            "index": [name.index for name in names],
+        }
+    )
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
     yield from tqdm(range(values.n_layers), desc=doing, unit="layer", disable=not progress, delay=1)
 
 
-def iou(one: Int[Tensor, "n k"], other: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
+def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
     """Intersection over union of two lists of different tokens, row by row.
 
     Raises
     ------
     InputError
-        The lists are not of one shape.
+        The two tensors of lists differ in shape.
     """
-    if one.shape != other.shape or one.ndim != 2:
+    if first.shape != second.shape or first.ndim != 2:
         raise InputError(
-            f"Lists of the shapes {tuple(one.shape)} and {tuple(other.shape)} cannot be compared. Expected "
-            "the same number of lists and of tokens in each."
+            f"Lists of the shapes {tuple(first.shape)} and {tuple(second.shape)} cannot be compared. "
+            "Expected the same number of lists and of tokens in each."
         )
-    pairs = zip(one.split(_LISTS), other.split(_LISTS), strict=True)
+    pairs = zip(first.split(_LISTS), second.split(_LISTS), strict=True)
     both = torch.cat([(a[:, :, None] == b[:, None, :]).sum((1, 2)) for a, b in pairs])
-    return both / (2 * one.shape[1] - both)
+    return both / (2 * first.shape[1] - both)
 
 
 def norm_overlap(
@@ -237,18 +279,24 @@ def norm_overlap(
 
     One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
     with their mean and standard deviation. The columns are those of all tables; ``k`` is the length of the
-    lists, ``target`` the layer itself, and there is no corpus.
+    lists, ``target`` the layer itself, and the corpus is ``none``.
 
     Parameters
     ----------
     model
-        Its weights are all that is read.
+        The model whose value vectors are read; it is not run.
     n_random
-        Random vectors for each layer.
+        How many random vectors are drawn for each layer.
     k
         Length of the lists.
     seed
-        Of the random vectors.
+        Seed of the random vectors.
+
+    Raises
+    ------
+    InputError
+        The model has no value vectors, no unembedding or no final norm, or ``n_random`` or ``k`` is less
+        than 1.
     """
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     rows = []
@@ -256,11 +304,11 @@ def norm_overlap(
     for layer in tqdm(layers, desc="overlap", unit="layer", disable=not progress, delay=1):
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
-            found = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
+            overlap = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
             rows.append(
                 result_row(
-                    OVERLAP, model=values.model_name, corpus="none", method=method, layer=layer,
-                    target=layer, metric="iou", k=k, estimate=found,
+                    OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer,
+                    target=layer, metric="iou", k=k, estimate=overlap,
                 )
             )  # fmt: skip
     return result_table(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
 from matlens.ffn.values import ValueVectors, unembedding
-from matlens.models import identity
 from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.storage.folders import Workplace, command_line, software_versions
@@ -66,10 +66,10 @@ class Trace:
     """
 
     def __init__(
-        self, rows: Mapping[str, Float[Tensor, "n d"]], examples: Examples, provenance: Mapping[str, Any]
+        self, rows: Mapping[str, Float[Tensor, "n d"]], examples: Examples, provenance: Provenance
     ) -> None:
-        self.examples, self.provenance = examples, dict(provenance)
-        self.n_layers, self.k = int(self.provenance["model"]["n_layers"]), int(self.provenance["k"])
+        self.examples, self.provenance = examples, provenance
+        self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
         self.before, self.after, self.rank = (rows[name].long() for name in ("before", "after", "rank"))
         self.norm = rows["norm"]
         self.index = {group: self._apart(rows[f"index.{group}"]).long() for group in GROUPS}
@@ -136,7 +136,7 @@ class Trace:
         watch = _Watch(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)
         request = {
-            "holds": HOLDS, "model": identity.describe_model(model), "data": examples.provenance,
+            "holds": HOLDS, "model": ModelIdentity.from_model(model).to_json(), "data": examples.provenance,
             "examples": examples.fingerprint, "k": k, "seed": seed, "sites": list(watch.widths),
             "batch_tokens": size,
         }  # fmt: skip
@@ -152,7 +152,7 @@ class Trace:
             for index, found in rows():
                 for name, values in found.items():
                     kept[name][torch.from_numpy(index)] = values
-            return cls(kept, examples, request)
+            return cls(kept, examples, Provenance.from_json(request))
         more = {"software": software_versions(), "command": command_line()}
         place = Workplace(folder, request, only_unfinished=("batch_tokens",))
         fill(place, watch.widths, len(examples), examples.arrays, rows, more=more)
@@ -169,7 +169,8 @@ class Trace:
         """
         config, arrays, rows = read_rows(folder, HOLDS)
         request = config["request"]
-        return cls(rows, Examples(**arrays, provenance=request["data"]), {**request, **config["more"]})
+        provenance = Provenance.from_json({**request, **config["more"]})
+        return cls(rows, Examples(**arrays, provenance=request["data"]), provenance)
 
 
 def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:

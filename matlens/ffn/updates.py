@@ -29,13 +29,13 @@ from matlens.storage.tables import result_row, result_table
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-DOMINANT = 10
-EXPERIMENT = "dominance"
-_WRITTEN = "ffn_out"
+DOMINANT = 10  # sub-updates of an update that the paper calls dominant
+DOMINANCE = "dominance"  # the experiment's name in tables
+FFN_OUT = "ffn_out"
 
 
 class Updates:
-    """What the FFNs of a model write at collected positions, taken apart.
+    """What the FFNs of a model write at collected positions, as sub-updates (paper B, section 3).
 
     Attributes
     ----------
@@ -51,11 +51,9 @@ class Updates:
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:
-        if activations.provenance["model"]["fingerprint"] != values.fingerprint:
-            raise InputError(
-                f"The value vectors are of {values.model_name}, and the coefficients were collected on "
-                "another model. Collect them on this one."
-            )
+        activations.provenance.require_same(
+            values.identity, ours="the coefficients", theirs="the value vectors"
+        )
         self.values, self.activations = values, activations
 
     @classmethod
@@ -67,14 +65,19 @@ class Updates:
         *,
         progress: bool = True,
     ) -> Updates:
-        """Run a model over examples, such as `make_prompts` gives, and take apart what it writes there.
+        """Run a model over examples and collect the coefficients and the outputs of its FFNs.
 
         Parameters
         ----------
-        model, examples
-            What is run on what; one row for the position of each example.
+        model
+            The model to run.
+        examples
+            What the model is run on, such as `make_prompts` gives; each example has one position, which
+            becomes a row.
         layers
-            Negative from the end; by default all.
+            Layers of the FFNs, negative ones counted from the end; by default all.
+        progress
+            Whether to show a bar over the examples.
 
         Raises
         ------
@@ -85,22 +88,22 @@ class Updates:
         chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
         if not chosen:
             raise InputError("No layers are chosen. Expected at least one.")
-        sites = [Site(kind, layer) for layer in chosen for kind in (COEFFICIENTS, _WRITTEN)]
+        sites = [Site(kind, layer) for layer in chosen for kind in (COEFFICIENTS, FFN_OUT)]
         return cls(values, collect(model, examples, sites, progress=progress))
 
     @property
     def layers(self) -> list[int]:
-        """Layers that there are updates of."""
+        """Layers whose updates were collected, in ascending order."""
         sites = map(Site.parse, self.activations)
         return sorted({site.layer for site in sites if site.kind == COEFFICIENTS})
 
     def coefficients(self, layer: int) -> Float[Tensor, "n d_mlp"]:
-        """``m``, what each value vector of a layer is multiplied by."""
+        """``m``, the coefficients of a layer's value vectors; each multiplies one of them."""
         return self._of(COEFFICIENTS, layer)
 
     def outputs(self, layer: int) -> Float[Tensor, "n d_model"]:
-        """What the FFN itself has written."""
-        return self._of(_WRITTEN, layer)
+        """The outputs of a layer's FFN, as the model computed them."""
+        return self._of(FFN_OUT, layer)
 
     def sub_updates(self, layer: int, row: int = 0) -> Float[Tensor, "d_mlp d_model"]:
         """``m_i v_i`` of one position; their sum and ``values.bias(layer)`` are its row of `outputs`."""
@@ -120,30 +123,30 @@ class Updates:
         Raises
         ------
         InputError
-            ``k`` is less than 1, or more than there are.
+            ``k`` is less than 1, or more than a layer has value vectors.
         """
         return self.contributions(layer).topk(require_count(k, self.values)).indices
 
     def _of(self, kind: str, layer: int) -> Tensor:
         site = str(Site(kind, self.values.resolve_layer(layer)))
         if site not in set(self.activations):
-            there = ", ".join(map(str, self.layers)) or "none"
-            raise InputError(f"{site} was not collected. There are updates of these layers: {there}.")
+            layers = ", ".join(map(str, self.layers)) or "none"
+            raise InputError(f"{site} was not collected. There are updates of these layers: {layers}.")
         return self.activations[site].to(self.values.device)
 
 
 def _relative(contributions: Tensor) -> Tensor:
-    whole = contributions.sum(-1, keepdim=True)
-    return contributions / whole.where(whole > 0, torch.ones_like(whole))  # an FFN that writes nothing
+    total = contributions.sum(-1, keepdim=True)
+    return contributions / total.where(total > 0, torch.ones_like(total))  # an FFN that writes nothing
 
 
 def require_count(k: int, values: ValueVectors) -> int:
-    """Give back a number of sub-updates of a layer that can be had.
+    """Check a number of sub-updates of each layer, and return it.
 
     Raises
     ------
     InputError
-        It is less than 1, or more than there are.
+        The number is less than 1, or more than a layer has value vectors.
     """
     if not 1 <= k <= values.d_mlp:
         raise InputError(f"{k} sub-updates were asked for. Expected 1 to {values.d_mlp}.")
@@ -151,7 +154,7 @@ def require_count(k: int, values: ValueVectors) -> int:
 
 
 def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
-    """For each layer ``k`` different random sub-updates of each of ``n`` examples."""
+    """Draw for each layer ``k`` different sub-updates of each of ``n`` examples, from the seed alone."""
     generator, shape = torch.Generator().manual_seed(seed), (n, values.d_mlp)
     return [torch.rand(shape, generator=generator).topk(k).indices for _ in range(values.n_layers)]
 
@@ -159,33 +162,40 @@ def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> li
 def dominant_table(
     updates: Updates, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
 ) -> pd.DataFrame:
-    """The dominant sub-updates of one position with the tokens that they promote, layer after layer.
+    """The dominant sub-updates of one position with the tokens that they promote (appendix A.3).
 
-    Columns are ``layer, rank, value, coefficient, contribution, share, tokens``; ``tokens`` are those of the
-    sub-update, as people see them, with commas between.
+    One row a sub-update, layer after layer. Columns are ``layer, rank, value, coefficient, contribution,
+    share, tokens``; ``tokens`` are those that the sub-update promotes, as people see them, with commas
+    between.
 
     Parameters
     ----------
     updates, projection
-        Of the model.
+        Updates of the model, and how vectors are read in its vocabulary.
     row
-        Which position.
-    k, n_tokens
-        How many sub-updates of each layer, and how many tokens of each.
+        The position's row among the updates.
+    k
+        How many sub-updates of each layer.
+    n_tokens
+        How many tokens of each sub-update.
+
+    Raises
+    ------
+    InputError
+        There is no such row, or ``k`` or ``n_tokens`` is less than 1 or more than there are.
     """
     if not 0 <= row < updates.activations.n_rows:
         raise InputError(f"Row {row} was asked for. Expected 0 to {updates.activations.n_rows - 1}.")
     rows = []
     for layer in updates.layers:
-        chosen = updates.dominant(layer, k)[row]
-        tokens = projection.top(updates.sub_updates(layer, row)[chosen], n_tokens).ids
-        of_all = (updates.coefficients(layer), updates.contributions(layer), updates.shares(layer))
-        numbers = torch.stack([one[row, chosen] for one in of_all], 1).tolist()
-        for rank, (index, told, ids) in enumerate(
-            zip(chosen.tolist(), numbers, tokens, strict=True), start=1
-        ):
+        dominant = updates.dominant(layer, k)[row]
+        tokens = projection.top(updates.sub_updates(layer, row)[dominant], n_tokens).ids
+        quantities = (updates.coefficients(layer), updates.contributions(layer), updates.shares(layer))
+        numbers = torch.stack([quantity[row, dominant] for quantity in quantities], 1).tolist()
+        sub_updates = zip(dominant.tolist(), numbers, tokens, strict=True)
+        for rank, (index, of_sub_update, ids) in enumerate(sub_updates, start=1):
             texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
-            rows.append((layer, rank, str(ValueVector(layer, index)), *told, texts))
+            rows.append((layer, rank, str(ValueVector(layer, index)), *of_sub_update, texts))
     columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "tokens"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -204,6 +214,19 @@ def dominance(
     The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
     The random sub-updates are drawn for each example and layer from the seed, whatever the batches are.
 
+    Parameters
+    ----------
+    model, examples
+        The model to run, and the examples that it is run on, one position each.
+    k
+        How many sub-updates of each layer.
+    seed
+        Seed of the random sub-updates.
+    batch_tokens
+        Most tokens in a batch, padding counted. It does not change the numbers.
+    progress
+        Whether to show a bar over the examples.
+
     Raises
     ------
     InputError
@@ -214,19 +237,19 @@ def dominance(
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
     drawn = random_sub_updates(values, len(examples), k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
-    found = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
+    shares = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
     for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
         index = torch.from_numpy(rows.index)
         for layer, site in enumerate(sites):
-            shares = _relative(rows.vectors[site].abs() * norms[layer])
-            found["dominant"][layer, index] = shares.topk(k).values.sum(1)
-            found["random"][layer, index] = shares.gather(1, drawn[layer][index]).sum(1)
+            share = _relative(rows.vectors[site].abs() * norms[layer])
+            shares["dominant"][layer, index] = share.topk(k).values.sum(1)
+            shares["random"][layer, index] = share.gather(1, drawn[layer][index]).sum(1)
     corpus = examples.provenance.get("corpus", "unnamed")
     return result_table(
         result_row(
-            EXPERIMENT, model=values.model_name, corpus=corpus, method=method, layer=layer, target=layer,
-            metric="share", k=k, estimate=metrics.mean(shares[layer]),
+            DOMINANCE, model=values.identity.name, corpus=corpus, method=method, layer=layer, target=layer,
+            metric="share", k=k, estimate=metrics.mean(of_method[layer]),
         )
         for layer in range(values.n_layers)
-        for method, shares in found.items()
+        for method, of_method in shares.items()
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Value vectors: the rows of the feed-forward layers' output matrices.
+"""Value vectors: the rows of the feed-forward layers' output matrices (paper B, section 2).
 
 An FFN writes ``sum_i m_i v_i + b``: its coefficients ``m`` weigh the value vectors ``v_i``, the rows of its
 output matrix. There are ``n_layers x d_mlp`` of them, and each has a name: ``L3D12`` is the vector 12 of
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy, output_layer
-from matlens.models.identity import fingerprint, require_raw
+from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _PROBES = 5  # value vectors of each layer that the layer itself is asked for
 
 @dataclass(frozen=True, order=True)
 class ValueVector:
-    """Which value vector: ``Value(3, 12)`` is written ``L3D12``."""
+    """The name of a value vector: ``ValueVector(3, 12)`` is written ``L3D12``, both counted from 0."""
 
     layer: int
     index: int
@@ -46,7 +46,7 @@ class ValueVector:
         Raises
         ------
         InputError
-            It is neither.
+            The text is no name, and it is no pair of numbers either.
         """
         if isinstance(text, ValueVector):
             return text
@@ -63,14 +63,16 @@ class ValueVector:
 
 
 class ValueVectors:
-    """All value vectors of a model.
+    """All value vectors of a model (paper B, section 2).
 
     Attributes
     ----------
     n_layers, d_mlp, d_model
         There are ``n_layers x d_mlp`` vectors of ``d_model`` coordinates.
-    model_name, fingerprint
-        Of the model.
+    identity
+        The model's name, the fingerprint of its weights, and what else tells it from others.
+    device
+        Where the model's weights are.
 
     Raises
     ------
@@ -80,15 +82,15 @@ class ValueVectors:
 
     def __init__(self, model: TransformerBridge) -> None:
         require_raw(model)
-        found = Anatomy.from_model(model)
-        if COEFFICIENTS not in found.kinds:
+        anatomy = Anatomy.from_model(model)
+        if COEFFICIENTS not in anatomy.kinds:
             raise InputError(
                 f"The FFNs of {model.cfg.architecture} have no value vectors that are known (its blocks are "
-                f"{found.family.name}): their output is not seen to be one matrix times coefficients."
+                f"{anatomy.family.name}): their output is not seen to be one matrix times coefficients."
             )
-        self.n_layers, self.d_mlp, self.d_model = found.n_layers, found.d_mlp, found.d_model
+        self.n_layers, self.d_mlp, self.d_model = anatomy.n_layers, anatomy.d_mlp, anatomy.d_model
         self.device = torch.device(model.cfg.device)
-        self.model_name, self.fingerprint = str(model.cfg.model_name), fingerprint(model)
+        self.identity = ModelIdentity.from_model(model)
         shape = (self.d_mlp, self.d_model)
         self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
         self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
@@ -102,7 +104,7 @@ class ValueVectors:
         Raises
         ------
         InputError
-            It is no name, or there is no such layer or index here.
+            The name is not a name of a value vector, or this model has no such layer or index.
         """
         value = ValueVector.parse(name)
         layer = self.resolve_layer(value.layer)
@@ -119,7 +121,7 @@ class ValueVectors:
         Raises
         ------
         InputError
-            There is no such layer here.
+            This model has no such layer.
         """
         if not -self.n_layers <= layer < self.n_layers:
             raise InputError(
@@ -129,7 +131,7 @@ class ValueVectors:
         return int(layer) % self.n_layers
 
     def at(self, row: int) -> ValueVector:
-        """Which vector a row is, where all of them stand layer after layer."""
+        """The value vector of a row, where the vectors of all layers stand layer after layer."""
         return ValueVector(*divmod(row, self.d_mlp))
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
@@ -137,7 +139,7 @@ class ValueVectors:
         return self._matrices[self.resolve_layer(layer)].float()
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
-        """What the layer adds whatever its coefficients are; zeros where the model has no output bias."""
+        """The output bias of a layer, added whatever the coefficients are; zeros where the model has none."""
         bias = self._biases[self.resolve_layer(layer)]
         return torch.zeros(self.d_model, device=self.device) if bias is None else bias.detach().float()
 
@@ -170,11 +172,11 @@ class ValueVectors:
         """
         if n < 1:
             raise InputError(f"{n} random vectors were asked for. Expected at least 1.")
-        number = self.resolve_layer(layer)
-        real = self.layer(number)
-        generator = torch.Generator().manual_seed(seed * self.n_layers + number)
+        layer = self.resolve_layer(layer)
+        vectors = self.layer(layer)
+        generator = torch.Generator().manual_seed(seed * self.n_layers + layer)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
-        return real.mean(0) + noise * real.std(0)
+        return vectors.mean(0) + noise * vectors.std(0)
 
 
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
@@ -183,7 +185,7 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     Raises
     ------
     InputError
-        The model has none.
+        The model has no unembedding.
     """
     require_raw(model)
     if not hasattr(model, "unembed"):
@@ -203,16 +205,16 @@ def _matrix(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
-        chosen = torch.linspace(0, shape[0] - 1, _PROBES).long()
-        ones = torch.zeros(_PROBES, shape[0], dtype=weight.dtype)
-        ones[torch.arange(_PROBES), chosen] = 1
-        written = module(ones.to(weight.device)).float()
+        probed = torch.linspace(0, shape[0] - 1, _PROBES).long()
+        coefficients = torch.zeros(_PROBES, shape[0], dtype=weight.dtype)
+        coefficients[torch.arange(_PROBES), probed] = 1
+        outputs = module(coefficients.to(weight.device)).float()
         for matrix in (weight.detach().T, weight.detach()):
             if matrix.shape != shape:
                 continue
-            rows, constant = matrix[chosen.to(weight.device)].float(), 0.0 if bias is None else bias.float()
+            rows, constant = matrix[probed.to(weight.device)].float(), 0.0 if bias is None else bias.float()
             slack = 4 * torch.finfo(weight.dtype).eps * (rows.abs() + abs(constant))
-            if bool(((written - rows - constant).abs() <= slack).all()):
+            if bool(((outputs - rows - constant).abs() <= slack).all()):
                 return matrix
     raise InputError(
         f"The output layer of the FFNs ({type(module).__name__}) is not a plain matrix of {shape[0]} x "

@@ -128,8 +128,8 @@ def exit_sweep(
     number of layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit:
     all examples leave after ``layer``.
     """
-    last = int(validation.provenance["model"]["n_layers"])
-    maps.require_model(validation.provenance["model"]["fingerprint"])
+    last = validation.provenance.identity.n_layers
+    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     absent = [layer for layer in range(1, last) if (layer, last) not in maps]
     if absent:
         raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
@@ -156,7 +156,7 @@ def exit_sweep(
 def _substitute(
     readout: Readout, maps: MapSet, validation: Activations, method: str, layer: int
 ) -> Substitute:
-    last = int(validation.provenance["model"]["n_layers"])
+    last = validation.provenance.identity.n_layers
     mapped = maps[layer, last] if method == "mat" and layer < last else None
 
     def substitute(part: slice) -> Tensor:

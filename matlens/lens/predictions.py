@@ -41,8 +41,8 @@ def top_predictions(
     layers
         Layers of the stream, negative from the end.
     """
-    maps.require_model(prompts.provenance["model"]["fingerprint"])
-    last = int(prompts.provenance["model"]["n_layers"])
+    maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
+    last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:
             raise InputError(f"Layer {layer} is out of range: this model has layers 0 to {last}.")

@@ -40,7 +40,7 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
     validation
         Vectors at layers that the maps come from and go to.
     """
-    _require_same_model(maps, validation)
+    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     rows = []
     pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
     for source, target in tqdm(pairs, desc="r2", unit="pair", disable=not progress, delay=1):
@@ -65,8 +65,8 @@ def prediction_quality(
     For each layer ``l``, the substitutes are ``mat_{l->L}(h^l)`` and ``h^l``; at ``L`` both are ``h^L``.
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
-    _require_same_model(maps, validation)
-    last = validation.provenance["model"]["n_layers"]
+    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    last = validation.provenance.identity.n_layers
     layers = [layer for layer in range(last) if (layer, last) in maps]
     if not layers:
         raise InputError(
@@ -142,7 +142,7 @@ def prediction_rows(
     experiment: str, data: Activations, method: str, layer: float, judged: JudgedPredictions
 ) -> list[dict[str, Any]]:
     """Rows of a table for one method at one layer: Precision@1, 5, 10 and surprisal."""
-    last = data.provenance["model"]["n_layers"]
+    last = data.provenance.identity.n_layers
     hits = [(k, metrics.proportion(judged.rank < k)) for k in _KS]
     rows = [validation_row(experiment, data, method, layer, last, "precision", k, share) for k, share in hits]
     mean = metrics.mean(judged.surprisal)
@@ -162,8 +162,8 @@ def validation_row(
     """One row of a table, about the examples and the model of ``data``."""
     return result_row(
         experiment,
-        model=data.provenance["model"]["base_model_name_or_path"],
-        corpus=data.provenance["data"].get("corpus", "unnamed"),
+        model=data.provenance.identity.name,
+        corpus=data.provenance.corpus,
         method=method,
         layer=layer,
         target=target,
@@ -171,10 +171,6 @@ def validation_row(
         k=k,
         estimate=estimate,
     )
-
-
-def _require_same_model(maps: MapSet, data: Activations) -> None:
-    maps.require_model(data.provenance["model"]["fingerprint"])
 
 
 def _is_stream(site: str) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, site_name
 from matlens.linear.moments import Moments, require_finite
+from matlens.models.identity import Provenance
 
 Pair = tuple[str | int, str | int]
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
@@ -24,7 +25,7 @@ def fit_samples(
     *,
     intercept: bool = False,
     ridge: float = 0.0,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
@@ -104,7 +105,7 @@ def fit_stream(
     *,
     intercept: bool = False,
     ridge: float = 0.0,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that pass by once and are not kept.
 
@@ -143,7 +144,7 @@ def _maps(
     targets: list[str],
     intercept: bool,
     ridge: float,
-    provenance: Mapping[str, Any] | None,
+    provenance: Provenance | None,
 ) -> Iterator[LinearMap]:
     weight, bias = moments.solution(intercept=intercept, ridge=ridge)
     widths = [example[target].shape[1] for target in targets]

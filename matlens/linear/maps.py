@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.models.identity import Provenance
 from matlens.storage.folders import Workplace, read_config, write_bytes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
@@ -36,14 +37,14 @@ class LinearMap:
     source, target
         The sites that it maps from and to, such as ``"h.3"`` and ``"h.30"``.
     provenance
-        The model, its fingerprint, corpus, seed and sample count that it was fitted on.
+        The model, the corpus, the seed and the sample count that it was fitted on.
     """
 
     weight: Float[Tensor, "d_out d_in"]
     bias: Float[Tensor, " d_out"] | None
     source: str
     target: str
-    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    provenance: Provenance = field(default_factory=Provenance, repr=False)
 
     @classmethod
     def from_solution(
@@ -52,11 +53,13 @@ class LinearMap:
         bias: Tensor | None,
         source: str,
         target: str,
-        provenance: Mapping[str, Any] | None = None,
+        provenance: Provenance | None = None,
     ) -> LinearMap:
         """Keep a solution that was found in float64, in float32."""
         kept = weight.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-        return cls(kept, None if bias is None else bias.to(torch.float32), source, target, provenance or {})
+        return cls(
+            kept, None if bias is None else bias.to(torch.float32), source, target, provenance or Provenance()
+        )
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """Map vectors, in float32 and on their own device."""
@@ -105,12 +108,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map.
     """
 
-    def __init__(
-        self, maps: Iterable[LinearMap] = (), *, provenance: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Provenance | None = None) -> None:
         given = list(maps)
         self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in given}
-        models = {m.provenance["model"]["fingerprint"] for m in given if "model" in m.provenance}
+        models = {m.provenance.model.fingerprint for m in given if m.provenance.model}
         if len(models) > 1 or len(self._maps) < len(given):
             raise InputError(
                 "A set holds maps of one model, and one for each pair: these are of the models "
@@ -118,7 +119,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             )
         if provenance is None and given:
             provenance = given[0].provenance
-        self.provenance: dict[str, Any] = dict(provenance or {})
+        self.provenance = provenance or Provenance()
 
     def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
         source, target = (site_name(site) for site in pair)
@@ -139,16 +140,6 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     def __len__(self) -> int:
         return len(self._maps)
-
-    def require_model(self, fingerprint: str) -> None:
-        """Refuse to be used with a model other than the one that the maps were fitted on."""
-        own = self.provenance.get("model", {})
-        if own.get("fingerprint") != fingerprint:
-            raise InputError(
-                f"These maps were fitted on the model {own.get('base_model_name_or_path')!r} with the "
-                f"fingerprint {own.get('fingerprint')}, and this model's is {fingerprint}. Weights or "
-                "precision differ: fit maps for this model, or load the one that they belong to."
-            )
 
     def held(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None
@@ -183,7 +174,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         folder = Path(folder)
         request = read_config(folder, _HOLDS)["request"]
         try:
-            pairs, provenance = request["pairs"], request["provenance"]
+            pairs, provenance = request["pairs"], Provenance.from_json(request["provenance"])
         except KeyError as error:
             raise InputError(
                 f"{folder / 'config.json'} is damaged: it lacks {error}. Remove {folder} and fit "
@@ -202,7 +193,7 @@ def write_maps(
     folder: str | Path,
     pairs: Sequence[tuple[str, str]],
     fit: Callable[[list[tuple[str, str]]], Iterable[LinearMap]],
-    provenance: Mapping[str, Any],
+    provenance: Provenance,
     *,
     content: str | None = None,
     **more: Any,
@@ -212,7 +203,7 @@ def write_maps(
     ``fit`` gives the maps of the pairs that it is asked for, in their order. ``content`` tells maps apart
     that are given and not fitted; ``more`` goes into ``config.json``.
     """
-    request = {"holds": _HOLDS, "pairs": pairs, "provenance": provenance, "content": content}
+    request = {"holds": _HOLDS, "pairs": pairs, "provenance": provenance.to_json(), "content": content}
     place = Workplace(folder, request)
     with place.working():
         if not place.finished:
@@ -259,7 +250,7 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _read(path: Path, source: str, target: str, provenance: Mapping[str, Any]) -> LinearMap:
+def _read(path: Path, source: str, target: str, provenance: Provenance) -> LinearMap:
     with _open(path) as file:
         bias = f"{target}/bias"
         return LinearMap(

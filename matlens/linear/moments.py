@@ -7,8 +7,8 @@ Everything is accumulated and solved in float64, whatever the samples' precision
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
+from matlens.models.identity import Provenance
 
 
 class Moments:
@@ -85,7 +86,7 @@ class Moments:
         self._r, self._z, self.n = r, z, self.n + n
 
     def solve(
-        self, *, intercept: bool = False, ridge: float = 0.0, provenance: Mapping[str, Any] | None = None
+        self, *, intercept: bool = False, ridge: float = 0.0, provenance: Provenance | None = None
     ) -> LinearMap:
         """Find the best map for what has been seen so far.
 

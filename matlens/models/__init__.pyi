@@ -1,6 +1,7 @@
 from .anatomy import Anatomy as Anatomy
 from .anatomy import output_layer as output_layer
-from .identity import describe_model as describe_model
+from .identity import ModelIdentity as ModelIdentity
+from .identity import Provenance as Provenance
 from .identity import fingerprint as fingerprint
 from .identity import require_raw as require_raw
 from .identity import unembed_hash as unembed_hash

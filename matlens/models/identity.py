@@ -1,11 +1,13 @@
-"""Who a model is: its name, the fingerprint of its weights, and whether they are as they were published."""
+"""Who a model is, by the fingerprint of its weights, and what results of it come from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -16,21 +18,179 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+_IN_JSON = {"name": "base_model_name_or_path", "revision": "base_model_revision"}
 _SAMPLED = 1024  # values of each parameter that enter a fingerprint
 
 
-def describe_model(model: TransformerBridge) -> dict[str, Any]:
-    """Name, revision and fingerprint of a model, and what shapes its stream has."""
-    return {
-        "base_model_name_or_path": model.cfg.model_name,
-        "base_model_revision": getattr(model, "matlens_revision", None),
-        "architecture": model.cfg.architecture,
-        "fingerprint": fingerprint(model),
-        "unembed_hash": unembed_hash(model),
-        "dtype": str(model.cfg.dtype).removeprefix("torch."),
-        "n_layers": model.cfg.n_layers,
-        "d_model": model.cfg.d_model,
-    }
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model something belongs to.
+
+    Attributes
+    ----------
+    name, revision
+        The model on the hub, or its path, and the commit.
+    architecture
+        The name of the model's class.
+    fingerprint
+        See `fingerprint`: two models are the same where it is.
+    unembed_hash
+        See `unembed_hash`.
+    dtype
+        The precision that the model runs in.
+    n_layers, d_model
+        The number of blocks, and the width of the stream.
+    """
+
+    name: str
+    revision: str | None
+    architecture: str | None
+    fingerprint: str
+    unembed_hash: str | None
+    dtype: str
+    n_layers: int
+    d_model: int
+
+    @classmethod
+    def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
+        """Look at a model; the hash of the unembedding reads the whole matrix, and can be left out."""
+        return cls(
+            name=str(model.cfg.model_name),
+            revision=getattr(model, "matlens_revision", None),
+            architecture=model.cfg.architecture,
+            fingerprint=fingerprint(model),
+            unembed_hash=unembed_hash(model) if hash_unembedding else None,
+            dtype=str(model.cfg.dtype).removeprefix("torch."),
+            n_layers=model.cfg.n_layers,
+            d_model=model.cfg.d_model,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What is written into files; the model's name is called there what adapters' files call it."""
+        return {_IN_JSON.get(key, key): value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ModelIdentity:
+        """Read what `to_json` has made.
+
+        Raises
+        ------
+        InputError
+            A value is missing, or there is one too many.
+        """
+        names = {written: key for key, written in _IN_JSON.items()}
+        try:
+            return cls(**{names.get(key, key): value for key, value in values.items()})
+        except (TypeError, AttributeError) as error:
+            raise InputError(f"The record of a model is damaged: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where vectors, maps, traces and clusters come from.
+
+    Attributes
+    ----------
+    model
+        The model; ``None`` for what was made by hand.
+    data
+        What the examples say of themselves: the corpus, the seed and how many they are.
+    examples
+        The fingerprint of the examples.
+    positions
+        Whether rows are of drawn positions or of all.
+    details
+        Whatever else was chosen, such as the ridge of a fit or the seed of a trace.
+    """
+
+    model: ModelIdentity | None = None
+    data: Mapping[str, Any] | None = None
+    examples: str | None = None
+    positions: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model.
+
+        Raises
+        ------
+        InputError
+            It is not known.
+        """
+        if self.model is None:
+            raise InputError("The model that this belongs to is not known: its provenance names none.")
+        return self.model
+
+    @property
+    def corpus(self) -> str:
+        """The name of the corpus, for tables."""
+        return str((self.data or {}).get("corpus", "unnamed"))
+
+    @property
+    def samples(self) -> Self:
+        """Which rows these are, without further details."""
+        return replace(self, details={})
+
+    def with_details(self, **details: Any) -> Self:
+        """The same provenance with further details."""
+        return replace(self, details={**self.details, **details})
+
+    def require_same(
+        self, other: Provenance | ModelIdentity, *, ours: str, theirs: str = "this model"
+    ) -> None:
+        """Refuse to go together with what is of another model.
+
+        Parameters
+        ----------
+        other
+            The model, or what belongs to one.
+        ours, theirs
+            What both are called in the message, such as ``"the maps"`` and ``"the activations"``.
+
+        Raises
+        ------
+        InputError
+            The models differ, or one is not known.
+        """
+        model = other.model if isinstance(other, Provenance) else other
+        if self.model is None or model is None or self.model.fingerprint != model.fingerprint:
+            reason = "weights or precision differ" if self.model and model else "both must be known"
+            raise InputError(
+                f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Their models are "
+                f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} anew for this model, or "
+                f"load the model of {ours}."
+            )
+
+    def to_json(self, *keys: str) -> dict[str, Any]:
+        """What is written into files, or only these parts of it."""
+        parts = {
+            "model": None if self.model is None else self.model.to_json(),
+            "data": None if self.data is None else dict(self.data),
+            "examples": self.examples,
+            "positions": self.positions,
+        }
+        everything = {key: part for key, part in parts.items() if part is not None} | dict(self.details)
+        return {key: everything[key] for key in keys} if keys else everything
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Provenance:
+        """Read what `to_json` has made.
+
+        Raises
+        ------
+        InputError
+            The record of the model is damaged.
+        """
+        details = dict(values)
+        model, data = details.pop("model", None), details.pop("data", None)
+        examples, positions = details.pop("examples", None), details.pop("positions", None)
+        identity = None if model is None else ModelIdentity.from_json(model)
+        return cls(identity, data, examples, positions, details)
+
+
+def _named(model: ModelIdentity | None) -> str:
+    return "not known" if model is None else f"{model.name!r} with the fingerprint {model.fingerprint}"
 
 
 def require_raw(model: TransformerBridge) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, MapSet
 from matlens.models.anatomy import Anatomy
-from matlens.models.identity import fingerprint, require_raw
+from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site
 
 if TYPE_CHECKING:
@@ -229,12 +229,12 @@ def _require_width(one: Replacement, d_model: int) -> None:
 
 
 def _require_fitted_on(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
-    seen: dict[str, Any] = {}
-    for one in replacements:
-        origin = getattr(one.function, "provenance", {}).get("model")
-        if origin is not None:
-            seen[origin["fingerprint"]] = getattr(one.function, "provenance", {})
-    if seen:
-        own = fingerprint(model)
-        for provenance in seen.values():
-            MapSet(provenance=provenance).require_model(own)
+    origins: dict[str, Provenance] = {}
+    for replacement in replacements:
+        provenance = getattr(replacement.function, "provenance", Provenance())
+        if provenance.model is not None:
+            origins[provenance.model.fingerprint] = provenance
+    if origins:
+        identity = ModelIdentity.from_model(model, hash_unembedding=False)
+        for provenance in origins.values():
+            provenance.require_same(identity, ours="the maps")

@@ -90,7 +90,7 @@ def fit_submodules(
     absent = sorted({site for pair in pairs for site in pair} - set(samples))
     if absent:
         raise InputError(f"There are no vectors of {absent[0]} and {len(absent) - 1} other sites to fit on.")
-    origin = {**samples.provenance, "n_fitted": len(taken), "intercept": intercept, "ridge": ridge}
+    origin = samples.provenance.with_details(n_fitted=len(taken), intercept=intercept, ridge=ridge)
     for source, target in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
         own = {site: samples[site][taken] for site in (source, target)}
         yield from fit_samples(own, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin)

@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 from matlens.activations.collecting import default_batch_tokens
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
-from matlens.models import identity
 from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, resolve_replacements
@@ -108,7 +108,7 @@ def run_variants(
 
     request = {
         "holds": _HOLDS,
-        "model": identity.describe_model(model),
+        "model": ModelIdentity.from_model(model).to_json(),
         "examples": examples.fingerprint,
         "origin": dict(origin or {}),
         "sites": list(variants),

@@ -24,8 +24,8 @@ from matlens.errors import InputError
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap, MapSet, write_maps
-from matlens.models import identity
 from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.storage.folders import command_line, software_versions
@@ -34,7 +34,6 @@ from matlens.storage.tables import COLUMNS, read_table, write_results
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_ORIGIN = ("model", "data", "examples", "positions")  # what says which samples these are
 TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
 Pairs = Literal["all", "last"] | Iterable[tuple[int | str, int | str]]
 
@@ -100,22 +99,21 @@ def fit_maps(
     if not 0 <= ridge < float("inf"):
         raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
     wanted = resolve_pairs(pairs, train)
-    d_model = train.provenance["model"]["d_model"]
+    d_model = train.provenance.identity.d_model
     if train.n_rows < 2 * d_model and not ridge:
         tqdm.write(
             f"Only {train.n_rows} samples for {d_model} dimensions: least squares follows their noise, and "
             "r2 on other sentences can be far below zero. More sentences, all positions or a ridge help.",
             file=sys.stderr,
         )
-    source = {key: train.provenance[key] for key in _ORIGIN}
-    source |= {"n_samples": train.n_rows, "intercept": intercept, "ridge": ridge}
+    origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return tqdm(maps, total=len(missing), desc="fitting", unit="map", disable=not progress, delay=1)
 
     software, command = software_versions(), command_line()
-    return write_maps(Path(folder) / MAPS, wanted, fit, source, software=software, command=command)
+    return write_maps(Path(folder) / MAPS, wanted, fit, origin, software=software, command=command)
 
 
 def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:
@@ -125,10 +123,11 @@ def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: boo
     """
     folder = Path(folder)
     maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
-    maps.require_model(identity.fingerprint(model))
+    maps.provenance.require_same(ModelIdentity.from_model(model), ours="the maps")
     if (folder / TRAIN / "config.json").is_file():
         train = Activations.load(folder / TRAIN)
-        differing = [key for key in _ORIGIN if maps.provenance.get(key) != train.provenance[key]]
+        fitted, there = maps.provenance.samples.to_json(), train.provenance.samples.to_json()
+        differing = [key for key in there if fitted.get(key) != there[key]]
         if differing:
             raise InputError(
                 f"The maps in {folder / MAPS} were fitted on other samples than {folder / TRAIN} holds "
@@ -146,7 +145,7 @@ def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: boo
 
 def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
     """What maps were fitted on, and what they were tested on."""
-    return {"maps": maps.provenance, "validation": validation.provenance["data"]}
+    return {"maps": maps.provenance.to_json(), "validation": validation.provenance.to_json("data")["data"]}
 
 
 def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
@@ -204,7 +203,7 @@ def resolve_pairs(pairs: Pairs, collected: Activations) -> list[tuple[str, str]]
     """
     named = [
         (f"{STREAM}.{a}", f"{STREAM}.{b}")
-        for a, b in number_pairs(pairs, collected.provenance["model"]["n_layers"])
+        for a, b in number_pairs(pairs, collected.provenance.identity.n_layers)
     ]
     absent = sorted({site for pair in named for site in pair} - set(collected))
     if absent:

@@ -205,7 +205,6 @@ class Study:
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
         """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
         samples = self.submodule_samples
-        source = {key: samples.provenance[key] for key in ("model", "data", "examples", "positions")}
         rows = {
             "all": lambda: None,
             "not-first": lambda: torch.from_numpy(samples.places > 0),
@@ -217,7 +216,7 @@ class Study:
 
         maps = write_maps(
             self.folder / f"submodule-maps-{fitted}", submodule_pairs(Anatomy.from_model(self.model)), fit,
-            {**source, "n_samples": samples.n_rows, "fitted": fitted},
+            samples.provenance.samples.with_details(n_samples=samples.n_rows, fitted=fitted),
             software=software_versions(), command=command_line(),
         )  # fmt: skip
         return maps.held(device=self.model.cfg.device)

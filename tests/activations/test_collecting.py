@@ -220,10 +220,14 @@ def test_activations_are_read_by_name_number_or_site(llama: tuple[Any, Examples]
 def test_provenance_says_what_was_run(llama: tuple[Any, Examples]) -> None:
     model, examples = llama
     found = collect(model, examples, progress=False).provenance
-    assert found["model"]["fingerprint"] == matlens.models.fingerprint(model)
-    assert found["data"] == examples.provenance
-    assert (found["sites"], found["positions"], found["examples"]) == (STREAM, "drawn", examples.fingerprint)
-    assert set(found["software"]) > {"matlens", "torch", "transformers"}
+    assert found.identity.fingerprint == matlens.models.fingerprint(model)
+    assert found.data == examples.provenance
+    assert (found.details["sites"], found.positions, found.examples) == (
+        STREAM,
+        "drawn",
+        examples.fingerprint,
+    )
+    assert set(found.details["software"]) > {"matlens", "torch", "transformers"}
 
 
 # Streaming
@@ -374,7 +378,7 @@ def test_disk_and_memory_hold_the_same_bits(
         assert one.positions == positions
         assert one.examples.fingerprint == examples.fingerprint
         assert one.examples.provenance == examples.provenance
-        assert one.provenance["model"] == memory.provenance["model"]
+        assert one.provenance.model == memory.provenance.model
     # Any other reader of .npy finds them too.
     h = np.load(folder / "h.2.npy")
     assert h.dtype == np.float32

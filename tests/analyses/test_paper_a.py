@@ -346,7 +346,7 @@ def test_a_corpus_that_is_not_there_is_told(
         ),
         ("paper_a_table1_tokens", "llama", ["--prompt", ""], "The prompt '' cannot be read out"),
         ("paper_a_table1_tokens", "llama", ["--layer", 4], "is out of range: this model has"),
-        ("plausibility", "llama", ["--sheet", "absent.csv"], "absent.csv cannot be read as a sheet"),
+        ("plausibility", "llama", ["--sheet", "absent.csv"], "absent.csv cannot be read as a filled sheet"),
     ],
 )  # fmt: skip
 def test_what_does_not_suit_the_analysis_is_told_before_any_work(

@@ -1,9 +1,7 @@
-"""Sheets show items and tokens and no more, come back as they were filled in, and say what is wrong."""
+"""Sheets are written once, come back as they were filled in, and the first wrong line is named."""
 
 from __future__ import annotations
 
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pandas as pd
@@ -12,261 +10,124 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError
-from matlens.annotation.concepts import SAMPLE_COLUMNS
-from matlens.annotation.sheets import CLASSES, PAGE, PATTERNS, TOKENS, code, page, read_sheets, write_sheets
-from matlens.models.vocabulary import visible
+from matlens.annotation.sheets import read_sheet, refuse_lines, write_sheet, write_sheets
 
-NASTY = (
-    "</script>", "<!--", '"', "'", "a,b", "&lt;", "&amp;", "]]>", "=1+1", "007", "1/2", "nan", "$sheet", "‹",
-    "␣tea", "日本", "x  y ", "</span>", ";", "-->",
-)  # fmt: skip
-
-
-def sample(items: list[list[str]], kinds: list[str] | None = None) -> pd.DataFrame:
-    rows = [
-        (item, "m", "none", (kinds or ["values"] * len(items))[item - 1], 0, "L0D0", rank, 7, visible(token))
-        for item, tokens in enumerate(items, start=1)
-        for rank, token in enumerate(tokens, start=1)
-    ]
-    return pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))[list(SAMPLE_COLUMNS)]
-
-
-def sized(n: int = 3, k: int = 6) -> pd.DataFrame:
-    return sample([[f"t{item}{rank}" for rank in range(k)] for item in range(n)])
-
-
-class Reader(HTMLParser):
-    """What a browser finds: tokens by item, scripts, and whatever would be loaded from elsewhere."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.items: list[list[str]] = []
-        self.tags: list[str] = []
-        self.linked: list[str] = []
-        self._inside = False
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.tags.append(tag)
-        self.linked += [name for name in given if name in ("src", "href", "action")]
-        if "data-item" in given:
-            self.items.append([])
-        if given.get("class") == "token":
-            self._inside = True
-            self.items[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = self._inside and tag != "span"
-
-    def handle_data(self, data: str) -> None:
-        if self._inside:
-            self.items[-1][-1] += data
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.one_of(st.text(max_size=8), st.sampled_from(NASTY)), min_size=1, max_size=5), min_size=1
-    )
-)
-def test_every_token_comes_back_exactly_from_the_page(items: list[list[str]]) -> None:
-    found = Reader(page(sample(items)))
-    assert found.items == [[visible(token) for token in own] for own in items]
-    assert found.tags.count("script") == 1
-    assert found.linked == []
-    fields = found.tags.count("input"), found.tags.count("select")
-    assert fields == (sum(map(len, items)) + 3 * len(items), 3 * len(items))
-
-
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    text = page(sized())
-    assert not re.search(r"https?:|@import|url\(|\$\w", text)
-    for name in CLASSES:
-        assert f"<option>{name}</option>" in text
-    assert "at least four" in text
-
-
-def test_a_sheet_gives_away_nothing_but_items_and_tokens(tmp_path: Path) -> None:
-    """Whatever the key says, the files are the same to the byte."""
-    items = [["a", "b"], ["c", "d"], ["e", "f"]]
-    one = sample(items, ["values", "random", "updates"])
-    other = sample(items, ["updates", "updates", "random"]).assign(
-        layer=29, vector="L29D1", model="x", corpus="y", token_id=3
-    )
-    folders = [tmp_path / name for name in ("one", "other")]
-    for table, folder in zip((one, other), folders, strict=True):
-        write_sheets(table.sample(frac=1, random_state=len(folder.name)), folder)
-    for name in (TOKENS, PATTERNS, PAGE):
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-    changed = [["a", "b"], ["d", "c"], ["e", "f"]]
-    assert code(sample(changed)) != code(one)
-
-
-def test_tokens_look_like_text_to_a_spreadsheet(tmp_path: Path) -> None:
-    write_sheets(sample([list(NASTY)]), tmp_path)
-    table = pd.read_csv(tmp_path / TOKENS, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    assert table["token"].tolist() == [f"‹{token}›" for token in NASTY]
-    assert (tmp_path / TOKENS).read_bytes().startswith(b"\xef\xbb\xbf")
-
-
-def test_what_an_annotator_has_filled_in_is_not_written_over(tmp_path: Path) -> None:
-    table = sized()
-    paths = write_sheets(table, tmp_path)
-    write_sheets(table, tmp_path)
-    filled = (tmp_path / TOKENS).read_text().replace('""', '"1"', 1)
-    (tmp_path / TOKENS).write_text(filled)
-    before = [path.read_bytes() for path in paths]
-    with pytest.raises(InputError, match=r"tokens\.csv is there already and holds something else"):
-        write_sheets(table, tmp_path)
-    assert [path.read_bytes() for path in paths] == before
-
-
-# Filled ones
-
-Marks = dict[tuple[int, int], list[int]]
-
-
-def fill(folder: Path, marks: Marks, patterns: list[tuple[int, int, str, str]], separator: str = ",") -> None:
-    """Fill in written sheets as a person does with a spreadsheet."""
-    table = pd.read_csv(folder / TOKENS, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    keys = zip(table["item"].astype(int), table["rank"].astype(int), strict=True)
-    table["patterns"] = [" ".join(map(str, marks.get(key, []))) for key in keys]
-    table.to_csv(folder / TOKENS, index=False, sep=separator)
-    own = pd.read_csv(folder / PATTERNS, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    sheet = own["sheet"].iloc[0]
-    rows = [(sheet, str(item), str(number), told, name) for item, number, told, name in patterns]
-    lines = pd.concat([pd.DataFrame(rows, columns=own.columns), own])
-    lines.drop_duplicates(["item", "pattern"]).to_csv(folder / PATTERNS, index=False, sep=separator)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), separator=st.sampled_from(",;"))
-def test_what_is_filled_in_is_what_is_read(
-    data: st.DataObject, separator: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder, table = tmp_path_factory.mktemp("sheets"), sample([list(NASTY[:8]), list(NASTY[8:16])])
-    kinds = data.draw(
-        st.dictionaries(
-            st.tuples(st.integers(1, 2), st.integers(1, 5)),
-            st.tuples(st.sampled_from(["", "hot drinks", 'a, "b"; c']), st.sampled_from(CLASSES)),
-            min_size=1,
-        )
-    )
-    marks: Marks = {}
-    for item, number in kinds:
-        for rank in data.draw(st.sets(st.integers(1, 8), min_size=1)):
-            marks.setdefault((item, rank), []).append(number)
-    write_sheets(table, folder)
-    fill(folder, marks, [(*key, *value) for key, value in kinds.items()], separator)
-    found = read_sheets(folder, table)
-    assert found.name == folder.name
-    triples = [(item, rank, number) for (item, rank), own in marks.items() for number in own]
-    assert sorted(found.marks.itertuples(index=False, name=None)) == sorted(triples)
-    told = {(row[0], row[1]): (row[2], row[3]) for row in found.patterns.itertuples(index=False, name=None)}
-    assert told == kinds
+COLUMNS = ("item", "text", "mark")
+TABLE = pd.DataFrame({"item": ["1", "2", "3"], "text": ["a, b", 'said "no"', "日本 ␣"], "mark": ""})
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A filled sheet of `sized`, correct."""
-    write_sheets(sized(), tmp_path)
-    fill(tmp_path, {(2, rank): [1] for rank in range(1, 5)}, [(2, 1, "drinks", "semantic")])
-    return tmp_path
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "sheet.csv"
 
 
-def change(path: Path, rows: list[int], column: str, value: str) -> None:
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    table.loc[rows, column] = value
-    table.to_csv(path, index=False)
+def test_a_sheet_is_a_file_that_spreadsheets_open_as_text(path: Path) -> None:
+    write_sheet(path, TABLE)
+    lines = ['"item","text","mark"', '"1","a, b",""', '"2","said ""no""",""', '"3","日本 ␣",""', ""]
+    assert path.read_bytes() == ("\ufeff" + "\r\n".join(lines)).encode()
+    pd.testing.assert_frame_equal(read_sheet(path, COLUMNS).reset_index(drop=True), TABLE)
 
 
-def refused(folder: Path) -> str:
-    with pytest.raises(InputError) as told:
-        read_sheets(folder, sized())
-    return str(told.value)
+def test_a_sheet_that_somebody_has_filled_in_is_not_written_over(path: Path) -> None:
+    write_sheet(path, TABLE)
+    write_sheet(path, TABLE)
+    path.write_bytes(path.read_bytes().replace(b'""\r', b'"x"\r', 1))
+    filled = path.read_bytes()
+    with pytest.raises(InputError, match=r"sheet\.csv is there already and holds something else: another"):
+        write_sheet(path, TABLE)
+    assert path.read_bytes() == filled
 
 
-def test_spaces_capitals_and_empty_lines_are_no_mistakes(folder: Path) -> None:
-    change(folder / PATTERNS, [0], "class", " Semantic ")
-    change(folder / TOKENS, [6], "patterns", " 1  1 ")
-    with (folder / TOKENS).open("a") as file:
-        file.write(",,,,\n")
-    found = read_sheets(folder, sized())
-    assert len(found.marks) == 4
-    assert found.patterns["class"].tolist() == ["semantic"]
+def test_several_sheets_are_written_together_or_none_of_them(tmp_path: Path) -> None:
+    tables = {tmp_path / "first.csv": TABLE, tmp_path / "second.csv": TABLE}
+    pages = {tmp_path / "page.html": "<p>é</p>"}
+    (tmp_path / "second.csv").write_text("filled in")
+    (tmp_path / "page.html").write_text("old")
+    with pytest.raises(InputError, match=r"second\.csv is there already"):
+        write_sheets(tables, pages)
+    assert not (tmp_path / "first.csv").exists()
+    assert (tmp_path / "page.html").read_text() == "old"
+    (tmp_path / "second.csv").unlink()
+    write_sheets(tables, pages)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "<p>é</p>"
+    assert (tmp_path / "first.csv").read_bytes() == (tmp_path / "second.csv").read_bytes()
 
 
-@pytest.mark.parametrize(("file", "column"), [
-    *((TOKENS, column) for column in ("sheet", "item", "rank", "token", "patterns")),
-    *((PATTERNS, column) for column in ("sheet", "item", "pattern", "description", "class")),
-])  # fmt: skip
-def test_a_missing_column_is_named(file: str, column: str, folder: Path) -> None:
-    table = pd.read_csv(folder / file, dtype=str, keep_default_na=False).drop(columns=column)
-    table.to_csv(folder / file, index=False)
-    assert f"{file} is not a filled sheet: it lacks the columns {column}." in refused(folder)
+def test_a_sheet_cannot_be_written_where_a_file_is_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_sheet(tmp_path / "file" / "sheet.csv", TABLE)
+
+
+def saved(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding=encoding, newline="")
+    return path
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_sheet_is_read_as_spreadsheets_save_it(separator: str, end: str, encoding: str, path: Path) -> None:
+    lines = ["more;item;text;mark", "x;1;' a ; b'; 1 ", ";2;nan;NA", ""]
+    text = end.join(lines).replace(";", separator).replace("'", '"')
+    sheet = read_sheet(saved(path, text, encoding), COLUMNS, unchanged=["text"])
+    assert list(sheet.columns) == list(COLUMNS)
+    assert sheet.to_numpy().tolist() == [["1", f" a {separator} b", "1"], ["2", "nan", "NA"]]
+    assert sheet.index.tolist() == [2, 3]
+    assert read_sheet(path, COLUMNS)["text"].tolist() == [f"a {separator} b", "nan"]
+
+
+def test_empty_lines_are_left_out_and_counted(path: Path) -> None:
+    sheet = read_sheet(saved(path, "item,text,mark\n1,a,x\n\n,,\n , ,\n2,b,\n,,\n"), COLUMNS)
+    assert sheet.to_numpy().tolist() == [["1", "a", "x"], ["2", "b", ""]]
+    assert sheet.index.tolist() == [2, 6]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    marks=st.lists(
+        st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=5), min_size=1, max_size=4
+    )
+)
+def test_what_is_filled_in_is_what_is_read(
+    marks: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("sheets") / "sheet.csv"
+    table = pd.DataFrame({"item": [str(i) for i in range(len(marks))], "text": marks, "mark": marks})
+    write_sheet(path, table)
+    sheet = read_sheet(path, COLUMNS, unchanged=["text"])
+    assert sheet["text"].tolist() == marks
+    assert sheet["mark"].tolist() == [mark.strip() for mark in marks]
+
+
+@pytest.mark.parametrize(("missing", "named"), [(["mark"], "mark"), (["item", "text"], "item, text")])
+def test_missing_columns_are_named(missing: list[str], named: str, path: Path) -> None:
+    write_sheet(path, TABLE.drop(columns=missing))
+    message = (
+        rf"sheet\.csv is not a filled sheet: it lacks the columns {named}\. Expected .* item, text, mark, fil"
+    )
+    with pytest.raises(InputError, match=message):
+        read_sheet(path, COLUMNS)
 
 
 @pytest.mark.parametrize(
-    ("file", "rows", "column", "value", "told"),
-    [
-        (TOKENS, [3, 5], "item", "4", r"tokens.csv, line 5: item is '4', and 1 more"),
-        (TOKENS, [3], "item", "one", "line 5: item is 'one', and 0 more"),
-        (TOKENS, [3], "rank", "7", "line 5 (item 1): rank is '7'"),
-        (TOKENS, [3], "rank", "1", "line 5 (item 1): rank is '1', and 0 more lines are wrong like it."),
-        (TOKENS, [3], "patterns", "1,2", "line 5 (item 1): patterns is '1,2'"),
-        (TOKENS, [3], "patterns", "0", "line 5 (item 1): patterns is '0'"),
-        (TOKENS, [3, 4], "patterns", "1.0", "line 5 (item 1): patterns is '1.0', and 1 more"),
-        (TOKENS, [3, 4], "patterns", "2", "item 1, rank 4: pattern 2 has no class. Expected a line for it"),
-        (TOKENS, [2, 4], "sheet", "s0", "line 4 (item 1): sheet is 's0', and 1 more lines are wrong like it"),
-        (TOKENS, list(range(18)), "patterns", "", "tokens.csv is empty: no token belongs to a pattern"),
-        (PATTERNS, [0], "class", "semntic", "line 2 (item 2): class is 'semntic', and 0 more lines"),
-        (PATTERNS, [0], "class", "semntic", "(did you mean semantic?)"),
-        (PATTERNS, [0], "class", "", "line 2 (item 2): class is ''"),
-        (PATTERNS, [0], "pattern", "x", "line 2 (item 2): pattern is 'x'"),
-        (PATTERNS, [0], "item", "9", "line 2: item is '9'"),
-        (PATTERNS, [0], "item", "1", "item 2, rank 1: pattern 1 has no class"),
-        (PATTERNS, [1], "class", "names", None),
-        (PATTERNS, [4], "sheet", "s0", "patterns.csv, line 6 (item 2): sheet is 's0'"),
-    ],
-)  # fmt: skip
-def test_each_mistake_is_named_with_its_first_line(
-    file: str, rows: list[int], column: str, value: str, told: str | None, folder: Path
-) -> None:
-    change(folder / file, rows, column, value)
-    if told is None:  # a pattern that no token has is no mistake
-        assert len(read_sheets(folder, sized()).patterns) == 2
-    else:
-        assert told in refused(folder)
-
-
-def test_a_pattern_that_is_described_twice_is_refused(folder: Path) -> None:
-    table = pd.read_csv(folder / PATTERNS, dtype=str, keep_default_na=False)
-    pd.concat([table, table.iloc[[0]]]).to_csv(folder / PATTERNS, index=False)
-    assert "line 11 (item 2): pattern is '1', and 0 more lines are wrong like it. Expected each" in refused(
-        folder
-    )
-
-
-def test_lines_that_were_lost_are_named(folder: Path) -> None:
-    table = pd.read_csv(folder / TOKENS, dtype=str, keep_default_na=False)
-    table.drop(index=[4, 16]).to_csv(folder / TOKENS, index=False)
-    assert "lacks 2 of 18 lines, the first is that of item 1, rank 5" in refused(folder)
-
-
-def test_a_sheet_of_another_sample_is_refused_even_if_it_has_as_many_items(folder: Path) -> None:
-    other = sample([[f"u{item}{rank}" for rank in range(6)] for item in range(3)])
-    with pytest.raises(
-        InputError, match=r"tokens\.csv, line 2 \(item 1\): sheet .* a sheet of another sample"
-    ):
-        read_sheets(folder, other)
-
-
-@pytest.mark.parametrize("content", [None, b"", b'a,b\n"', b"sheet,item\n\xff\xfe"])
-@pytest.mark.parametrize("file", [TOKENS, PATTERNS])
-def test_what_is_no_sheet_is_refused(file: str, content: bytes | None, folder: Path) -> None:
-    (folder / file).unlink()
+    "content", [None, b"", b'a,b\n"', b"\xff\xfe\x00 no text", b"item,text,mark\n1,2,3,4\n1,\xff"]
+)
+def test_what_is_no_sheet_is_refused(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
-        (folder / file).write_bytes(content)
-    assert re.search(rf"{file} (cannot be read|is not a filled sheet: it lacks the columns)", refused(folder))
+        (tmp_path / "sheet.csv").write_bytes(content)
+    with pytest.raises(InputError, match=r"sheet\.csv (cannot be read as|is not) a filled sheet"):
+        read_sheet(tmp_path / "sheet.csv", COLUMNS)
+
+
+def test_the_first_wrong_line_is_named_as_a_spreadsheet_counts_them(path: Path) -> None:
+    sheet = read_sheet(saved(path, "item,text,mark\n1,a,x\n\n2,b,y\n3,c,\n"), COLUMNS)
+    refuse_lines(path, sheet, sheet["mark"] == "z", "mark", "anything but z")
+    with pytest.raises(InputError) as error:
+        refuse_lines(path, sheet, sheet["mark"] != "x", "mark", "x")
+    assert str(error.value) == (
+        f"{path}, line 4 (item 2): mark is 'y', and 1 more lines are wrong like it. Expected x."
+    )
+    with pytest.raises(InputError, match=r"sheet\.csv, line 5: item is '3', and 0 more"):
+        refuse_lines(path, sheet[1:], sheet["item"][1:] == "3", "item", "another")

@@ -700,7 +700,9 @@ def test_maps_of_another_model(
     weights["transformer.h.1.ln_1.weight"] *= 1.5
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     outcome = run_matlens("evaluate", out)
-    assert_refused(outcome, str(model), "fitted on the model", "fingerprint", "fit maps for this model")
+    assert_refused(
+        outcome, str(model), "The maps and this model", "fingerprint", "Make the maps anew for this model"
+    )
     assert_refused(run_matlens("run", *inputs, "--out", out), "belongs to another job", "fingerprint")
     assert state(out) == before
     assert run_matlens("evaluate", out, "--model", gpt2, "--device", "cpu").code == 0

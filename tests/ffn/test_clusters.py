@@ -34,6 +34,7 @@ from matlens.ffn.clusters import (
 )
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
+from matlens.models.identity import Provenance
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"
 
@@ -160,8 +161,8 @@ def test_the_method_follows_the_memory() -> None:
 
 def made(values: ValueVectors, labels: list[int]) -> Clusters:
     """Clusters that are given."""
-    model = {"name": values.model_name, "fingerprint": values.fingerprint}
-    return Clusters(np.array(labels), {"method": "exact", "model": model, "n_clusters": max(labels) + 1})
+    details = {"method": "exact", "n_clusters": max(labels) + 1}
+    return Clusters(np.array(labels), Provenance(values.identity, details=details))
 
 
 def changed(
@@ -287,7 +288,7 @@ def test_what_is_kept_is_not_computed_again(
         assert other.labels.tolist() == first.labels.tolist()
         assert other.method == first.method == "exact"
         assert other.provenance == first.provenance
-    assert first.provenance["model"]["fingerprint"] == values.fingerprint
+    assert first.provenance.model == values.identity
     told = json.loads((folder / "config.json").read_text())
     assert told["software"]["scikit-learn"]
     assert told["command"]
@@ -357,7 +358,7 @@ def test_clusters_of_another_model_are_refused(small_model: Callable[[str], Any]
     values, other = ValueVectors(small_model("llama")), ValueVectors(small_model("gemma3"))
     clusters = made(values, [0] * len(values))
     for use in (clusters.holding, clusters.directions):
-        with pytest.raises(InputError, match=r"clusters of the model .*llama.* this model's is"):
+        with pytest.raises(InputError, match=r"The clusters and this model .*llama.* and .*gemma3"):
             use(other, ["L0D0"] if use == clusters.holding else [0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from identities import make_identity
 
 from matlens import InputError
 from matlens.corpora.examples import Examples
@@ -25,8 +27,9 @@ from matlens.ffn.early_exit import (
     summarize_exits,
 )
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.models.identity import Provenance
 
-MODEL = {"fingerprint": "one", "base_model_name_or_path": "none"}
+MODEL = make_identity("none", "one")
 
 
 def trace_of(dominant: np.ndarray, fingerprint: str = "one") -> Trace:
@@ -38,12 +41,12 @@ def trace_of(dominant: np.ndarray, fingerprint: str = "one") -> Trace:
         rows |= {f"score.{group}.{reference}": torch.zeros(n, n_layers * k) for reference in REFERENCES}
     rows["index.dominant"] = torch.from_numpy(dominant).float().reshape(n, -1)
     examples = Examples(np.zeros(n, dtype=int), np.arange(n + 1), np.zeros(n, dtype=int), {})
-    model = MODEL | {"n_layers": n_layers, "fingerprint": fingerprint}
-    return Trace(rows, examples, {"model": model, "k": k})
+    model = replace(MODEL, n_layers=n_layers, fingerprint=fingerprint)
+    return Trace(rows, examples, Provenance(model, details={"k": k}))
 
 
 def clusters_of(labels: np.ndarray) -> Clusters:
-    return Clusters(labels, {"model": MODEL, "method": "exact"})
+    return Clusters(labels, Provenance(MODEL, details={"method": "exact"}))
 
 
 def layer_left(own: list[set[int]], sets: list[list[set[int]]], made_at: list[int], others: str) -> int:
@@ -152,7 +155,9 @@ def test_groups_that_are_exceeded_together_need_not_be_one_by_one() -> None:
 
 
 def test_clusters_of_another_model_are_refused() -> None:
-    with pytest.raises(InputError, match=r"clusters are of the model one, and the trace of two"):
+    with pytest.raises(
+        InputError, match=r"The clusters and the trace .* fingerprint one, .* fingerprint two"
+    ):
         active_clusters(trace_of(np.zeros((2, 1, 1)), "two"), clusters_of(np.zeros(3, dtype=int)))
 
 

@@ -12,6 +12,7 @@ import torch
 from conftest import ARCHITECTURES, N_LAYERS, assert_near
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from identities import make_identity
 from torch import Tensor
 
 from matlens import InputError, collect, make_examples
@@ -31,6 +32,7 @@ from matlens.ffn.events import (
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
+from matlens.models.identity import Provenance
 from matlens.storage.tables import COLUMNS
 
 METRICS = {"max": max, "mean": lambda values: sum(values) / len(values), "min": min}
@@ -59,8 +61,8 @@ def make_trace(
         rows |= {f"index.{group}": random().abs().floor(), f"coefficient.{group}": random()}
         rows |= {f"score.{group}.{reference}": random() for reference in REFERENCES}
     examples = Examples(np.arange(2 * n), 2 * np.arange(n + 1), np.ones(n, int), {"corpus": "words", "n": n})
-    model = {"n_layers": n_layers, "base_model_name_or_path": "some/model", "fingerprint": "none"}
-    return Trace(rows, examples, {"model": model, "data": examples.provenance, "k": k})
+    model = make_identity(fingerprint="none", n_layers=n_layers)
+    return Trace(rows, examples, Provenance(model, examples.provenance, details={"k": k}))
 
 
 @st.composite
@@ -342,5 +344,5 @@ def test_scores_beside_others_want_the_model_that_was_traced(
 ) -> None:
     _, trace = real("llama")
     for reading in (lift_scores, odds_scores):
-        with pytest.raises(InputError, match="The trace is of another model than"):
+        with pytest.raises(InputError, match="The trace and this model do not belong together"):
             reading(trace, small_model("gemma2"))

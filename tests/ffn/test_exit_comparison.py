@@ -279,5 +279,5 @@ def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Ma
         classifier_sites(study.model),
         progress=False,
     )
-    with pytest.raises(InputError, match="different models or examples"):
+    with pytest.raises(InputError, match="different examples"):
         compare_exits(study.model, study.trace, study.clusters, other, **OPTIONS)

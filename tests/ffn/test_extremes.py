@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from matlens.ffn.extremes import (
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
+from matlens.models.identity import Provenance
 from matlens.storage.tables import COLUMNS
 
 N, K, D_MLP = 14, 4, 48  # examples, sub-updates of each update, value vectors of a layer of the small llama
@@ -56,18 +58,14 @@ def make_trace(values: ValueVectors, *, seed: int = 0, n_sinks: int = 2) -> Trac
         rows |= {f"index.{group}": index.flatten(1).float(), f"coefficient.{group}": random().flatten(1)}
         rows |= {f"score.{group}.{reference}": random().flatten(1) for reference in REFERENCES}
     examples = Examples(np.arange(3 * N), 3 * np.arange(N + 1), np.arange(N) % 3, {"corpus": "words", "n": N})
-    model = {
-        "n_layers": values.n_layers,
-        "base_model_name_or_path": "some/model",
-        "fingerprint": values.fingerprint,
-    }
-    return Trace(rows, examples, {"model": model, "data": examples.provenance, "k": K})
+    model = replace(values.identity, name="some/model")
+    return Trace(rows, examples, Provenance(model, examples.provenance, details={"k": K}))
 
 
 def make_clusters(values: ValueVectors, n_clusters: int, seed: int = 0) -> Clusters:
     labels = np.random.default_rng(seed).permutation(np.arange(len(values)) % n_clusters)
-    model = {"name": values.model_name, "fingerprint": values.fingerprint}
-    return Clusters(labels, {"method": "exact", "model": model, "n_clusters": n_clusters})
+    details = {"method": "exact", "n_clusters": n_clusters}
+    return Clusters(labels, Provenance(values.identity, details=details))
 
 
 def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int, int, int, float, float]]:
@@ -153,7 +151,7 @@ def test_a_trace_of_another_model_is_refused(values: ValueVectors, small_model: 
         lambda: extreme_sub_updates(make_trace(values), other),
         lambda: draw_sub_updates(make_trace(values), other, 3),
     ):
-        with pytest.raises(InputError, match=r"The trace is of another model than .*gpt2"):
+        with pytest.raises(InputError, match=r"The trace and this model do not belong together.*gpt2"):
             use()
 
 

@@ -204,7 +204,7 @@ def test_a_half_precision_model_is_traced_in_float32(
     rows = [{site: vectors[site][row] for site in vectors} for row in range(N)]
     check(name, plain, examples, trace, [from_vectors(name, plain, row) for row in rows])
     assert trace.score["dominant", "final"].dtype == torch.float32
-    assert trace.provenance["model"]["dtype"] == "bfloat16"
+    assert trace.provenance.identity.dtype == "bfloat16"
 
 
 # The definition's exponential: what a score means
@@ -353,8 +353,8 @@ def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
     assert_equal(Trace.load(tmp_path / "deep" / "trace"), disk)
     assert not runs
     told = Trace.load(tmp_path / "deep" / "trace").provenance
-    assert (told["k"], told["seed"], told["data"]["corpus"]) == (K, 3, "words")
-    assert told["software"]["matlens"] == matlens.__version__
+    assert (told.details["k"], told.details["seed"], told.corpus) == (K, 3, "words")
+    assert told.details["software"]["matlens"] == matlens.__version__
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -173,7 +173,7 @@ def test_updates_of_another_model_are_refused(small_model: Callable[[str], Any])
     model = small_model("llama")
     there = collect(model, prompt_of("llama", model), ["ffn_post.0", "ffn_out.0"], progress=False)
     assert Updates(ValueVectors(model), there).layers == [0]
-    with pytest.raises(InputError, match="were collected on another model"):
+    with pytest.raises(InputError, match="The coefficients and the value vectors do not belong together"):
         Updates(ValueVectors(small_model("gemma2")), there)
 
 

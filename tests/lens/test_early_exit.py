@@ -234,7 +234,7 @@ def test_a_missing_map_is_refused(study: Studies) -> None:
 
 def test_maps_of_another_model_are_refused(study: Studies) -> None:
     readout, _, data = study("gpt2")
-    with pytest.raises(InputError, match="were fitted on the model"):
+    with pytest.raises(InputError, match="maps and the activations do not belong together"):
         exit_sweep(readout, study("llama")[1], data, progress=False)
 
 

@@ -20,6 +20,7 @@ from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.lens.predictions import COLUMNS, predictions_table, prompt_texts, side_by_side, top_predictions
+from matlens.models.identity import Provenance
 from matlens.models.vocabulary import visible
 
 PROMPTS = {
@@ -47,7 +48,7 @@ def to_last(data: Activations) -> MapSet:
         LinearMap(torch.randn(D_MODEL, D_MODEL, generator=generator), None, f"h.{layer}", f"h.{N_LAYERS}")
         for layer in range(N_LAYERS)
     ]
-    return MapSet(maps, provenance={"model": data.provenance["model"]})
+    return MapSet(maps, provenance=Provenance(data.provenance.model))
 
 
 @torch.inference_mode()
@@ -104,7 +105,7 @@ def test_a_layer_out_of_range_is_refused(
 def test_maps_of_another_model_are_refused(
     prompts: Callable[[str], Activations], small_model: Callable[[str], Any]
 ) -> None:
-    with pytest.raises(InputError, match="fitted on the model"):
+    with pytest.raises(InputError, match="maps and the activations do not belong together"):
         top_predictions(Readout(small_model("gpt2")), to_last(prompts("llama")), prompts("gpt2"), [0])
 
 
@@ -115,7 +116,7 @@ def read_by(name: str, small_model: Callable[[str], Any], lines: list[str], **op
     """Texts, beside the positions that they are read at."""
     model = small_model(name)
     examples = make_examples(model, Corpus("lines", tuple(lines), len(lines), 0, 0, 0), **options)
-    found = prompt_texts(Readout(model), Activations({}, examples, "drawn", {}))
+    found = prompt_texts(Readout(model), Activations({}, examples, "drawn", Provenance()))
     return zip(found, examples.positions.tolist(), strict=True)
 
 
@@ -166,7 +167,7 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
     tokens = np.array(tokenizer.convert_tokens_to_ids(["[PAD]", "w0", "w1", "w2", "[PAD]"]))
     examples = Examples(tokens, np.array([0, 5]), np.array([position]))
     readout: Any = SimpleNamespace(tokenizer=tokenizer)
-    assert prompt_texts(readout, Activations({}, examples, "drawn", {})) == [text]
+    assert prompt_texts(readout, Activations({}, examples, "drawn", Provenance())) == [text]
 
 
 # For people

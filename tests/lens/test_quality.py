@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from identities import make_identity
 from scipy import stats
 from sklearn.metrics import r2_score
 from torch import Tensor
@@ -27,9 +29,10 @@ from matlens.lens.quality import (
     r2_matrix,
 )
 from matlens.linear.maps import LinearMap, MapSet
+from matlens.models.identity import ModelIdentity, Provenance
 
 L, D, VOCAB, N = 3, 5, 14, 23
-MODEL = {"base_model_name_or_path": "small", "fingerprint": "f00d", "n_layers": L}
+MODEL = make_identity("small", n_layers=L, d_model=D)
 
 
 class Head:
@@ -53,7 +56,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def activations(n: int = N, model: dict[str, Any] = MODEL) -> Activations:
+def activations(n: int = N, model: ModelIdentity = MODEL) -> Activations:
     """A stream in which each layer is a step away from the one before; one site is inside a block."""
     stream = [random(n, D, seed=0)]
     for layer in range(L):
@@ -61,15 +64,15 @@ def activations(n: int = N, model: dict[str, Any] = MODEL) -> Activations:
     vectors = {f"h.{layer}": h for layer, h in enumerate(stream)}
     vectors |= {"ln1_out.0": random(n, D, seed=20), "attn_out.0": random(n, D, seed=21)}
     examples = Examples(np.zeros(n, dtype=np.int64), np.arange(n + 1), np.zeros(n, dtype=np.int64))
-    return Activations(vectors, examples, "drawn", {"model": model, "data": {"corpus": "words"}})
+    return Activations(vectors, examples, "drawn", Provenance(model, {"corpus": "words"}))
 
 
-def mapset(pairs: list[tuple[str, str]], model: dict[str, Any] = MODEL) -> MapSet:
+def mapset(pairs: list[tuple[str, str]], model: ModelIdentity = MODEL) -> MapSet:
     maps = []
     for i, (source, target) in enumerate(pairs):
         weight = 0.8 * torch.eye(D) + 0.3 * random(D, D, seed=40 + i)
         maps.append(LinearMap(weight, random(D, seed=60) if i % 2 else None, source, target))
-    return MapSet(maps, provenance={"model": model})
+    return MapSet(maps, provenance=Provenance(model))
 
 
 ALL = [(f"h.{a}", f"h.{b}") for a in range(L) for b in range(a + 1, L + 1)]
@@ -210,10 +213,11 @@ def test_without_a_map_to_the_last_layer_there_is_nothing_to_predict_from(
 
 
 def test_maps_of_another_model_are_refused() -> None:
-    maps = mapset(ALL, MODEL | {"fingerprint": "beef"})
-    with pytest.raises(InputError, match=r"fingerprint beef, and this model's is f00d"):
+    maps = mapset(ALL, replace(MODEL, fingerprint="beef"))
+    models = "'small' with the fingerprint beef, and 'small' with the fingerprint f00d"
+    with pytest.raises(InputError, match=models):
         fit_quality(maps, activations(), progress=False)
-    with pytest.raises(InputError, match=r"fingerprint beef, and this model's is f00d"):
+    with pytest.raises(InputError, match=models):
         prediction_quality(Head(), maps, activations(), progress=False)  # type: ignore[arg-type]
 
 
@@ -323,7 +327,7 @@ def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
     named = {"experiment": "some study", "model": "small", "corpus": "words", "method": "scheme"}
     for column, value in {**named, "layer": 2.5, "target": L, "n": 7}.items():
         assert (table[column] == value).all()
-    del data.provenance["data"]["corpus"]
+    data.provenance = replace(data.provenance, data={})
     assert {line["corpus"] for line in prediction_rows("x", data, "scheme", 0, found)} == {"unnamed"}
 
 

@@ -19,6 +19,7 @@ from matlens.linear import fitting
 from matlens.linear.fitting import by_source, fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
+from matlens.models.identity import Provenance
 
 EPS = torch.finfo(torch.float64).eps
 N, D_IN, D_OUT = 40, 7, 3
@@ -177,7 +178,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep maps in the float64 that they are solved in, to compare more digits than a float32 has."""
 
     def of(w: Tensor, b: Tensor | None, source: str, target: str, provenance: Any = None) -> LinearMap:
-        return LinearMap(w, b, source, target, provenance or {})
+        return LinearMap(w, b, source, target, provenance or Provenance())
 
     monkeypatch.setattr(LinearMap, "from_solution", of)
 
@@ -343,11 +344,11 @@ def test_solve_returns_a_map_with_what_it_is_of() -> None:
     x = plain(N, 0)
     y = targets(x)
     state = Moments(D_IN, D_OUT, source="h.1", target="h.4").update(x, y)
-    found = state.solve(intercept=True, ridge=2.0, provenance={"seed": 3})
+    found = state.solve(intercept=True, ridge=2.0, provenance=SEED)
     weight, bias = state.solution(intercept=True, ridge=2.0)
     assert bias is not None
     assert found.bias is not None
-    assert (found.source, found.target, found.provenance) == ("h.1", "h.4", {"seed": 3})
+    assert (found.source, found.target, found.provenance) == ("h.1", "h.4", SEED)
     assert torch.equal(found.weight, weight.float())
     assert torch.equal(found.bias, bias.float())
     assert not torch.allclose(found.weight, state.solve(intercept=True).weight, rtol=1e-3)
@@ -441,6 +442,7 @@ def test_any_partition_in_any_order_and_grouping_gives_the_whole(
 # Several sites
 
 
+SEED = Provenance(details={"seed": 4})
 SITES = {"a": random(N, 4, 11), "b": random(N, 6, 12), "c": random(N, 3, 13), "d": random(N, 4, 14)}
 PAIRS = [("b", "c"), ("a", "b"), ("b", "a"), ("a", "d"), ("b", "c"), ("c", "d")]
 
@@ -459,8 +461,8 @@ def test_several_targets_at_once_are_the_same_as_one_by_one(
 ) -> None:
     monkeypatch.setattr(fitting, "_KEPT", kept)
     together = [
-        list(fit_samples(SITES, PAIRS, intercept=intercept, ridge=ridge, provenance={"seed": 4})),
-        list(fit_stream(batches(SITES, 7), PAIRS, intercept=intercept, ridge=ridge, provenance={"seed": 4})),
+        list(fit_samples(SITES, PAIRS, intercept=intercept, ridge=ridge, provenance=SEED)),
+        list(fit_stream(batches(SITES, 7), PAIRS, intercept=intercept, ridge=ridge, provenance=SEED)),
     ]
     for maps in together:
         assert [(m.source, m.target) for m in maps] == [
@@ -470,7 +472,7 @@ def test_several_targets_at_once_are_the_same_as_one_by_one(
             weight, bias = one_update(SITES[found.source], SITES[found.target], intercept, ridge)
             torch.testing.assert_close(found.weight, weight)
             torch.testing.assert_close(found.bias, bias)
-            assert found.provenance == {"seed": 4}
+            assert found.provenance == SEED
 
 
 def test_moments_of_targets_side_by_side_are_those_of_the_joined_target() -> None:
@@ -483,7 +485,7 @@ def test_moments_of_targets_side_by_side_are_those_of_the_joined_target() -> Non
 class Known(dict[str, Tensor]):
     """Samples that know where they come from, as `Activations` do."""
 
-    provenance: Mapping[str, Any] = {"corpus": "words"}
+    provenance = Provenance(data={"corpus": "words"})
 
 
 def test_numbers_are_layers_of_the_stream_and_provenance_is_the_samples_own() -> None:
@@ -492,7 +494,7 @@ def test_numbers_are_layers_of_the_stream_and_provenance_is_the_samples_own() ->
     by_number = list(fit_samples(samples, pairs))
     assert [(m.source, m.target) for m in by_number] == [("h.0", "h.1"), ("ln1_out.0", "h.0")]
     assert [m.provenance for m in by_number] == [Known.provenance] * 2
-    assert next(fit_samples(samples, pairs, provenance={"seed": 1})).provenance == {"seed": 1}
+    assert next(fit_samples(samples, pairs, provenance=SEED)).provenance == SEED
     for one, other in zip(by_number, fit_stream([samples], pairs), strict=True):
         torch.testing.assert_close(one.weight, other.weight)
         assert (one.source, one.target) == (other.source, other.target)

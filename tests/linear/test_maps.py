@@ -8,16 +8,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from identities import make_identity
 from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.linear.maps import CONVENTION, LinearMap, MapSet, write_maps
+from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.storage.folders import Workplace
 
 Pair = tuple[str, str]
 WIDTHS = {"h.0": 4, "h.1": 4, "h.2": 4, "h.3": 4, "ln1_out.0": 4, "attn_out.0": 6}
-ORIGIN = {"model": {"fingerprint": "f00d", "base_model_name_or_path": "small"}, "seed": 3}
+SEED = Provenance(details={"seed": 5})
+ORIGIN = Provenance(make_identity("small"), details={"seed": 3})
 PAIRS = [("h.0", "h.1"), ("h.0", "h.3"), ("h.1", "h.2"), ("h.1", "h.3"), ("ln1_out.0", "attn_out.0")]
 
 
@@ -122,12 +125,9 @@ def test_a_set_is_asked_by_layers_names_and_sites() -> None:
 def test_a_set_comes_from_where_its_maps_come_from_unless_told_otherwise() -> None:
     known = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
     assert MapSet([known, linear("h.0", "h.2")]).provenance == ORIGIN
-    assert MapSet([known], provenance={"seed": 5}).provenance == {"seed": 5}
-    assert MapSet([known], provenance={}).provenance == {}
-    assert MapSet().provenance == {}
-    own = MapSet([known]).provenance
-    own["seed"] = 9
-    assert ORIGIN["seed"] == 3
+    assert MapSet([known], provenance=SEED).provenance == SEED
+    assert MapSet([known], provenance=Provenance()).provenance == Provenance()
+    assert MapSet().provenance == Provenance()
 
 
 def test_a_map_that_is_missing_is_named_with_some_that_are_there() -> None:
@@ -148,11 +148,12 @@ def test_a_map_that_is_missing_is_named_with_some_that_are_there() -> None:
 
 def test_another_model_is_refused() -> None:
     maps = MapSet([linear("h.0", "h.1")], provenance=ORIGIN)
-    maps.require_model("f00d")
-    with pytest.raises(InputError, match=r"'small' with the fingerprint f00d, and this model's is beef"):
-        maps.require_model("beef")
-    with pytest.raises(InputError, match="fitted on the model None"):
-        MapSet([linear("h.0", "h.1")]).require_model("f00d")
+    maps.provenance.require_same(make_identity("renamed"), ours="the maps")
+    named = r"The maps and this model .*'small' .* f00d, and 'small' with the fingerprint beef"
+    with pytest.raises(InputError, match=named):
+        maps.provenance.require_same(make_identity("small", "beef"), ours="the maps")
+    with pytest.raises(InputError, match="Their models are not known, and 'small'"):
+        MapSet([linear("h.0", "h.1")]).provenance.require_same(make_identity("small"), ours="the maps")
 
 
 # A folder
@@ -339,7 +340,7 @@ def test_a_fit_that_fails_leaves_nothing(there_before: bool, after: int, tmp_pat
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize(
-    ("pairs", "origin"), [(PAIRS[:3], ORIGIN), (PAIRS, ORIGIN | {"seed": 4}), (PAIRS, {"seed": 3})]
+    ("pairs", "origin"), [(PAIRS[:3], ORIGIN), (PAIRS, ORIGIN.with_details(seed=4)), (PAIRS, SEED)]
 )
 def test_the_folder_of_another_fit_is_refused_and_not_touched(
     pairs: list[Pair], origin: Mapping[str, Any], finished: bool, tmp_path: Path
@@ -377,7 +378,7 @@ def test_the_tensors_of_a_source_lie_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_set_holds_maps_of_one_model_and_one_for_each_pair() -> None:
-    other = {"model": {"fingerprint": "beef"}}
+    other = Provenance(make_identity("small", "beef"))
     one, two = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN), linear("h.0", "h.1")
     with pytest.raises(InputError, match="maps of one model"):
         MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", other)])

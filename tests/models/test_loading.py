@@ -497,7 +497,7 @@ def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], An
     from matlens.models import identity
 
     model = small_model("gemma2")
-    found = identity.describe_model(model)
+    found = identity.ModelIdentity.from_model(model).to_json()
     assert found["fingerprint"] == fingerprint(model)
     assert (found["dtype"], found["n_layers"], found["d_model"]) == ("float32", 3, 32)
     assert found["architecture"] == "Gemma2ForCausalLM"

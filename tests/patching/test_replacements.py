@@ -17,7 +17,7 @@ from patching.test_contexts import RANGES, SENTENCES, Models, assert_same, linea
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
-from matlens.models import identity
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, stand_ins
 
@@ -242,13 +242,14 @@ def test_maps_fitted_on_another_model_are_refused(
 ) -> None:
     model = small_model("gptj")
     half = matlens.load(str(model_folder("gptj")), device="cpu", dtype=torch.bfloat16)
-    own = linear(jump_part(0, 1), provenance={"model": identity.describe_model(model)})
+    own = linear(jump_part(0, 1), provenance=Provenance(ModelIdentity.from_model(model)))
     with patched(model, [own, linear(jump_part(1, 2))]):  # of one that says nothing nothing is known
         pass
     for other in (small_model("gpt2"), half):
-        foreign = linear(jump_part(1, 2), provenance={"model": identity.describe_model(other)})
+        foreign = linear(jump_part(1, 2), provenance=Provenance(ModelIdentity.from_model(other)))
         for given in ([foreign], [own, foreign], [foreign, own]):
-            message = rf"fitted on the model .*{matlens.models.fingerprint(other)}.*this model's is"
+            models = [ModelIdentity.from_model(each).fingerprint for each in (other, model)]
+            message = f"Their models are .*{models[0]}, and .*{models[1]}"
             with refused(model, message), patched(model, given):
                 pytest.fail("not refused")
 

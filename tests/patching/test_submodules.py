@@ -168,11 +168,11 @@ def test_a_stand_in_says_what_it_was_fitted_on(small_model: Models) -> None:
     some = torch.arange(samples.n_rows) % 3 > 0
     for rows, n in ((None, samples.n_rows), (some, int(some.sum()))):
         maps = MapSet(fit_submodules(samples, pairs, rows=rows, ridge=0.5, progress=False))
-        assert maps.provenance == {**samples.provenance, "n_fitted": n, "intercept": False, "ridge": 0.5}
+        assert maps.provenance == samples.provenance.with_details(n_fitted=n, intercept=False, ridge=0.5)
         with patched(small_model("llama"), mat_attn(maps, 0, N_LAYERS)):
             pass
         other = patched(small_model("neox-sequential"), mat_attn(maps, 0, N_LAYERS))
-        with pytest.raises(InputError, match="were fitted on the model"), other:
+        with pytest.raises(InputError, match="The maps and this model do not belong together"), other:
             pass
 
 
@@ -323,7 +323,7 @@ def test_without_context_the_model_is_checked_as_with_it(small_model: Models) ->
     samples = samples_of(small_model("llama"))
     pairs = submodule_pairs(Anatomy.from_model(small_model("llama")), ["attn"])
     maps, h = MapSet(fit_submodules(samples, pairs, progress=False)), torch.ones(2, D_MODEL)
-    with pytest.raises(InputError, match="were fitted on the model"):
+    with pytest.raises(InputError, match="The maps and this model do not belong together"):
         attend_nowhere(small_model("neox-sequential"), maps, h, 0, N_LAYERS)
     bare = MapSet(LinearMap(maps[pair].weight, None, *pair) for pair in pairs)
     with pytest.raises(InputError, match="no site 'attn_in'"):

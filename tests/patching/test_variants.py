@@ -334,11 +334,12 @@ def test_a_replacement_before_the_first_layer_is_refused(
 def test_what_patched_refuses_is_refused_before_anything_is_run(small_model: Models, tmp_path: Path) -> None:
     model, maps = small_model("llama"), maps_of("llama")
     examples = examples_of(model)
-    origin = collect(small_model("gpt2"), examples_of(small_model("gpt2")), [0], progress=False).provenance
+    other = small_model("gpt2")
+    origin = collect(other, examples_of(other), [0], progress=False).provenance
     foreign = LinearMap(torch.eye(D_MODEL), None, "h.1", "h.2", origin)
     for replacements, told in (
         (jump(maps, 0, 2) + jump(maps, 1, 3), "overlaps"),
-        ([Replacement.from_map(foreign)], "were fitted on the model"),
+        ([Replacement.from_map(foreign)], "The maps and this model do not belong together"),
         ([Replacement(lambda h: h, Site("h", 1), Site("h", 9))], "out of range"),
     ):
         for folder in (None, tmp_path / "out"):

@@ -13,6 +13,7 @@ import transformers
 from independent import Reference, reference
 
 import matlens
+from matlens.models.identity import Provenance
 from matlens.models.loading import SMOLLM2, smollm2_path
 
 pytestmark = pytest.mark.real
@@ -40,7 +41,7 @@ def both(request: pytest.FixtureRequest) -> Both:
     if n_train < 4000:
         pairs = [pair for pair in pairs if pair[1] == f"h.{n_layers}"]
     maps = matlens.MapSet(
-        matlens.linear.fit_samples(fitted_on, pairs), provenance={"model": fitted_on.provenance["model"]}
+        matlens.linear.fit_samples(fitted_on, pairs), provenance=Provenance(fitted_on.provenance.model)
     )
     results = pd.concat(
         [

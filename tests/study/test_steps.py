@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_LAYERS
+from identities import make_identity
 
 import matlens
 from matlens.linear.maps import LinearMap, MapSet
-from matlens.models.identity import unembed_hash
+from matlens.models.identity import Provenance, unembed_hash
 from matlens.study import steps
 
 N_TRAIN, N_VALIDATION = 25, 15
@@ -38,7 +39,7 @@ class Collected(Mapping[str, Any]):
 
     def __init__(self, n_layers: int, *sites: str) -> None:
         self._sites = sites
-        self.provenance = {"model": {"n_layers": n_layers}}
+        self.provenance = Provenance(make_identity(n_layers=n_layers))
 
     def __getitem__(self, site: str) -> Any:
         raise AssertionError("no vector is needed")
@@ -201,7 +202,7 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
 
 def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], collected: Path) -> None:
     steps.fit_maps(collected, pairs="last", progress=False)
-    with pytest.raises(matlens.InputError, match="fitted on the model"):
+    with pytest.raises(matlens.InputError, match="The maps and this model do not belong together"):
         steps.evaluate_maps(small_model("gptj"), collected, progress=False)
     assert not (collected / "results.csv").exists()
 
@@ -213,7 +214,7 @@ def test_evaluate_refuses_vectors_of_another_model(
     collect(small_model("gptj"), sentences, tmp_path / "other")
     shutil.rmtree(collected / "validation")
     shutil.copytree(tmp_path / "other" / "validation", collected / "validation")
-    with pytest.raises(matlens.InputError, match="fitted on the model"):
+    with pytest.raises(matlens.InputError, match="The maps and the activations do not belong together"):
         steps.evaluate_maps(small_model("gpt2"), collected, progress=False)
     assert not (collected / "results.csv").exists()
 

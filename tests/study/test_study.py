@@ -113,7 +113,7 @@ def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layer
     x, y = (found.stream[0][layer].double().numpy() for layer in (1, N_LAYERS))
     expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
     assert_near(found.maps[1, N_LAYERS].weight, expected, 1e-4)
-    assert found.origin["maps"] == found.maps.provenance
+    assert found.origin["maps"] == found.maps.provenance.to_json()
     assert found.origin["validation"]["n"] == N_VALIDATION
     h = found.validation[N_LAYERS]
     assert_near(found.readout.logits(h), model.unembed(model.ln_final(h)).detach())
@@ -193,7 +193,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     for fitted, maps in sets.items():
         assert_same(maps, MapSet(fit_submodules(samples, pairs, rows=rows[fitted], progress=False)))
         assert (found.folder / f"submodule-maps-{fitted}" / "config.json").is_file()
-        assert maps.provenance["fitted"] == fitted
+        assert maps.provenance.details["fitted"] == fitted
         x, y = (samples[site][rows[fitted]].double().numpy() for site in ("ffn_in.1", "ffn_out.1"))
         expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
         assert_near(maps["ffn_in.1", "ffn_out.1"].weight, expected, 1e-3)

@@ -1,0 +1,14 @@
+"""Identities of models that are not there, for results that are made by hand."""
+
+from __future__ import annotations
+
+from matlens.models.identity import ModelIdentity
+
+
+def make_identity(
+    name: str = "some/model", fingerprint: str = "f00d", *, n_layers: int = 3, d_model: int = 5
+) -> ModelIdentity:
+    return ModelIdentity(
+        name=name, revision=None, architecture=None, fingerprint=fingerprint, unembed_hash=None,
+        dtype="float32", n_layers=n_layers, d_model=d_model,
+    )  # fmt: skip
