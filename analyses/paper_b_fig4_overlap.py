@@ -14,7 +14,6 @@ import typer
 
 from matlens.cli import Report, run_study
 from matlens.ffn import norm_overlap
-from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
 from matlens.study import Study
 
@@ -29,11 +28,7 @@ def main(
 ) -> None:
     """Compare what vectors promote with and without the final norm, and draw the overlap layer by layer."""
     table = norm_overlap(study.model, n_random=random, k=top, seed=study.seed)
-    origin = {
-        "model": ModelIdentity.from_model(study.model).to_json(),
-        "seed": study.seed,
-        "n_random": random,
-    }
+    origin = study.origin_of_weights | {"n_random": random}
     report.write(NAME, table, origin, shares_by_layer(table, f"overlap of the {top} top tokens (IoU)"))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import dominance
-from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
 from matlens.study import Study
 
@@ -20,11 +19,7 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     """Measure the share of the dominant sub-updates over a corpus, and draw it layer by layer."""
     examples = study.validation_examples
     table = dominance(study.model, examples, k=dominant, seed=study.seed)
-    origin = {
-        "model": ModelIdentity.from_model(study.model).to_json(),
-        "data": examples.provenance,
-        "seed": study.seed,
-    }
+    origin = study.origin_of_weights | {"data": examples.provenance}
     report.write(NAME, table, origin, shares_by_layer(table, f"share of {dominant} sub-updates"))
 
 

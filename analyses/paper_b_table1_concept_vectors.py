@@ -21,7 +21,6 @@ from rich.table import Table
 from matlens.annotation import distinct_concepts, pattern_shares, search_concepts
 from matlens.cli import Report, run_study
 from matlens.corpora import WordSimilarity
-from matlens.models import ModelIdentity
 from matlens.plots import pattern_sizes
 from matlens.study import Study
 
@@ -44,7 +43,7 @@ def main(
     data = {
         "corpus": texts.name, "fingerprint": texts.fingerprint, "n_words": len(word_similarity.words),
     }  # fmt: skip
-    origin = {"model": ModelIdentity.from_model(model).to_json(), "seed": seed, "data": data}
+    origin = study.origin_of_weights | {"data": data}
     report.write(NAME, table, origin, pattern_sizes(table, 5))
     best = {
         method: distinct_concepts(searched[method], n=vectors, per_layer=per_layer)

@@ -30,7 +30,6 @@ from matlens.annotation import (
     write_concept_sheets,
 )
 from matlens.cli import Report, run_study
-from matlens.models import ModelIdentity
 from matlens.plots import concept_shares
 from matlens.study import Study
 
@@ -58,10 +57,8 @@ def main(
     examples = make_examples(model, part, seed=seed, draw_special=False)
     sample = draw_concept_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
     written = write_concept_sheets(sample, report.out / f"{NAME}_sheets")
-    origin = {
-        "model": ModelIdentity.from_model(model).to_json(), "data": examples.provenance, "seed": seed, "sheet": sheet_code(sample),
-    }  # fmt: skip
-    report.write(NAME, sample, origin)
+    origin = {"data": examples.provenance, "sheet": sheet_code(sample)}
+    report.write(NAME, sample, study.origin_of_weights | origin)
     print("This table is the key, not for annotators.")
     for path in written:
         print(path)

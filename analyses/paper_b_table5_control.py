@@ -46,7 +46,7 @@ from matlens.control import (
 from matlens.corpora import FIELD, read_prompts
 from matlens.ffn import Projection, ValueVector, ValueVectors, top_tokens_of_all, values_with_tokens
 from matlens.metrics import Estimate
-from matlens.models import ModelIdentity, word_tokens
+from matlens.models import word_tokens
 from matlens.plots import toxicity_against_perplexity
 from matlens.storage import result_row
 from matlens.study import Study
@@ -143,8 +143,8 @@ def main(
             ratio = perplexity_ratio(losses, read)
             rows.append(line(run, name, part.name, "", "perplexity_ratio", ratio))
     table = pd.DataFrame(rows)
-    origin = {
-        "model": ModelIdentity.from_model(model).to_json(), "seed": seed, "grader": grader, "prompts": len(given),
+    origin = study.origin_of_weights | {
+        "grader": grader, "prompts": len(given),
         "samples": samples or "greedy", "n_tokens": CONTINUATION_TOKENS, "corpus": part.fingerprint,
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),

@@ -30,6 +30,7 @@ from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.linear.maps import LinearMap, MapSet, write_maps
 from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
@@ -184,6 +185,11 @@ class Study:
     def origin(self) -> dict[str, Any]:
         """What the study's numbers come from."""
         return steps.origin_of(self.maps, self.validation)
+
+    @property
+    def origin_of_weights(self) -> dict[str, Any]:
+        """What numbers come from that no map has a part in: the model and the seed."""
+        return {"model": ModelIdentity.from_model(self.model).to_json(), "seed": self.seed}
 
     @cached_property
     def submodule_samples(self) -> Activations:
