@@ -43,7 +43,7 @@ from matlens.control import (
     toxicity_estimates,
     word_filter,
 )
-from matlens.corpora import FIELD, read_prompts
+from matlens.corpora import PROMPT_FIELD, read_prompts
 from matlens.ffn import Projection, ValueVector, ValueVectors, top_tokens_of_all, values_with_tokens
 from matlens.metrics import Estimate
 from matlens.models import word_tokens
@@ -82,7 +82,7 @@ def main(
     challenging: Annotated[
         bool, typer.Option("--challenging", help="Only the prompts that are marked as challenging.")
     ] = False,
-    field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = FIELD,
+    field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = PROMPT_FIELD,
     limit: Annotated[int | None, typer.Option(min=1, help="Read no more prompts than this.")] = None,
     grader: Annotated[str, typer.Option(help=f"{', '.join(GRADERS)}.")] = "profanity-check",
     value: Annotated[

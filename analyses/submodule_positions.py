@@ -22,7 +22,7 @@ from matlens.cli import Patched, Report, run_study
 from matlens.corpora import Examples
 from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
 from matlens.patching import Variant, Where, run_variants
-from matlens.plots import by_method
+from matlens.plots import by_fitting
 from matlens.study import Fitted, Study
 
 NAME = "submodule_positions"
@@ -65,7 +65,7 @@ def main(
     show(table)
     for name in CONTEXTUAL:
         part = table[table["method"].str.startswith(name) | (table["method"] == "mat")]
-        report.write_figure(f"{NAME}_{name}", by_method(part))
+        report.write_figure(f"{NAME}_{name}", by_fitting(part))
 
 
 def places(study: Study, examples: Examples) -> list[tuple[str, Where]]:

@@ -242,8 +242,12 @@ def sentences() -> matlens.corpora.Corpus:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Sizes of the comparison on the real model; `make verify` asks for the full one."""
-    parser.addoption("--real-train", type=int, default=400, help="train sentences of tests/test_real.py")
-    parser.addoption("--real-val", type=int, default=100, help="validation sentences of tests/test_real.py")
+    parser.addoption(
+        "--real-train", type=int, default=400, help="train sentences of tests/study/test_real.py"
+    )
+    parser.addoption(
+        "--real-val", type=int, default=100, help="validation sentences of tests/study/test_real.py"
+    )
 
 
 def _sentences(n: int, seed: int) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.corpora.examples import Examples
+from matlens.corpora.examples import ARRAYS, Examples
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.storage.rows import read_rows
@@ -92,8 +92,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         InputError
             The folder holds no finished collection.
         """
-        config, arrays, vectors = read_rows(folder, HOLDS)
-        request = config["request"]
-        examples = Examples(**arrays, provenance=request["data"])
-        provenance = Provenance.from_json({**request, **config["more"]})
-        return cls(vectors, examples, request["positions"], provenance)
+        config, arrays, vectors = read_rows(folder, HOLDS, ARRAYS)
+        provenance = Provenance.from_config(config)
+        examples = Examples(**arrays, provenance=dict(provenance.data or {}))
+        return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)

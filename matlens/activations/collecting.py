@@ -21,8 +21,8 @@ from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import Site, require_finite
-from matlens.storage.folders import Workplace, command_line, read_config, software_versions
-from matlens.storage.rows import fill
+from matlens.storage.folders import read_config
+from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -84,55 +84,42 @@ def collect(
         A vector is not finite, a site does not exist, or the folder cannot be used.
     """
     require_raw(model)
-    names = [
-        str(Anatomy.from_model(model).resolve(site))
-        for site in (Anatomy.from_model(model).stream if sites is None else sites)
-    ]
-    names = list(dict.fromkeys(names))
+    anatomy = Anatomy.from_model(model)
+    wanted = list(dict.fromkeys(map(anatomy.resolve, anatomy.stream if sites is None else sites)))
     batch_tokens = batch_tokens or default_batch_tokens(model)
+    provenance = Provenance(
+        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
+    )
     request = {
-        "holds": HOLDS,
-        "model": ModelIdentity.from_model(model).to_json(),
-        "data": examples.provenance,
-        "examples": examples.fingerprint,
-        "positions": positions,
-        "sites": _finished_with(folder, names) or names,
+        "provenance": provenance.to_json(),
         "batch_tokens": batch_tokens,
         "read": "sentence" if positions == "all" or is_masked(model) else "sentence up to its position",
     }
-    more = {"software": software_versions(), "command": command_line()}
-    n_rows = len(examples) if positions == "drawn" else len(examples.tokens)
-    widths = {name: Anatomy.from_model(model).width(name) for name in names}
 
-    def run(skip: int = 0) -> Iterator[Rows]:
-        return stream(
-            model, examples, names,
-            positions=positions, batch_tokens=batch_tokens, progress=progress, skip=skip,
-        )  # fmt: skip
+    def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        hooks = {str(site): anatomy.hook(site) for site in wanted}
+        for rows in _stream(model, examples, hooks, positions, batch_tokens, progress, skip):
+            yield rows.index, rows.vectors
 
-    if folder is None:
-        kept = {name: torch.empty(n_rows, width) for name, width in widths.items()}
-        for rows in run():
-            for name, vectors in rows.vectors.items():
-                kept[name][torch.from_numpy(rows.index)] = vectors
-        return Activations(kept, examples, positions, Provenance.from_json({**request, **more}))
-    place = Workplace(folder, request, only_unfinished=("batch_tokens", "read"))
-    fill(
-        place, widths, n_rows, examples.arrays,
-        lambda skip: ((rows.index, rows.vectors) for rows in run(skip)), more=more,
+    config, vectors = keep_rows(
+        HOLDS, request, _columns(anatomy, folder, wanted),
+        len(examples) if positions == "drawn" else len(examples.tokens), batches,
+        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip
-    return Activations.load(folder)
+    return Activations(vectors, examples, positions, Provenance.from_config(config))
 
 
-def _finished_with(folder: str | Path | None, names: Sequence[str]) -> list[str] | None:
-    """Sites of a finished folder that holds these and more."""
-    with contextlib.suppress(InputError):
-        there = read_config(folder, HOLDS)["request"]["sites"] if folder else []
-        return there if set(names) <= set(there) else None
-    return None
+def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]) -> dict[str, Column]:
+    """Columns of the wanted sites, or those of a finished folder that holds these and more."""
+    columns = {str(site): Column(anatomy.width(site)) for site in wanted}
+    with contextlib.suppress(InputError, KeyError):
+        if folder is not None:
+            there = read_config(folder, HOLDS)["request"]["columns"]
+            if set(columns) <= set(there):
+                return {name: Column(*column) for name, column in there.items()}
+    return columns
 
 
-@torch.inference_mode()
 def stream(
     model: TransformerBridge,
     examples: Examples,
@@ -149,15 +136,29 @@ def stream(
     are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
     """
     require_raw(model)
+    anatomy = Anatomy.from_model(model)
+    hooks = {str(site): anatomy.hook(site) for site in map(anatomy.resolve, sites)}
+    batch_tokens = batch_tokens or default_batch_tokens(model)
+    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip)
+
+
+@torch.inference_mode()
+def _stream(
+    model: TransformerBridge,
+    examples: Examples,
+    hooks: Mapping[str, str],
+    positions: Positions,
+    batch_tokens: int,
+    progress: bool,
+    skip: int,
+) -> Iterator[Rows]:
+    """Yield vectors by the sites' hooks; who asks has looked at the model."""
     if positions not in get_args(Positions):
         raise InputError(f"positions={positions!r}: expected one of {', '.join(get_args(Positions))}.")
-    hooks = {
-        str(Anatomy.from_model(model).resolve(site)): Anatomy.from_model(model).hook(site) for site in sites
-    }
     if not hooks:
         raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
     read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
-    batches = read.batches(batch_tokens or default_batch_tokens(model))
+    batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
     bar = tqdm(
         total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress, delay=1

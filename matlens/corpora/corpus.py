@@ -15,8 +15,6 @@ import numpy as np
 from matlens.corpora.sources import open_source
 from matlens.errors import InputError
 
-__all__ = ["MIN_WORDS", "Corpus", "load_corpus"]
-
 MIN_WORDS = 5
 """A sentence of fewer words, counted between spaces, gives a model too little context to count."""
 
@@ -28,12 +26,12 @@ class Corpus:
     Attributes
     ----------
     name
-        The source as the user gave it; a part made by `split` adds its role.
+        Name of the source as the user gave it; a part made by `split` adds its role.
     sentences
-        The sentences, white space normalised.
+        The sentences, with white space normalised.
     n_read, n_empty, n_short, n_duplicate
-        How many sentences the source gave, and how many of them were left out and why. The
-        parts that `split` makes keep the numbers of the whole.
+        Number of sentences that the source gave, and numbers of those that were left out: empty, shorter
+        than `MIN_WORDS`, or already there. The parts that `split` makes keep the numbers of the whole.
     """
 
     name: str
@@ -48,11 +46,11 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Which sentences these are: 16 hexadecimal digits that change with any of them or their order."""
+        """Sixteen hexadecimal digits that change with any sentence and with their order."""
         return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()[:16]
 
     def report(self) -> str:
-        """Say in one line how many sentences there are and what was left out."""
+        """One line that says how many sentences there are and how many were left out."""
         return (
             f"{len(self):,} sentences of {self.name} (read {self.n_read:,}; left out: "
             f"{self.n_empty:,} empty, {self.n_short:,} shorter than {MIN_WORDS} words, "
@@ -68,9 +66,10 @@ class Corpus:
         Parameters
         ----------
         n_train, n_validation
-            How many sentences each part gets: at least 1 and at least 2 (a variance needs two).
+            Numbers of sentences of the training part, at least 1, and of the validation part, at least 2 (a
+            variance needs two).
         seed
-            What decides the draw.
+            Seed of the draw.
 
         Returns
         -------
@@ -79,13 +78,13 @@ class Corpus:
         """
         if n_train < 1 or n_validation < 2:
             raise InputError(
-                f"cannot split into {n_train} training and {n_validation} validation sentences: "
-                "ask for at least 1 and at least 2."
+                f"{self.name} cannot be split into {n_train} training and {n_validation} validation "
+                "sentences. Expected at least 1 and at least 2."
             )
         if n_train + n_validation > len(self):
             raise InputError(
-                f"asked for {n_train}+{n_validation} sentences (training+validation), {self.name} has "
-                f"{len(self)}: ask for fewer or give a larger corpus."
+                f"{n_train}+{n_validation} sentences (training+validation) were asked for, and {self.name} "
+                f"has {len(self)}. Ask for fewer, or give a larger corpus."
             )
         order = np.random.default_rng(seed).permutation(len(self))
         validation, train = order[:n_validation], order[n_validation : n_validation + n_train]
@@ -109,11 +108,12 @@ def load_corpus(
         Leipzig (``id<TAB>sentence``, plain or in its ``.tar.gz``); a folder with a dataset; or
         the id of a dataset, ``name`` or ``name:config``.
     field
-        For JSON lines and datasets, where the text is. A dataset's texts are split into sentences.
+        Name of the field that holds the text, in JSON lines and datasets. A dataset's texts are split into
+        sentences.
     split
-        For datasets, which split to read.
+        Name of the split to read, in datasets.
     limit
-        Stop after so many sentences are kept.
+        Number of sentences after which reading stops; by default all are read.
 
     Returns
     -------
@@ -123,18 +123,18 @@ def load_corpus(
     Raises
     ------
     InputError
-        If the source cannot be found or read, or if no sentence of it is left.
+        The source cannot be found or read, or no sentence of it is left.
     """
     if limit is not None and limit < 1:
-        raise InputError(f"limit is {limit}: ask for at least 1 sentence, or leave it out to read all.")
-    corpus = _select(source, open_source(source, field, split), limit)
+        raise InputError(f"The limit is {limit}. Expected at least 1 sentence, or no limit to read all.")
+    corpus = _select_sentences(source, open_source(source, field, split), limit)
     if not corpus.sentences:
-        what = "is empty" if corpus.n_read == corpus.n_empty else "has no sentence to use"
-        raise InputError(f"{source!r} {what}: {corpus.report()}. Give a source with sentences in it.")
+        fault = "is empty" if corpus.n_read == corpus.n_empty else "has no sentence to use"
+        raise InputError(f"{source!r} {fault}: {corpus.report()}. Give a source with sentences in it.")
     return corpus
 
 
-def _select(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
+def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
     kept: dict[str, None] = {}  # a set that remembers the order
     n_read = n_empty = n_short = n_duplicate = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""From sentences to what the model reads: tokens, one drawn position a sentence, and batches.
+"""From sentences to what the model reads: tokens, a drawn position in each sentence, and batches.
 
 One sentence is one example and is never packed with another (definitions, section 2). The position is
 drawn from the seed and the sentence alone, so it is the same whatever the corpus around it, the split,
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+ARRAYS = ("tokens", "offsets", "positions")  # what is stored of examples beside vectors
+
+
 @dataclass(frozen=True)
 class Examples:
-    """Tokenised sentences with one position each.
+    """Tokenised sentences with a position in each.
 
     Attributes
     ----------
@@ -56,7 +59,7 @@ class Examples:
 
     @property
     def places(self) -> Int[np.ndarray, " n_tokens"]:
-        """Which token of its sentence each token is, from 0."""
+        """Place of each token in its sentence, counted from 0."""
         return np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
 
     @property
@@ -74,8 +77,8 @@ class Examples:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """What is stored of them beside vectors."""
-        return {"tokens": self.tokens, "offsets": self.offsets, "positions": self.positions}
+        """The arrays that are stored beside vectors, by name."""
+        return {name: getattr(self, name) for name in ARRAYS}
 
     def head(self, n: int) -> Examples:
         """The first ``n`` sentences."""
@@ -109,8 +112,8 @@ class Examples:
         ids = np.zeros((len(index), length), dtype=np.int64)
         mask = np.zeros((len(index), length), dtype=np.int64)
         for row, sentence in enumerate(index):
-            own = self.tokens[self.offsets[sentence] : self.offsets[sentence + 1]]
-            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+            tokens = self.tokens[self.offsets[sentence] : self.offsets[sentence + 1]]
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
         return Batch(index, torch.from_numpy(ids), torch.from_numpy(mask))
 
 
@@ -121,9 +124,9 @@ class Batch:
     Attributes
     ----------
     index
-        Which sentences these are.
+        Numbers of the sentences.
     tokens, mask
-        ``[batch, length]``; the mask is 1 where a token is the sentence's own.
+        ``[batch, length]``; the mask is 1 where there is a token of the sentence, and 0 at padding.
     """
 
     index: Int[np.ndarray, " batch"]
@@ -139,15 +142,15 @@ def make_examples(
     Parameters
     ----------
     model
-        Gives the tokenizer and the length of the context. In a masked-LM model the token at the
-        position is replaced by the mask.
+        The model, which has the tokenizer and the length of the context. In a masked-LM model the token at
+        the position is replaced by the mask.
     corpus
-        The sentences.
+        The corpus.
     seed
-        Of the positions.
+        Seed of the positions.
     draw_special
-        Let the position fall on tokens that the tokenizer adds (``[CLS]``, ``<s>``), as the authors'
-        code does. With ``False`` they are read by the model but never drawn.
+        Whether the position may fall on tokens that the tokenizer adds (``[CLS]``, ``<s>``), as in the
+        authors' code. With ``False`` they are read by the model but never drawn.
 
     Raises
     ------
@@ -155,27 +158,27 @@ def make_examples(
         There are no sentences, a sentence has no token to draw, or the model is a masked-LM without
         a mask token.
     """
-    _require_one_kind(model)
+    _require_readable(model)
     tokenizer = model.tokenizer
     if not len(corpus):
         raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
     mask_token = tokenizer.mask_token_id if is_masked(model) else None
     if is_masked(model) and mask_token is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
-    n_ctx = _context(model)
+    n_ctx = _context_length(model)
     encoded = [tokenizer(text, return_special_tokens_mask=True) for text in corpus.sentences]
-    too_long = [s for s, one in enumerate(encoded) if len(one["input_ids"]) > n_ctx]
+    too_long = [s for s, encoding in enumerate(encoded) if len(encoding["input_ids"]) > n_ctx]
     for s in too_long:
         encoded[s] = tokenizer(
             corpus.sentences[s], return_special_tokens_mask=True, truncation=True, max_length=n_ctx
         )
     positions = np.array(
         [
-            _draw(text, one["special_tokens_mask"], seed, draw_special)
-            for text, one in zip(corpus.sentences, encoded, strict=True)
+            _draw_position(text, encoding["special_tokens_mask"], seed, draw_special)
+            for text, encoding in zip(corpus.sentences, encoded, strict=True)
         ]
     )
-    ids = [np.asarray(one["input_ids"], dtype=np.int64) for one in encoded]
+    ids = [np.asarray(encoding["input_ids"], dtype=np.int64) for encoding in encoded]
     if mask_token is not None:
         for sentence, position in zip(ids, positions, strict=True):
             sentence[position] = mask_token
@@ -194,7 +197,15 @@ def make_examples(
 def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
     """Tokenise prompts, each with the position whose prediction one wants to read.
 
-    In a decoder that is the last token; in a masked-LM model the one mask token in the prompt.
+    In a decoder that is the last token; in a masked-LM model the mask token, of which a prompt holds exactly
+    one.
+
+    Parameters
+    ----------
+    model
+        The model, which has the tokenizer and the length of the context.
+    prompts
+        The prompts.
 
     Raises
     ------
@@ -202,23 +213,24 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
         A prompt is empty, or does not hold exactly one mask token where one is needed.
     """
     tokenizer = model.tokenizer
-    _require_one_kind(model)
+    _require_readable(model)
+    n_ctx = _context_length(model)
     ids, positions = [], []
     for prompt in prompts:
         encoded = tokenizer(prompt, return_special_tokens_mask=True)
-        own = np.asarray(encoded["input_ids"], dtype=np.int64)
-        ids.append(own)
-        if len(own) > _context(model):
+        tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
+        ids.append(tokens)
+        if len(tokens) > n_ctx:
             raise InputError(
-                f"The prompt of {len(own)} tokens is longer than the model's context of {_context(model)}."
+                f"The prompt of {len(tokens)} tokens is longer than the model's context of {n_ctx}."
             )
-        where = np.flatnonzero(own == tokenizer.mask_token_id)
+        places = np.flatnonzero(tokens == tokenizer.mask_token_id)
         if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
-            where = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)[-1:]
-        if len(where) != 1:
-            wanted = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
-            raise InputError(f"The prompt {prompt!r} cannot be read out: expected {wanted} in it.")
-        positions.append(int(where[0]))
+            places = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)[-1:]
+        if len(places) != 1:
+            expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
+            raise InputError(f"The prompt {prompt!r} cannot be read out: expected {expected} in it.")
+        positions.append(int(places[0]))
     if not ids:
         raise InputError("There are no prompts. Expected at least one.")
     return _end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
@@ -230,15 +242,15 @@ def is_masked(model: TransformerBridge) -> bool:
 
 
 def _end_to_end(ids: list[np.ndarray], positions: np.ndarray, provenance: dict[str, Any]) -> Examples:
-    offsets = np.concatenate([[0], np.cumsum([len(own) for own in ids])])
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
     return Examples(np.concatenate(ids), offsets, positions, provenance)
 
 
-def _context(model: TransformerBridge) -> int:
+def _context_length(model: TransformerBridge) -> int:
     return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
 
 
-def _require_one_kind(model: TransformerBridge) -> None:
+def _require_readable(model: TransformerBridge) -> None:
     if not is_masked(model) and not model.adapter.supports_causal_loss:
         raise InputError(
             f"{model.cfg.architecture} predicts neither the next token nor a single masked one, so what its "
@@ -246,7 +258,7 @@ def _require_one_kind(model: TransformerBridge) -> None:
         )
 
 
-def _draw(text: str, special: list[int], seed: int, draw_special: bool) -> int:
+def _draw_position(text: str, special: list[int], seed: int, draw_special: bool) -> int:
     allowed = np.arange(len(special)) if draw_special else np.flatnonzero(np.asarray(special) == 0)
     if not len(allowed):
         raise InputError(f"The sentence {text!r} has no token whose position could be drawn.")

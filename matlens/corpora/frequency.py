@@ -1,4 +1,4 @@
-"""How common the tokens are that vectors promote, told from a running text."""
+"""How common tokens are in a running text, and which kind of tokens a vector promotes by that."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 
 from matlens.corpora.corpus import Corpus
 
-KINDS = ("unlikely", "common", "other")
-_HALF = 0.5  # of the running text is made of common tokens
-_COMMON, _UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which on it is of a kind
+FREQUENCY_KINDS = ("unlikely", "common", "other")
+_SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
+_SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
 
 
 class TokenFrequency:
@@ -22,15 +22,15 @@ class TokenFrequency:
     counts
         ``[d_vocab]``, how often each token occurs.
     common
-        ``[d_vocab]``, whether it is of the fewest tokens that make half of the text, of equally frequent
+        ``[d_vocab]``, which tokens are common: the fewest that make half of the text, of equally frequent
         ones those with the smaller numbers.
 
     Parameters
     ----------
     tokens
-        The text.
+        Tokens of the text.
     d_vocab
-        How many tokens there are.
+        Number of tokens of the vocabulary.
     """
 
     def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
@@ -38,22 +38,25 @@ class TokenFrequency:
         order = np.argsort(-self.counts, kind="stable")
         running = np.cumsum(self.counts[order])
         self.common = np.zeros(d_vocab, dtype=bool)
-        self.common[order[: int(np.searchsorted(running, _HALF * running[-1])) + 1]] = True
+        self.common[order[: int(np.searchsorted(running, _SHARE_OF_TEXT * running[-1])) + 1]] = True
 
     @classmethod
     def from_corpus(cls, corpus: Corpus, tokenizer: Any, d_vocab: int) -> TokenFrequency:
         """Count the tokens of all sentences of a corpus."""
-        encoded = tokenizer(list(corpus.sentences), add_special_tokens=False)["input_ids"]
-        return cls(np.concatenate([np.asarray(one, dtype=np.int64) for one in encoded]), d_vocab)
+        sentences = tokenizer(list(corpus.sentences), add_special_tokens=False)["input_ids"]
+        return cls(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sentences]), d_vocab)
 
     def shares(self, ids: Int[np.ndarray, "n k"]) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-        """For each list of tokens the share that is common, and the share that does not occur."""
+        """For each list of tokens the share of common ones, and the share of those that do not occur."""
         return self.common[ids].mean(1), (self.counts[ids] == 0).mean(1)
 
 
 def frequency_kinds(common: Float[np.ndarray, " n"], unseen: Float[np.ndarray, " n"]) -> list[str]:
-    """``common`` where half of the tokens are, ``unlikely`` where nine in ten do not occur, or ``other``."""
+    """Kind of each list of tokens, by the shares that `TokenFrequency.shares` gives.
+
+    It is ``common`` where half of the tokens are, ``unlikely`` where nine in ten do not occur, or ``other``.
+    """
     return [
-        "common" if often >= _COMMON else "unlikely" if never >= _UNSEEN else "other"
-        for often, never in zip(common, unseen, strict=True)
+        "common" if share >= _SHARE_COMMON else "unlikely" if unseen_share >= _SHARE_UNSEEN else "other"
+        for share, unseen_share in zip(common, unseen, strict=True)
     ]

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matlens.corpora.sources import json_rows, lines, sound, text_of
+from matlens.corpora.sources import json_rows, numbered_lines, replace_surrogates, text_of_row
 from matlens.errors import InputError
 
-FIELD, CHALLENGING = "prompt", "challenging"
+PROMPT_FIELD = "prompt"
+"""Field of JSON lines that holds a prompt unless another is given."""
+CHALLENGING_FIELD = "challenging"
 
 
-def read_prompts(path: str | Path, *, field: str = FIELD, challenging: bool = False) -> list[str]:
+def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bool = False) -> list[str]:
     """Read prompts from a file; blank ones are left out, and so is white space around them.
 
     Parameters
@@ -21,9 +23,10 @@ def read_prompts(path: str | Path, *, field: str = FIELD, challenging: bool = Fa
         JSON lines where the name ends in ``.jsonl`` or ``.json``, such as RealToxicityPrompts; otherwise a
         text with one prompt a line.
     field
-        Where the prompt is in JSON lines: a text, or an object with a ``text``.
+        Name of the field that holds the prompt in JSON lines: a text, or an object with a ``text``.
     challenging
-        Whether to keep only what is marked as challenging, as the paper does with RealToxicityPrompts.
+        Whether to keep only prompts that are marked as challenging, as the paper does with
+        RealToxicityPrompts.
 
     Raises
     ------
@@ -37,18 +40,18 @@ def read_prompts(path: str | Path, *, field: str = FIELD, challenging: bool = Fa
             "as those of RealToxicityPrompts."
         )
     if path.name.lower().endswith((".jsonl", ".json")):
-        found = list(_json_prompts(path, field, challenging))
+        texts = list(_json_prompts(path, field, challenging))
     elif challenging:
         raise InputError(
             f"{str(path)!r} is a text, which marks no prompt as challenging. Expected JSON lines with a "
-            f"truth value in {CHALLENGING!r}, as RealToxicityPrompts has, or to read all prompts."
+            f"truth value in {CHALLENGING_FIELD!r}, as RealToxicityPrompts has, or to read all prompts."
         )
     else:
-        found = [line.strip() for _, line in lines(path)]
-    prompts = [prompt for prompt in found if prompt]
+        texts = [line.strip() for _, line in numbered_lines(path)]
+    prompts = [prompt for prompt in texts if prompt]
     if not prompts:
         kind = "challenging prompt" if challenging else "prompt"
-        raise InputError(f"{str(path)!r} has no {kind} in its {len(found)} lines. Expected at least one.")
+        raise InputError(f"{str(path)!r} has no {kind} in its {len(texts)} lines. Expected at least one.")
     return prompts
 
 
@@ -56,21 +59,22 @@ def _json_prompts(path: Path, field: str, challenging: bool) -> Iterator[str]:
     for where, row in json_rows(path):
         if row is None:
             continue
-        text = _text(row, field, where)
-        yield "" if challenging and not _marked(row, where) else sound(text).strip()
+        text = _prompt_text(row, field, where)
+        yield "" if challenging and not _is_challenging(row, where) else replace_surrogates(text).strip()
 
 
-def _text(row: dict[str, Any], field: str, where: str) -> str:
-    held = row.get(field)
-    if isinstance(held, dict):
-        return text_of(held, "text", f"{field!r} in {where}")
-    return text_of(row, field, where)
+def _prompt_text(row: dict[str, Any], field: str, where: str) -> str:
+    prompt = row.get(field)
+    if isinstance(prompt, dict):
+        return text_of_row(prompt, "text", f"{field!r} in {where}")
+    return text_of_row(row, field, where)
 
 
-def _marked(row: dict[str, Any], where: str) -> bool:
-    mark = row.get(CHALLENGING)
+def _is_challenging(row: dict[str, Any], where: str) -> bool:
+    mark = row.get(CHALLENGING_FIELD)
     if not isinstance(mark, bool):
         raise InputError(
-            f"{where} has {mark!r} in {CHALLENGING!r}. Expected true or false, as in RealToxicityPrompts."
+            f"The field {CHALLENGING_FIELD!r} in {where} holds {mark!r}. Expected true or false, as in "
+            "RealToxicityPrompts."
         )
     return mark

@@ -21,8 +21,6 @@ from tqdm.auto import tqdm
 
 from matlens.errors import InputError
 
-__all__ = ["news_sample", "wikipedia_sample"]
-
 _WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS_FILES = ("lee_background.cor", "lee.cor")
 
@@ -74,7 +72,7 @@ def wikipedia_sample() -> Iterator[str]:
     Raises
     ------
     InputError
-        If the wheel that carries the articles is not installed.
+        The package that carries the articles is not installed.
     """
     path = _file_in_wheel(_WIKIPEDIA_FILE)
     for text in tqdm(_articles(path), desc="wikipedia-sample", unit=" articles", delay=2, leave=False):
@@ -93,7 +91,7 @@ def news_sample() -> Iterator[str]:
     Raises
     ------
     InputError
-        If the wheel that carries the stories is not installed.
+        The package that carries the stories is not installed.
     """
     for name in _NEWS_FILES:
         # One pound sign tells that the stories are not UTF-8.
@@ -109,7 +107,7 @@ def _file_in_wheel(name: str) -> Path:
         if path.is_file():
             return path
     raise InputError(
-        f"the sample {name!r} was not found: it comes with the package gensim, which is not installed or "
+        f"The sample {name!r} was not found: it comes with the package gensim, which is not installed or "
         "lacks its test data. Install it with: pip install 'matlens[samples]'"
     )
 

@@ -1,4 +1,4 @@
-"""Reading sentences lazily from samples, files and datasets, whatever they are worth."""
+"""Reading sentences lazily from samples, files and datasets; which of them count is `corpus`'s part."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _SAMPLES: dict[str, Callable[[], Iterator[str]]] = {
     "wikipedia-sample": wikipedia_sample,
     "news-sample": news_sample,
 }
-CHOICES = (
+_CHOICES = (
     f"Give one of the samples ({', '.join(_SAMPLES)}), the path of a text file with one sentence a line, "
     "of a .jsonl file or of a Leipzig corpus, or the id of a dataset on the Hugging Face Hub (name or "
     "name:config)."
@@ -36,7 +36,16 @@ _CONNECT_SECONDS = 5.0
 
 
 def open_source(source: str, field: str, split: str) -> Iterator[str]:
-    """Yield what a source holds, sentence by sentence; `load_corpus` says what sources there are.
+    """Read a source sentence by sentence; `load_corpus` says what sources there are.
+
+    Parameters
+    ----------
+    source
+        The source as the user gives it.
+    field
+        Name of the field that holds the text, in JSON lines and datasets.
+    split
+        Name of the split to read, in datasets.
 
     Raises
     ------
@@ -51,7 +60,7 @@ def open_source(source: str, field: str, split: str) -> Iterator[str]:
     # The id of a dataset has one slash at most; what looks more like a path is not sent to the hub.
     looks_like_path = source.startswith((".", "/", "~")) or "\\" in source or source.count("/") > 1
     if not source or (not path.is_dir() and (looks_like_path or source.lower().endswith(_FILE_SUFFIXES))):
-        raise InputError(f"there is no file or folder {source!r}. {CHOICES}")
+        raise InputError(f"There is no file or folder {source!r}. {_CHOICES}")
     return _dataset_sentences(source, path, field, split)
 
 
@@ -66,7 +75,7 @@ def _file_sentences(path: Path, field: str) -> Iterator[str]:
         return _json_sentences(path, field)
     if name.endswith((*_ARCHIVE_SUFFIXES, _LEIPZIG_NAME, ".tsv")) or _looks_like_leipzig(path):
         return _leipzig_sentences(path)
-    return (line for _, line in lines(path))
+    return (line for _, line in numbered_lines(path))
 
 
 def _looks_like_leipzig(path: Path) -> bool:
@@ -79,11 +88,11 @@ def _looks_like_leipzig(path: Path) -> bool:
 
 
 def _leipzig_sentences(path: Path) -> Iterator[str]:
-    for number, line in lines(path):
+    for number, line in numbered_lines(path):
         identifier, tab, sentence = line.partition("\t")
         if line.strip() and not (tab and identifier.strip().isdecimal()):
             raise InputError(
-                f"line {number} of {str(path)!r} is not 'number<TAB>sentence', as in a Leipzig corpus: "
+                f"Line {number} of {str(path)!r} is not 'number<TAB>sentence', as in a Leipzig corpus: "
                 f"{line.strip()[:60]!r}. Remove it, or give the sentences one a line in a file named .txt."
             )
         yield sentence
@@ -91,35 +100,48 @@ def _leipzig_sentences(path: Path) -> Iterator[str]:
 
 def _json_sentences(path: Path, field: str) -> Iterator[str]:
     for where, row in json_rows(path):
-        yield sound(text_of(row, field, where) if row is not None else "")
+        yield replace_surrogates(text_of_row(row, field, where) if row is not None else "")
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Read JSON lines, each with words for where it stands; a blank line is ``None``.
+    """Read JSON lines, each with words that say where it stands; a blank line is ``None``.
 
     Raises
     ------
     InputError
         A line is no JSON object, or the file cannot be read.
     """
-    for number, line in lines(path):
+    for number, line in numbered_lines(path):
         where = f"line {number} of {str(path)!r}"
         try:
             row = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
-            raise InputError(f"{where} is not JSON ({error}): expected one JSON object a line.") from error
+            raise InputError(
+                f"There is no JSON in {where} ({error}). Expected one JSON object a line."
+            ) from error
         if not isinstance(row, dict) and line.strip():
-            raise InputError(f"{where} is a JSON {type(row).__name__}: expected one JSON object a line.")
+            raise InputError(
+                f"There is a JSON {type(row).__name__} in {where}. Expected one JSON object a line."
+            )
         yield where, row
 
 
-def sound(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
-    """Text in a field of a row; empty where it is null.
+def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
+    """The text in a field of a row; it is empty where the field is null.
+
+    Parameters
+    ----------
+    row
+        The row.
+    field
+        Name of the field.
+    where
+        Words that say in messages where the row stands.
 
     Raises
     ------
@@ -128,16 +150,22 @@ def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
     """
     if field not in row:
         raise InputError(
-            f"{where} has no field {field!r}, it has {', '.join(row)}. Say which with --field "
+            f"There is no field {field!r} in {where}, it has {', '.join(row)}. Say which with --field "
             "(field= in Python)."
         )
     if not isinstance(row[field], str | None):
-        raise InputError(f"{where} has {type(row[field]).__name__} in {field!r}: expected text.")
+        raise InputError(f"The field {field!r} in {where} holds {type(row[field]).__name__}. Expected text.")
     return row[field] or ""
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Decode a file, or the sentences inside an archive, line by line, numbered from 1."""
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines of a file, or of the sentences inside an archive, with their numbers from 1.
+
+    Raises
+    ------
+    InputError
+        The file cannot be read, or is not UTF-8.
+    """
     offset = 0
     try:
         with _opened(path) as stream:
@@ -153,7 +181,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"{str(path)!r} could not be read ({reason}): it may be damaged, fetch it again."
+            f"{str(path)!r} could not be read ({reason}): it may be damaged. Fetch it again."
         ) from error
 
 
@@ -179,7 +207,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _dataset_sentences(source: str, path: Path, field: str, split: str) -> Iterator[str]:
     for number, row in enumerate(_dataset_rows(source, path, split), 1):
-        pieces = segment("en", text_of(row, field, f"row {number} of {source!r}"))
+        pieces = segment("en", text_of_row(row, field, f"row {number} of {source!r}"))
         # Blank lines between paragraphs are no sentences; a text without any is one that is empty.
         yield from [piece for piece in pieces if piece.strip()] or [""]
 
@@ -210,7 +238,7 @@ def _dataset_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, 
         raise
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"the dataset {source!r} could not be loaded ({reason}). {CHOICES}") from error
+        raise InputError(f"The dataset {source!r} could not be loaded ({reason}). {_CHOICES}") from error
 
 
 def _check_connection(endpoint: str) -> None:

@@ -10,12 +10,12 @@ chain thousands of vectors together.
 
 from __future__ import annotations
 
-import io
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,9 +34,13 @@ from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.folders import Workplace, command_line, read_config, software_versions, write_bytes
+from matlens.storage.rows import Column, keep_rows, read_rows
 
-HOLDS, N_CLUSTERS, MEMORY_GIB = "clusters", 10_000, 4.0
+HOLDS, _LABELS = "clusters", "labels"
+N_CLUSTERS = 10_000
+"""How many clusters there are unless another number is given, as in the paper."""
+MEMORY_GIB = 4.0
+"""Memory in GiB that exact clusters may take unless another limit is given."""
 EXACT, NEIGHBOURS = "exact", "neighbours"
 NEAR = 10  # neighbours of each vector in the graph
 _DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
@@ -110,12 +114,9 @@ class Clusters:
                 f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
             )
         method = method_within(n, memory)
-        request = {
-            "holds": HOLDS, "model": values.identity.to_json(),
-            "n_clusters": n_clusters, "method": method,
-        }  # fmt: skip
+        provenance = Provenance(values.identity, details={"n_clusters": n_clusters, "method": method})
 
-        def labels() -> Int[np.ndarray, " n"]:
+        def labels(_: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
             if progress:
                 size = "more than" if method == NEIGHBOURS else "at most"
                 tqdm.write(
@@ -123,18 +124,18 @@ class Clusters:
                     f"{distances_gib(n):.1f} GiB, {size} the {memory:g} they may.",
                     file=sys.stderr,
                 )
-            return agglomerate(_units(values), n_clusters, method)
+            of_vectors = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
+            yield np.arange(n), {_LABELS: of_vectors[:, None]}
 
-        if folder is None:
-            return cls(labels(), Provenance.from_json(request))
-        place = Workplace(folder, request)
-        with place.working():
-            if not place.finished:
-                buffer = io.BytesIO()
-                np.save(buffer, labels())
-                write_bytes(place.folder / "labels.npy", buffer.getbuffer())
-                place.finish(software=software_versions(), command=command_line())
-        return cls.load(folder)
+        config, rows = keep_rows(
+            HOLDS,
+            {"provenance": provenance.to_json()},
+            {_LABELS: Column(1, "int64")},
+            n,
+            labels,
+            folder=folder,
+        )
+        return cls._from_rows(config, rows)
 
     @classmethod
     def load(cls, folder: str | Path) -> Clusters:
@@ -145,16 +146,19 @@ class Clusters:
         InputError
             The folder holds no clusters, or they are damaged.
         """
-        config = read_config(folder, HOLDS)
-        try:
-            labels, expected = np.load(Path(folder) / "labels.npy"), config["request"]["n_clusters"]
-            if labels.ndim != 1 or not np.array_equal(np.unique(labels), np.arange(expected)):
-                raise ValueError(f"expected one row of labels from 0 to {expected - 1}")
-        except (OSError, ValueError, EOFError) as error:
+        config, _, rows = read_rows(folder, HOLDS)
+        return cls._from_rows(config, rows)
+
+    @classmethod
+    def _from_rows(cls, config: dict[str, Any], rows: dict[str, Tensor]) -> Clusters:
+        provenance, labels = Provenance.from_config(config), rows[_LABELS][:, 0].numpy()
+        expected = provenance.details["n_clusters"]
+        if not np.array_equal(np.unique(labels), np.arange(expected)):
             raise InputError(
-                f"The clusters in {folder} are damaged: {error}. Remove that folder and cluster again."
-            ) from error
-        return cls(labels, Provenance.from_json(config["request"]))
+                f"The clusters cannot be read: expected labels from 0 to {expected - 1}. The folder is "
+                "damaged: remove it and make it anew."
+            )
+        return cls(labels, provenance)
 
     def members(self, cluster: int) -> Int[np.ndarray, " m"]:
         """Rows of a cluster's value vectors, in their order.

@@ -16,9 +16,15 @@ from tqdm.auto import tqdm
 from matlens.errors import InputError
 from matlens.ffn.early_exit import ExampleSplit
 
-PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # inverse: the smaller, the stronger the penalty
-FOLDS, FEWEST_EVENTS = 8, 8
-RIDGE, LASSO = 0, 1
+PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Inverse: the smaller, the stronger the penalty."""
+FOLDS = 8
+FEWEST_EVENTS = 8
+"""Events of a layer that a classifier needs to learn from."""
+RIDGE = 0
+"""Penalty on the squares of the weights."""
+LASSO = 1
+"""Penalty on the sizes of the weights."""
 _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.collecting import collect
-from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, trace_row
@@ -285,7 +285,7 @@ def group_table(
     }
     counted = np.broadcast_to(~trace.sinks.numpy()[:, None], shape)
     rows = []
-    for kind in ("all", *KINDS):
+    for kind in ("all", *FREQUENCY_KINDS):
         of_kind = of_extreme if kind == "all" else of_extreme[of_extreme["kind"] == kind]
         if of_kind.empty:
             continue
@@ -331,7 +331,7 @@ def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, 
     for first, last in zip(_FIRST_PLACES, last_places, strict=True):
         in_range = (place >= first) & (place <= last)
         n_examples = int(in_range.sum())
-        for kind in KINDS if n_examples else ():
+        for kind in FREQUENCY_KINDS if n_examples else ():
             n = int(in_range[labelled.loc[labelled["kind"] == kind, "example"]].sum())
             rows.append((kind, first, last, n / n_examples, n_examples))
     return pd.DataFrame(rows, columns=["kind", "first_place", "last_place", "per_example", "examples"])

@@ -19,16 +19,15 @@ from torch import Tensor
 
 from matlens.activations.collecting import Rows, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
-from matlens.corpora.examples import Examples
+from matlens.corpora.examples import ARRAYS, Examples
 from matlens.errors import InputError
 from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
 from matlens.ffn.values import ValueVectors, unembedding
 from matlens.models.anatomy import Anatomy
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
-from matlens.storage.folders import Workplace, command_line, software_versions
-from matlens.storage.rows import fill, read_rows
+from matlens.storage.rows import Column, keep_rows, read_rows
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 HOLDS = "trace"
 GROUPS = ("dominant", "random")
 REFERENCES = ("before", "final")
-_EXACT = 2**24  # whole numbers that float32, which rows are stored in, can hold
 _READ = 512  # rows that are read out at once
 
 
@@ -135,28 +133,22 @@ class Trace:
         """
         watch = _Watch(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)
-        request = {
-            "holds": HOLDS, "model": ModelIdentity.from_model(model).to_json(), "data": examples.provenance,
-            "examples": examples.fingerprint, "k": k, "seed": seed, "sites": list(watch.widths),
-            "batch_tokens": size,
-        }  # fmt: skip
+        origin = Provenance(watch.model, examples.provenance, examples.fingerprint).with_details(
+            k=k, seed=seed
+        )
+        request = {"provenance": origin.to_json(), "batch_tokens": size}
 
-        def rows(skip: int = 0) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
             for batch in stream(
                 model, examples, watch.sites, batch_tokens=size, progress=progress, skip=skip
             ):
                 yield batch.index, watch.rows(batch)
 
-        if folder is None:
-            kept = {name: torch.empty(len(examples), width) for name, width in watch.widths.items()}
-            for index, found in rows():
-                for name, values in found.items():
-                    kept[name][torch.from_numpy(index)] = values
-            return cls(kept, examples, Provenance.from_json(request))
-        more = {"software": software_versions(), "command": command_line()}
-        place = Workplace(folder, request, only_unfinished=("batch_tokens",))
-        fill(place, watch.widths, len(examples), examples.arrays, rows, more=more)
-        return cls.load(folder)
+        config, rows = keep_rows(
+            HOLDS, request, watch.columns, len(examples), batches,
+            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
+        )  # fmt: skip
+        return cls(rows, examples, Provenance.from_config(config))
 
     @classmethod
     def load(cls, folder: str | Path) -> Trace:
@@ -167,10 +159,9 @@ class Trace:
         InputError
             The folder holds no finished trace.
         """
-        config, arrays, rows = read_rows(folder, HOLDS)
-        request = config["request"]
-        provenance = Provenance.from_json({**request, **config["more"]})
-        return cls(rows, Examples(**arrays, provenance=request["data"]), provenance)
+        config, arrays, rows = read_rows(folder, HOLDS, ARRAYS)
+        provenance = Provenance.from_config(config)
+        return cls(rows, Examples(**arrays, provenance=dict(provenance.data or {})), provenance)
 
 
 def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
@@ -197,9 +188,8 @@ class _Watch:
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
         self._values, self._readout, self._embedding = ValueVectors(model), Readout(model), unembedding(model)
+        self.model = self._values.identity
         self._k = require_count(k, self._values)
-        if max(len(self._embedding), self._values.d_mlp) > _EXACT:
-            raise InputError(f"A vocabulary of more than {_EXACT} tokens cannot be traced.")
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]
         self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
@@ -209,24 +199,32 @@ class _Watch:
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
         self._drawn = random_sub_updates(self._values, len(examples), k, seed=seed)
         n = self._values.n_layers
-        several = [f"{name}.{group}" for name in ("index", "coefficient") for group in GROUPS]
-        several += [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
-        self.widths = dict.fromkeys(("before", "after", "rank", "norm"), n) | dict.fromkeys(several, n * k)
+        scores = [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
+        self.columns = {
+            **dict.fromkeys(("before", "after", "rank"), Column(n, "int32")),
+            "norm": Column(n),
+            **dict.fromkeys([f"index.{group}" for group in GROUPS], Column(n * k, "int32")),
+            **dict.fromkeys([f"coefficient.{group}" for group in GROUPS], Column(n * k)),
+            **dict.fromkeys(scores, Column(n * k)),
+        }
 
     @torch.inference_mode()
     def rows(self, batch: Rows) -> dict[str, Tensor]:
         """What there is to keep of a batch."""
         n, n_layers = len(batch.index), self._values.n_layers
-        found = {name: torch.empty(n, n_layers, width // n_layers) for name, width in self.widths.items()}
+        found = {
+            name: torch.empty(n, n_layers, column.width // n_layers, dtype=column.in_memory)
+            for name, column in self.columns.items()
+        }
         for part in torch.arange(n).split(_READ):
             for layer in range(n_layers):
                 x = sum((batch.vectors[site][part] for site in self._before[layer]), start=torch.zeros(()))
                 before = self._readout.logits(x).argmax(-1)
                 logits = self._readout.logits(batch.vectors[self._after[layer]][part])
                 above = logits > logits.gather(1, before[:, None])
-                found["before"][part, layer, 0] = before.float().cpu()
-                found["after"][part, layer, 0] = logits.argmax(-1).float().cpu()
-                found["rank"][part, layer, 0] = above.sum(1).float().cpu()
+                found["before"][part, layer, 0] = before.int().cpu()
+                found["after"][part, layer, 0] = logits.argmax(-1).int().cpu()
+                found["rank"][part, layer, 0] = above.sum(1).int().cpu()
                 found["norm"][part, layer, 0] = batch.vectors[self._after[layer]][part].norm(dim=1)
         final = found["after"][:, -1, 0].long()
         for layer in range(n_layers):
@@ -239,7 +237,7 @@ class _Watch:
             tokens = {"before": found["before"][:, layer, 0].long(), "final": final}
             for group, own in index.items():
                 coefficient = m.gather(1, own)
-                found[f"index.{group}"][:, layer] = own.float()
+                found[f"index.{group}"][:, layer] = own
                 found[f"coefficient.{group}"][:, layer] = coefficient
                 vectors = self._values.layer(layer)[own.to(self._values.device)]
                 for reference, token in tokens.items():

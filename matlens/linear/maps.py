@@ -196,15 +196,17 @@ def write_maps(
     provenance: Provenance,
     *,
     content: str | None = None,
-    **more: Any,
 ) -> MapSet:
     """Fit maps into a folder, source by source; what a killed run has written is not fitted again.
 
     ``fit`` gives the maps of the pairs that it is asked for, in their order. ``content`` tells maps apart
-    that are given and not fitted; ``more`` goes into ``config.json``.
+    that are given and not fitted.
     """
-    request = {"holds": _HOLDS, "pairs": pairs, "provenance": provenance.to_json(), "content": content}
-    place = Workplace(folder, request)
+    request = {
+        "provenance": provenance.to_json(), "pairs": pairs, "content": content, "layers": CONVENTION,
+        "dtype": "float32",
+    }  # fmt: skip
+    place = Workplace(folder, _HOLDS, request)
     with place.working():
         if not place.finished:
             there = {source for source, _ in pairs if _file(place.folder, source).is_file()}
@@ -216,7 +218,7 @@ def write_maps(
             for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
                 # No more than this source's maps are asked for before they are written.
                 _write_source(_file(place.folder, source), itertools.islice(maps, len(list(group))))
-            place.finish(layers=CONVENTION, dtype="float32", **more)
+            place.finish()
     return MapSet.load(folder)
 
 

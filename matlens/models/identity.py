@@ -188,6 +188,25 @@ class Provenance:
         identity = None if model is None else ModelIdentity.from_json(model)
         return cls(identity, data, examples, positions, details)
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Provenance:
+        """Read what a result's ``config.json`` says: its provenance, and how it was made.
+
+        Raises
+        ------
+        InputError
+            The file is damaged.
+        """
+        try:
+            request = dict(config["request"])
+            made = {"software": config["software"], "command": config["command"]}
+            return cls.from_json({**request.pop("provenance"), **request, **made})
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"The config.json of {config.get('holds')} is damaged: it lacks {error}. Remove the "
+                "folder and make it anew."
+            ) from error
+
 
 def _named(model: ModelIdentity | None) -> str:
     return "not known" if model is None else f"{model.name!r} with the fingerprint {model.fingerprint}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,17 +18,16 @@ from matlens.activations.collecting import default_batch_tokens
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.identity import ModelIdentity
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, resolve_replacements
-from matlens.storage.folders import Workplace, command_line, software_versions
-from matlens.storage.rows import fill, read_rows
+from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_HOLDS = "substitutes"
+_HOLDS = "variants"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def run_variants(
         There is no variant; or a replacement does not fit the model or the examples, or comes before its
         variant's first layer.
     """
-    found = Anatomy.from_model(model)
+    anatomy = Anatomy.from_model(model)
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
@@ -91,37 +91,27 @@ def run_variants(
     read = examples if is_masked(model) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
 
-    def run(skip: int = 0) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+    def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         bar = tqdm(total=len(examples), unit="sentence", desc="patched runs", disable=not progress, delay=1)
         with bar:
             for number, batch in enumerate(read.batches(budget)):
                 if number >= skip:
-                    yield batch, _run(model, batch, ready, examples.positions)
+                    yield batch.index, _run(model, batch, ready, examples.positions)
                 bar.update(len(batch.index))
 
-    if folder is None:
-        kept = {name: torch.empty(len(examples), found.d_model) for name in variants}
-        for batch, vectors in run():
-            for name, values in vectors.items():
-                kept[name][torch.from_numpy(batch.index)] = values
-        return kept
-
+    provenance = Provenance(ModelIdentity.from_model(model), examples.provenance, examples.fingerprint)
     request = {
-        "holds": _HOLDS,
-        "model": ModelIdentity.from_model(model).to_json(),
-        "examples": examples.fingerprint,
+        "provenance": provenance.to_json(),
         "origin": dict(origin or {}),
-        "sites": list(variants),
         "variants": {name: variant.told for name, variant in variants.items()},
         "batch_tokens": budget,
     }
-    fill(
-        Workplace(folder, request, only_unfinished=("batch_tokens",)),
-        dict.fromkeys(variants, found.d_model), len(examples), examples.arrays,
-        lambda skip: ((batch.index, vectors) for batch, vectors in run(skip)),
-        more={"software": software_versions(), "command": command_line()},
+    columns = dict.fromkeys(variants, Column(anatomy.d_model))
+    _, vectors = keep_rows(
+        _HOLDS, request, columns, len(examples), run,
+        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
     )  # fmt: skip
-    return read_rows(folder, _HOLDS)[2]
+    return vectors
 
 
 def _ready(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:

@@ -1,20 +1,32 @@
-"""Figures about control, from the tables; nothing is computed here."""
+"""Control of continuations: what it changes, and what it costs."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-_MANY = ("#333333", "#1f5fa8", "#3f8f5f", "#4aa3b5", "#8a5fb0", "#c8553d", "#c79a2a")
+from matlens.plots.colours import method_looks
+from matlens.plots.style import add_legend, literal, model_title, percent_ticks, styled
+
+_AROUND = [
+    (distance * np.cos(angle), distance * np.sin(angle))
+    for distance, angle in itertools.product((8, 11, 15, 20), np.linspace(0, 2 * np.pi, 16, endpoint=False))
+]  # points from a mark to the middle of its coefficient, nearest first
 
 
+@styled
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     """Share of toxic continuations against perplexity (paper B, Table 5).
 
-    Control is a line over its coefficients, a baseline a point, and a method without perplexity a level.
+    Control is a line over its coefficients, which stand beside its points; a baseline is a point, and a
+    method without perplexity a level.
 
     Parameters
     ----------
@@ -22,7 +34,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
         Rows of one attribute with the metrics ``toxic`` and ``perplexity``, and a column ``coefficient``,
         which is empty for what is no control.
     """
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.6))
     ax = figure.subplots()
     keys = ["method", "coefficient"]
     wide = (
@@ -32,21 +44,22 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     )
     bounds = results[results["metric"] == "toxic"].set_index(keys)[["low", "high"]]
     points = wide.join(bounds).reset_index()
-    for (method, part), colour in zip(_in_order(points, results), _MANY, strict=False):
+    looks = method_looks(results["method"])
+    handles: list[Any] = []
+    for method, look in looks.items():
+        part = points[points["method"] == method].sort_values("coefficient")
         if part["perplexity"].isna().all():
-            ax.axhline(part["toxic"].iloc[0], color=colour, ls="--", lw=1.2, label=method)
+            handles.append(
+                ax.axhline(part["toxic"].iloc[0], color=look.colour, ls="--", lw=1.2, label=method)
+            )
             continue
-        part = part.sort_values("coefficient")
         bars = [part["toxic"] - part["low"], part["high"] - part["toxic"]]
-        ax.errorbar(
-            part["perplexity"], part["toxic"], yerr=bars, fmt="o-", label=method, color=colour, lw=1.2, ms=5,
-            capsize=2, elinewidth=0.7,
+        handles.append(
+            ax.errorbar(
+                part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.colour,
+                lw=1.2, ms=5, elinewidth=0.7, label=literal(method),
+            )
         )  # fmt: skip
-        for point in part[part["coefficient"].notna()].itertuples():
-            ax.annotate(
-                f"{point.coefficient:g}", (point.perplexity, point.toxic), textcoords="offset points",
-                xytext=(4, 4), fontsize=7, color=colour,
-            )  # fmt: skip
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter(ScalarFormatter())
@@ -54,16 +67,43 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     ax.set_xlabel("perplexity")
     ax.set_ylabel("toxic continuations")
     ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    names = [str(name) for name in results["method"].unique()]
-    ax.legend([handles[name] for name in names], names, frameon=False, fontsize=8)
+    percent_ticks(ax.yaxis)
+    add_legend(figure, handles, columns=3)
     first = results[results["metric"] == "toxic"].iloc[0]
-    figure.suptitle(f"{Path(first['model']).name}, {first['corpus']}, {first['n']:,} prompts", fontsize=10)
+    figure.suptitle(f"{model_title(first['model'], first['corpus'])}, {first['n']:,} prompts")
+    figure.draw_without_rendering()  # settles where the points are
+    _write_coefficients(ax, points.dropna(subset=["coefficient", "perplexity"]))
     return figure
 
 
-def _in_order(points: pd.DataFrame, results: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(str(name), points[points["method"] == name]) for name in results["method"].unique()]
+def _write_coefficients(ax: Axes, points: pd.DataFrame) -> None:
+    """Write the coefficient of each point where it covers least of what is drawn."""
+    looks = method_looks(points["method"])
+    covered = _ink(ax)
+    for method, coefficient, *point in points[["method", "coefficient", "perplexity", "toxic"]].to_numpy():
+        centre = ax.transData.transform(point)
+        text = ax.annotate(
+            f"{coefficient:g}", tuple(point), (0, 0), textcoords="offset points",
+            ha="center", va="center", fontsize=7.5, color=looks[method].colour,
+        )  # fmt: skip
+        box = text.get_window_extent()
+        reach = np.array([box.width, box.height]) / 2 + 2
+        scale = ax.figure.dpi / 72
+        places = centre + scale * np.array(_AROUND)
+        hidden = [int((np.abs(covered - place) < reach).all(axis=1).sum()) for place in places]
+        inside = [all(ax.bbox.contains(*(place + side * reach)) for side in (-1, 1)) for place in places]
+        best = min(range(len(places)), key=lambda i: (not inside[i], hidden[i], i))
+        text.set_position(_AROUND[best])
+        corners = places[best] + np.linspace(-1, 1, 7)[:, None] * reach * [1, 0]
+        covered = np.concatenate([covered, corners, np.repeat(places[best][None], 20, axis=0)])
+
+
+def _ink(ax: Axes) -> np.ndarray:
+    """Points along all lines and bars, in pixels."""
+    paths = [line.get_transform().transform(line.get_xydata()) for line in ax.get_lines()]
+    for bars in ax.collections:
+        assert isinstance(bars, LineCollection)
+        paths += [ax.transData.transform(segment) for segment in bars.get_segments()]
+    steps = np.linspace(0, 1, 200)[:, None]
+    dense = [a + steps * (b - a) for path in paths for a, b in itertools.pairwise(path)]
+    return np.concatenate([*dense, *paths])

@@ -1,48 +1,85 @@
-"""The figure of early exit, from its table; nothing is computed here."""
+"""Early exit: what is kept of predictions against the layers that are run or saved."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.lines import Line2D
 
-_MARKS = "os^Dv*<P>X"
+from matlens.plots.colours import DARK, DOTTED, GREY, method_looks
+from matlens.plots.lines import draw_line, precision_axis
+from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled, title_of
+
+_GOAL = 0.95  # Precision@1 at which the layers saved are compared
 
 
+@styled
+def early_exit(results: pd.DataFrame) -> Figure:
+    """Precision@1 against the mean number of layers run, by early and by fixed exit (paper A, Figure 9)."""
+    figure = Figure(figsize=(5.6, 4.2))
+    ax = figure.subplots()
+    for method, look in method_looks(("mat", "id")).items():
+        rows = results[results["method"] == method]
+        draw_line(ax, rows[rows["lam"].notna()], look, f"{method}, early exit")
+        fixed = rows[rows["lam"].isna()]
+        draw_line(ax, fixed, look._replace(line=DOTTED), f"{method}, fixed exit")
+    ax.axhline(_GOAL, color=GREY, lw=0.8, zorder=0)
+    ax.text(
+        0.01, _GOAL, f"{_GOAL:.0%}", transform=ax.get_yaxis_transform(), va="bottom", fontsize=7, color=DARK
+    )
+    ax.set_xlabel("mean number of layers run")
+    ax.set_xticks(layer_ticks(int(results["target"].max())))
+    precision_axis(ax)
+    add_legend(figure, columns=2)
+    figure.suptitle(title_of(results))
+    return figure
+
+
+@styled
 def exits_figure(table: pd.DataFrame) -> Figure:
-    """Accuracy against the layers saved, one mark a method, with deviations over the seeds (Table 6).
+    """Accuracy against the layers saved, a mark for each method, with deviations over the seeds (Table 6).
 
-    A hollow mark below is the accuracy of the same layers dealt out at random.
+    Bars of deviations end where no accuracy and no number of layers can be. A hollow mark is the accuracy of
+    the same layers dealt out at random.
 
     Parameters
     ----------
     table
-        Of `exits.summary`, with the columns ``model``, ``corpus`` and ``n`` beside.
+        Rows of `summarize_exits`, with the columns ``model``, ``corpus`` and ``n`` beside.
     """
-    figure = Figure(figsize=(7.6, 4), layout="constrained")
+    figure = Figure(figsize=(7.6, 4))
     ax = figure.subplots()
-    lines = table.to_dict("records")
-    for i, row in enumerate(lines):
-        colour, mark = f"C{i}", _MARKS[i % len(_MARKS)]
-        ax.plot([row["saved"]] * 2, [row["accuracy"], row["chance"]], ":", color=colour, lw=0.9, zorder=1)
-        ax.plot(row["saved"], row["chance"], mark, color=colour, ms=4, mfc="white", zorder=2)
+    looks = method_looks(table["method"])
+    for row in table.to_dict("records"):
+        look = looks[row["method"]]
+        ax.plot(
+            [row["saved"]] * 2, [row["accuracy"], row["chance"]], DOTTED, color=look.colour, lw=0.9, zorder=1
+        )
+        ax.plot(row["saved"], row["chance"], look.marker, color=look.colour, ms=4, mfc="white", zorder=2)
         ax.errorbar(
-            row["saved"], row["accuracy"], xerr=row["saved_sd"], yerr=row["accuracy_sd"], fmt=mark,
-            color=colour, ms=5.5, elinewidth=0.9, capsize=2, label=row["method"], zorder=3,
+            row["saved"], row["accuracy"], fmt=look.marker, color=look.colour, ms=5.5, elinewidth=0.9,
+            xerr=_deviation(row["saved"], row["saved_sd"], float("inf")),
+            yerr=_deviation(row["accuracy"], row["accuracy_sd"], 1.0), label=literal(row["method"]), zorder=3,
         )  # fmt: skip
-    ax.plot([], [], "o", color="0.4", ms=4, mfc="white", label="its layers dealt out at random")
-    ax.set_xlabel("layers saved, of examples that are right")
+    ax.set_xlabel("layers saved, mean over examples that are right")
     ax.set_ylabel("accuracy")
     lowest = min((table["accuracy"] - table["accuracy_sd"].fillna(0)).min(), table["chance"].min())
-    ax.set_ylim(max(0.0, float(lowest) - 0.05), 1.04)
-    ax.set_xlim(left=min(-0.1, float((table["saved"] - table["saved_sd"].fillna(0)).min()) - 0.1))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    first = lines[0]
-    title = f"{Path(str(first['model'])).name}, {first['corpus']}, n = {first['n']:,}"
-    figure.suptitle(f"{title}, {first['seeds']} splits", fontsize=10)
+    ax.set_ylim(max(0.0, float(lowest) - 0.05), 1.02)
+    ax.set_xlim(left=-0.05 * float(table["saved"].max() or 1))
+    percent_ticks(ax.yaxis)
+    chance = Line2D(
+        [], [], color=DARK, marker="o", ls="none", ms=4, mfc="white", label="its layers at random"
+    )
+    marks = ax.get_legend_handles_labels()[0]
+    add_legend(figure, [*marks, chance], columns=1, place="outside right center")
+    first = table.iloc[0]
+    title = model_title(first["model"], first["corpus"], int(first["n"]))
+    figure.suptitle(f"{title}, {first['seeds']} splits")
     return figure
+
+
+def _deviation(value: float, deviation: float, most: float) -> Any:
+    """Lengths of the bar below and above a value that lies between 0 and ``most``."""
+    return [[min(deviation, value)], [min(deviation, most - value)]]

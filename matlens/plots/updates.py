@@ -1,68 +1,68 @@
-"""Figures about saturation and elimination, from the tables; nothing is computed here."""
+"""What updates of FFNs do to predictions: events, scores layer by layer, and where predictions are made."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
-from matlens.plots.layers import layer_ticks
+from matlens.plots.colours import DOTTED, GREY, SUMMARIES, UPDATES, method_looks
+from matlens.plots.lines import draw_line
+from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled
 
-_SUMMARIES = {"max": "#1f5fa8", "mean": "#555555", "min": "#c8553d"}
-_LINES = tuple(
+_EVENTS = tuple(
     (method, event) for method in ("dominant", "random") for event in ("saturation", "elimination")
 )
-_KINDS = {
-    "saturation": ("predicted token, where it is made", "#1f5fa8"),
-    "stays": ("candidate that stays", "#999999"),
-    "falls": ("candidate that falls", "#c8553d"),
+_UPDATES = {
+    "saturation": "predicted token, where it is made",
+    "stays": "candidate that stays",
+    "falls": "candidate that falls",
 }
 _READS = {"score": "score", "lift": "score above the vocabulary's mean", "odds": "log-odds against the rival"}
 _FEW = 10  # updates; a mean of fewer is not drawn
-_BY = {"ffn": "#1f5fa8", "attention": "#e0a458"}
+_APART = 0.18  # between the points of two summaries of the same sub-updates
 
 
+@styled
 def events_figure(results: pd.DataFrame) -> Figure:
     """Maximal, mean and minimal scores at events, a panel for each reading and choice of examples (Table 4).
 
     Parameters
     ----------
     results
-        Of `event_scores`, with the columns ``read`` and ``examples`` beside.
+        What `event_scores` gives, with the columns ``read`` and ``examples`` beside.
     """
     examples, reads = list(results["examples"].unique()), list(results["read"].unique())
-    figure = Figure(figsize=(3.6 * len(reads) + 1.4, 1.7 * len(examples) + 1), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(reads) + 1.4, 1.9 * len(examples) + 1))
     panels = figure.subplots(len(examples), len(reads), squeeze=False, sharey=True)
     for i, chosen in enumerate(examples):
         for j, read in enumerate(reads):
             part = results[(results["examples"] == chosen) & (results["read"] == read)]
-            _events(panels[i, j], part)
-            panels[i, j].set_title(f"{_READS[read]}, {chosen}", fontsize=8.5)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    _title(figure, results)
+            _draw_events(panels[i, j], part)
+            panels[i, j].set_title(literal(f"{_READS[read]}, {chosen}"))
+    add_legend(figure, panels[0, 0].get_legend_handles_labels()[0])
+    figure.suptitle(_title(results))
     return figure
 
 
-def _events(ax: Axes, part: pd.DataFrame) -> None:
-    by_line = part.set_index(["method", "event"]).sort_index()
-    for metric, colour in _SUMMARIES.items():
-        own = by_line[by_line["metric"] == metric].loc[list(_LINES)]
-        errors = [own["value"] - own["low"], own["high"] - own["value"]]
-        places = range(len(own))
-        ax.errorbar(own["value"], places, xerr=errors, fmt="o", ms=4, color=colour, label=metric, lw=1)
-    ax.set_yticks(range(len(_LINES)), [f"{event}, {method}" for method, event in _LINES], fontsize=8)
-    ax.set_ylim(len(_LINES) - 0.5, -0.5)
+def _draw_events(ax: Axes, part: pd.DataFrame) -> None:
+    by_event = part.set_index(["method", "event"]).sort_index()
+    for i, (metric, colour) in enumerate(SUMMARIES.items()):
+        rows = by_event[by_event["metric"] == metric].loc[list(_EVENTS)]
+        errors = [rows["value"] - rows["low"], rows["high"] - rows["value"]]
+        places = [place + (i - 1) * _APART for place in range(len(rows))]
+        ax.errorbar(
+            rows["value"], places, xerr=errors, fmt="o", ms=4, color=colour, label=metric, lw=1, capsize=0
+        )
+    ax.set_yticks(range(len(_EVENTS)), [f"{event}, {method}" for method, event in _EVENTS])
+    ax.set_ylim(len(_EVENTS) - 0.5, -0.5)
     ax.set_xscale("symlog", linthresh=1)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.tick_params(axis="x", labelsize=8)
-    ax.axvline(0, color="#999999", lw=0.8)
-    _plain(ax)
+    ax.axvline(0, color=GREY, lw=0.8)
 
 
+@styled
 def layers_figure(results: pd.DataFrame) -> Figure:
     """Scores of the top candidate over layers, and the maximum by what an update does (Figure 3).
 
@@ -73,85 +73,89 @@ def layers_figure(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        Of `update_scores` for one reading, with the column ``examples`` beside.
+        What `update_scores` gives for one reading, with the column ``examples`` beside.
     """
     examples = list(results["examples"].unique())
-    figure = Figure(figsize=(4.2 * (len(examples) + 1), 4.1), layout="constrained")
+    figure = Figure(figsize=(4.2 * (len(examples) + 1), 4.3))
     *panels, last = figure.subplots(1, len(examples) + 1)
     for ax, chosen in zip(panels, examples, strict=True):
         part = results[(results["examples"] == chosen) & (results["event"] == "update")]
-        _summaries(ax, part)
-        ax.set_title(f"top candidate, {chosen}, n = {part['n'].iloc[0]:,}", fontsize=9)
+        _draw_summaries(ax, part)
+        ax.set_title(literal(f"top candidate, {chosen}, n = {part['n'].iloc[0]:,}"))
     few = results["n"] < _FEW
-    # Layers without a point break the line.
-    for event, (label, colour) in _KINDS.items():
+    layers = range(int(results["layer"].max()) + 1)
+    for event, look in UPDATES.items():
         part = results[(results["examples"] == examples[-1]) & (results["event"] == event) & ~few]
-        line = _line(part, "dominant", "max").set_index("layer").reindex(range(results["layer"].max() + 1))
-        last.plot(line.index, line["value"], color=colour, lw=1.5, marker="o", ms=2.6, label=label)
-        last.fill_between(line.index, line["low"], line["high"], color=colour, alpha=0.13, lw=0)
-    last.set_title(f"max of dominant, {examples[-1]}", fontsize=9)
-    last.legend(frameon=False, fontsize=7.5)
+        curve = _curve(part, "dominant", "max").set_index("layer").reindex(layers)  # gaps break the line
+        draw_line(last, curve.reset_index(), look, _UPDATES[event])
+    last.set_title(literal(f"max of dominant, {examples[-1]}"))
     for ax in (*panels, last):
         ax.set_yscale("symlog", linthresh=1)
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        ax.axhline(0, color="#999999", lw=0.8)
+        ax.axhline(0, color=GREY, lw=0.8)
         ax.set_xlabel("layer")
-        ax.set_xticks(layer_ticks(int(results["layer"].max())))
-        _plain(ax)
+        ax.set_xticks(layer_ticks(layers[-1]))
     last.set_ylim(bottom=0)
     panels[0].set_ylabel(_READS[results["read"].iloc[0]])
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=5, frameon=False, fontsize=8)
-    _title(figure, results)
+    named = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    order = [f"{metric} of {method}" for metric in ("max", "min") for method in ("dominant", "random")]
+    add_legend(
+        figure,
+        [named[label] for label in (*order, "mean of dominant")],
+        place="outside lower left",
+        columns=3,
+    )
+    add_legend(figure, last.get_legend_handles_labels()[0], place="outside lower right", columns=2)
+    figure.suptitle(_title(results))
     return figure
 
 
-def _summaries(ax: Axes, part: pd.DataFrame) -> None:
-    for metric, colour in _SUMMARIES.items():
-        line = _line(part, "dominant", metric)
-        low, high = (_line(part, "dominant", f"{metric}_{p}")["value"] for p in ("p05", "p95"))
-        ax.plot(line["layer"], line["value"], color=colour, lw=1.5, label=f"{metric} of dominant")
-        ax.fill_between(line["layer"], low, high, color=colour, alpha=0.13, lw=0)
+def _draw_summaries(ax: Axes, part: pd.DataFrame) -> None:
+    for metric, colour in SUMMARIES.items():
+        curve = _curve(part, "dominant", metric)
+        low, high = (_curve(part, "dominant", f"{metric}_{p}")["value"] for p in ("p05", "p95"))
+        ax.plot(curve["layer"], curve["value"], color=colour, label=f"{metric} of dominant")
+        ax.fill_between(curve["layer"], low, high, color=colour, alpha=0.13, lw=0)
     for metric in ("max", "min"):
-        line, colour = _line(part, "random", metric), _SUMMARIES[metric]
-        ax.plot(line["layer"], line["value"], color=colour, lw=1, ls=":", label=f"{metric} of random")
+        curve = _curve(part, "random", metric)
+        ax.plot(
+            curve["layer"], curve["value"], color=SUMMARIES[metric], lw=1, ls=DOTTED,
+            label=f"{metric} of random",
+        )  # fmt: skip
 
 
+@styled
 def saturation_figure(results: pd.DataFrame) -> Figure:
     """Where predictions are made, by FFNs and by attention (Tables 9 and 10).
 
     Parameters
     ----------
     results
-        Of `saturation_frequency`.
+        What `saturation_frequency` gives.
     """
-    figure = Figure(figsize=(6.2, 3.4), layout="constrained")
+    figure = Figure(figsize=(6.2, 3.6))
     ax = figure.subplots()
     below: pd.Series | float = 0.0
-    for method, colour in _BY.items():
-        line = _line(results, method, "share").set_index("layer")["value"]
-        ax.bar(line.index, line, bottom=below, color=colour, label=f"by {method}")
-        below = below + line
+    for method, look in method_looks(("ffn", "attention")).items():
+        shares = _curve(results, method, "share").set_index("layer")["value"]
+        ax.bar(shares.index, shares, bottom=below, color=look.colour, label=f"by {method}")
+        below = below + shares
     ax.set_xlabel("layer")
     ax.set_ylabel("share of predictions made")
     ax.set_xticks(layer_ticks(int(results["layer"].max())))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.legend(frameon=False, fontsize=8, title=f"n = {results['n'].iloc[0]:,}", title_fontsize=8)
-    _plain(ax)
-    _title(figure, results)
+    percent_ticks(ax.yaxis)
+    ax.grid(False, axis="x")
+    add_legend(figure)
+    first = results.iloc[0]
+    figure.suptitle(model_title(first["model"], first["corpus"], int(first["n"])))
     return figure
 
 
-def _line(results: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
-    own = results[(results["method"] == method) & (results["metric"] == metric)]
-    return own.sort_values("layer")
+def _curve(results: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
+    rows = results[(results["method"] == method) & (results["metric"] == metric)]
+    return rows.sort_values("layer")
 
 
-def _plain(ax: Axes) -> None:
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-
-
-def _title(figure: Figure, results: pd.DataFrame) -> None:
+def _title(results: pd.DataFrame) -> str:
     first = results.iloc[0]
-    figure.suptitle(f"{Path(first['model']).name}, {first['corpus']}", fontsize=10)
+    return model_title(first["model"], first["corpus"])

@@ -1,5 +1,6 @@
 from .folders import Workplace as Workplace
 from .folders import command_line as command_line
+from .folders import make_config as make_config
 from .folders import read_config as read_config
 from .folders import software_versions as software_versions
 from .folders import system_errors as system_errors
@@ -8,8 +9,9 @@ from .folders import write_bytes as write_bytes
 from .folders import write_json as write_json
 from .folders import write_text as write_text
 from .folders import write_together as write_together
+from .rows import Column as Column
 from .rows import RowFiles as RowFiles
-from .rows import fill as fill
+from .rows import keep_rows as keep_rows
 from .rows import read_rows as read_rows
 from .tables import COLUMNS as COLUMNS
 from .tables import read_table as read_table

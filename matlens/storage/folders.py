@@ -18,6 +18,7 @@ from typing import Any
 
 from matlens.errors import InputError
 
+LAYOUT = 2  # of config.json and what lies beside it; a folder of another is refused
 _UNFINISHED = "unfinished.json"
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,16 +31,21 @@ _REFUSED = (
 class Workplace:
     """A folder that one job fills, from the first file to ``config.json``.
 
-    ``request`` says what the job is. A folder whose job is the same is gone on with or, if it is
-    finished, left as it is; one of another job is refused. Parts of the request that are
-    ``only_unfinished`` matter for going on, and no more once the job is done.
+    ``holds`` is what the folder will hold, and ``request`` says what the job is. A folder whose job is the
+    same is gone on with or, if it is finished, left as it is; one of another job is refused. Parts of the
+    request that are ``only_unfinished`` matter for going on, and no more once the job is done.
     """
 
     def __init__(
-        self, folder: str | Path, request: Mapping[str, Any], *, only_unfinished: tuple[str, ...] = ()
+        self,
+        folder: str | Path,
+        holds: str,
+        request: Mapping[str, Any],
+        *,
+        only_unfinished: tuple[str, ...] = (),
     ) -> None:
         self._only_unfinished = only_unfinished
-        self.folder = Path(folder)
+        self.folder, self.holds = Path(folder), holds
         # What is compared is what JSON gives back.
         self.request: dict[str, Any] = json.loads(json.dumps(request))
         self._begun = False  # whether this call has put the first file into it
@@ -68,12 +74,12 @@ class Workplace:
             absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begun, self._made = True, absent
-            write_json(marker, {"request": self.request})
+            write_json(marker, {"layout": LAYOUT, "holds": self.holds, "request": self.request})
 
-    def finish(self, **more: Any) -> None:
-        """Make the folder a finished one; ``more`` goes beside the request."""
+    def finish(self) -> None:
+        """Make the folder a finished one."""
         with system_errors(self.folder):
-            write_json(self.folder / "config.json", {**more, "request": self.request})
+            write_json(self.folder / "config.json", make_config(self.holds, self.request))
             (self.folder / _UNFINISHED).unlink(missing_ok=True)
 
     @contextmanager
@@ -101,23 +107,27 @@ class Workplace:
 
     def _require_same(self, marker: Path) -> None:
         try:
-            other = _flat(json.loads(marker.read_text())["request"])
+            record = json.loads(marker.read_text())
+            there = _flat({"holds": record.get("holds"), **record["request"]})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
                 f"The folder {self.folder} holds a {marker.name} that matlens has not written. Choose "
                 "another folder."
             ) from None
-        own = _flat(self.request)
-        passed = self._only_unfinished if self.finished else ()
-        differing = [key for key in {**own, **other} if own.get(key) != other.get(key) and key not in passed]
+        _require_layout(self.folder, record)
+        now = _flat({"holds": self.holds, **self.request})
+        ignored = self._only_unfinished if self.finished else ()
+        differing = [key for key in {**now, **there} if now.get(key) != there.get(key) and key not in ignored]
         if differing:
-            told = "; ".join(
-                f"{key}: {_short(other.get(key))} there, {_short(own.get(key))} now" for key in differing[:4]
+            names = {key: key.removeprefix("provenance.") for key in differing[:4]}
+            differences = "; ".join(
+                f"{name}: {_short(there.get(key))} there, {_short(now.get(key))} now"
+                for key, name in names.items()
             )
             more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
             raise InputError(
-                f"The folder {self.folder} belongs to another job ({told}{more}). Choose another folder, "
-                "or remove this one."
+                f"The folder {self.folder} belongs to another job ({differences}{more}). Choose another "
+                "folder, or remove this one."
             )
 
 
@@ -205,12 +215,32 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
         )
     try:
         config = json.loads((folder / "config.json").read_text())
-        holds = config["request"]["holds"]
+        dict(config["request"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder} holds no finished {expected}: {error}") from error
-    if holds != expected:
-        raise InputError(f"{folder} does not hold {expected} of matlens.")
+        raise InputError(f"The folder {folder} holds no finished {expected}: {error}") from error
+    _require_layout(folder, config)
+    if config.get("holds") != expected:
+        raise InputError(f"The folder {folder} does not hold {expected} of matlens.")
     return dict(config)
+
+
+def _require_layout(folder: Path, record: Mapping[str, Any]) -> None:
+    if record.get("layout") != LAYOUT:
+        raise InputError(
+            f"The folder {folder} was written by another version of matlens, in another layout. Remove it "
+            "and make it anew."
+        )
+
+
+def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of every result: what it is, what was asked for, and what made it."""
+    return {
+        "layout": LAYOUT,
+        "holds": holds,
+        "request": dict(request),
+        "software": software_versions(),
+        "command": command_line(),
+    }
 
 
 def software_versions() -> dict[str, str]:

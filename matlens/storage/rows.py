@@ -1,4 +1,4 @@
-"""Rows of vectors on disk: one ``.npy`` file a site, allocated once and filled in any order.
+"""Rows of numbers in memory or on disk: one ``.npy`` file a column, allocated once and filled in any order.
 
 Rows are written with ``pwrite``, not through a memory map, whose pages would count as the process's own
 memory. What has been written is noted every few seconds, so that a killed run can go on.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,10 +20,31 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.storage.folders import Workplace, read_config, write_bytes, write_text
+from matlens.storage.folders import Workplace, make_config, read_config, write_bytes, write_text
 
 _NOTED_EVERY = 2.0  # seconds
 _DONE = "batches_done"
+
+
+class Column(NamedTuple):
+    """How wide the rows of a column are, and of which kind their numbers."""
+
+    width: int
+    dtype: str = "float32"
+
+    @property
+    def in_memory(self) -> torch.dtype:
+        """The kind of numbers as torch names it."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def on_disk(self) -> np.dtype[Any]:
+        """The kind of numbers in files, on every machine."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+
+Columns = Mapping[str, Column]
+Batches = Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]
 
 
 class RowFiles:
@@ -33,37 +54,36 @@ class RowFiles:
     ----------
     folder
         Where they are; files that are there already are gone on with.
-    widths, n_rows
-        The sites with the width of their rows, and how many rows each file has, float32.
+    columns, n_rows
+        The columns, and how many rows each file has.
     arrays
         What else belongs to the collection, written at once.
     """
 
-    def __init__(
-        self, folder: Path, widths: Mapping[str, int], n_rows: int, arrays: Mapping[str, np.ndarray]
-    ) -> None:
+    def __init__(self, folder: Path, columns: Columns, n_rows: int, arrays: Mapping[str, np.ndarray]) -> None:
         self._note = folder / _DONE
         self.batches_done = int(self._note.read_text()) if self._note.is_file() else 0
         self._written, self._noted_at = self.batches_done, time.monotonic()
+        self._columns = columns
         for name, array in arrays.items():
             _save(folder / f"{name}.npy", array)
         self._files: dict[str, tuple[int, int]] = {}  # descriptor, and where rows start
         try:
-            for name, width in widths.items():
+            for name, column in columns.items():
                 descriptor = os.open(folder / f"{name}.npy", os.O_RDWR | os.O_CREAT, 0o644)
                 self._files[name] = descriptor, 0
-                self._files[name] = descriptor, _allocate(descriptor, n_rows, width)
+                self._files[name] = descriptor, _allocate(descriptor, n_rows, column)
         except OSError:
             self._close()
             raise
 
-    def write(self, index: np.ndarray, vectors: Mapping[str, Tensor]) -> None:
-        """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the site's file."""
+    def write(self, index: np.ndarray, batch: Mapping[str, Tensor]) -> None:
+        """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the column's file."""
         starts, ends = _runs(index)
-        for name, values in vectors.items():
+        for name, values in batch.items():
             descriptor, first = self._files[name]
-            rows = values.numpy()
-            row_bytes = rows.shape[1] * 4
+            rows = values.numpy().astype(self._columns[name].on_disk, copy=False)
+            row_bytes = rows.shape[1] * rows.itemsize
             for start, end in zip(starts, ends, strict=True):
                 _write_all(descriptor, rows[start:end].tobytes(), first + int(index[start]) * row_bytes)
         self._written += 1
@@ -94,39 +114,62 @@ class RowFiles:
             os.close(descriptor)
 
 
-def fill(
-    place: Workplace,
-    widths: Mapping[str, int],
+def keep_rows(
+    holds: str,
+    request: Mapping[str, Any],
+    columns: Columns,
     n_rows: int,
-    arrays: Mapping[str, np.ndarray],
-    batches: Callable[[int], Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]],
-    **more: Any,
-) -> None:
-    """Fill a folder with rows, from where a killed run has left it; a finished one is left as it is.
+    batches: Callable[[int], Batches],
+    *,
+    folder: str | Path | None,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    only_unfinished: tuple[str, ...] = (),
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Keep rows in memory, or in a folder where a killed run goes on and a finished one is only opened.
 
     Parameters
     ----------
-    place
-        The folder and its job.
-    widths, n_rows, arrays
-        The files with their columns, the rows of each, and what lies beside them.
+    holds, request, only_unfinished
+        What is kept and what the job is, as in `Workplace`.
+    columns, n_rows
+        The columns, and how many rows each has.
     batches
-        Gives the batches after the first so many: which rows, and their vectors by name.
-    more
-        Goes into the finished folder's configuration.
+        Gives the batches after the first so many: which rows, and their values by column.
+    folder
+        Where rows are kept, or ``None`` for memory.
+    arrays
+        What is written beside the rows, for whoever reads the folder.
+
+    Returns
+    -------
+    config, rows
+        What ``config.json`` says, and the rows by column.
     """
+    request = {**request, "columns": {name: list(column) for name, column in columns.items()}}
+    if folder is None:
+        kept = {
+            name: torch.empty(n_rows, column.width, dtype=column.in_memory)
+            for name, column in columns.items()
+        }
+        for index, batch in batches(0):
+            for name, values in batch.items():
+                kept[name][torch.from_numpy(index)] = values.to(kept[name].dtype)
+        return make_config(holds, request), kept
+    place = Workplace(folder, holds, request, only_unfinished=only_unfinished)
     with place.working():
         if not place.finished:
-            with RowFiles(place.folder, widths, n_rows, arrays) as files:
-                for index, vectors in batches(files.batches_done):
-                    files.write(index, vectors)
-            place.finish(**more)
+            with RowFiles(place.folder, columns, n_rows, arrays or {}) as files:
+                for index, batch in batches(files.batches_done):
+                    files.write(index, batch)
+            place.finish()
+    config, _, rows = read_rows(folder, holds)
+    return config, rows
 
 
 def read_rows(
-    folder: str | Path, expected: str
+    folder: str | Path, expected: str, arrays: Iterable[str] = ()
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
-    """Open a finished collection: its configuration, the arrays beside it and the rows by site.
+    """Open a finished collection: its configuration, arrays that lie beside it, and the rows by column.
 
     Raises
     ------
@@ -136,17 +179,26 @@ def read_rows(
     folder = Path(folder)
     config = read_config(folder, expected)
     try:
-        arrays = {name: np.load(folder / f"{name}.npy") for name in ("tokens", "offsets", "positions")}
-        # Copy-on-write, because torch refuses to look at memory that nobody may write.
-        rows = {
-            name: torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c"))
-            for name in config["request"]["sites"]
-        }
-    except (OSError, ValueError, EOFError) as error:
+        columns = {name: Column(*column) for name, column in config["request"]["columns"].items()}
+        beside = {name: np.load(folder / f"{name}.npy") for name in arrays}
+        rows = {name: _open(folder / f"{name}.npy", column) for name, column in columns.items()}
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"The collection in {folder} is damaged: {error}. Remove that folder and collect again."
+            f"The {expected} in {folder} cannot be read: {error}. The folder is damaged: remove it and make "
+            "it anew."
         ) from error
-    return config, arrays, rows
+    return config, beside, rows
+
+
+def _open(path: Path, column: Column) -> Tensor:
+    # Copy-on-write, because torch refuses to look at memory that nobody may write.
+    rows = np.load(path, mmap_mode="c")
+    if rows.ndim != 2 or rows.shape[1] != column.width or rows.dtype != column.on_disk:
+        raise ValueError(
+            f"{path.name} holds {rows.dtype} of the shape {rows.shape}, where rows of {column.width} "
+            f"{column.dtype} were expected"
+        )
+    return torch.from_numpy(rows)
 
 
 def _save(path: Path, array: np.ndarray) -> None:
@@ -156,17 +208,17 @@ def _save(path: Path, array: np.ndarray) -> None:
     write_bytes(path, buffer.getbuffer())
 
 
-def _allocate(descriptor: int, n_rows: int, width: int) -> int:
+def _allocate(descriptor: int, n_rows: int, column: Column) -> int:
     """Write a file's header and take room for all rows; returns where they start."""
     with os.fdopen(os.dup(descriptor), "r+b") as file:
         header = {
-            "descr": npy.dtype_to_descr(np.dtype("<f4")),
+            "descr": npy.dtype_to_descr(column.on_disk),
             "fortran_order": False,
-            "shape": (n_rows, width),
+            "shape": (n_rows, column.width),
         }
         npy.write_array_header_1_0(file, header)
         first = file.tell()
-    size = first + n_rows * width * 4
+    size = first + n_rows * column.width * column.on_disk.itemsize
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # a disk that is too small says so now, not after hours
     else:

@@ -28,7 +28,6 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
-from matlens.storage.folders import command_line, software_versions
 from matlens.storage.tables import COLUMNS, read_table, write_results
 
 if TYPE_CHECKING:
@@ -112,8 +111,7 @@ def fit_maps(
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return tqdm(maps, total=len(missing), desc="fitting", unit="map", disable=not progress, delay=1)
 
-    software, command = software_versions(), command_line()
-    return write_maps(Path(folder) / MAPS, wanted, fit, origin, software=software, command=command)
+    return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 
 
 def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:

@@ -34,7 +34,6 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.storage.folders import command_line, software_versions
 from matlens.study import steps
 
 if TYPE_CHECKING:
@@ -223,7 +222,6 @@ class Study:
         maps = write_maps(
             self.folder / f"submodule-maps-{fitted}", submodule_pairs(Anatomy.from_model(self.model)), fit,
             samples.provenance.samples.with_details(n_samples=samples.n_rows, fitted=fitted),
-            software=software_versions(), command=command_line(),
         )  # fmt: skip
         return maps.held(device=self.model.cfg.device)
 

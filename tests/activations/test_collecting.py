@@ -222,7 +222,7 @@ def test_provenance_says_what_was_run(llama: tuple[Any, Examples]) -> None:
     found = collect(model, examples, progress=False).provenance
     assert found.identity.fingerprint == matlens.models.fingerprint(model)
     assert found.data == examples.provenance
-    assert (found.details["sites"], found.positions, found.examples) == (
+    assert (list(found.details["columns"]), found.positions, found.examples) == (
         STREAM,
         "drawn",
         examples.fingerprint,

@@ -329,7 +329,7 @@ def test_a_corpus_that_is_not_there_is_told(
     options = ["--model", model, *sizes()] if name in TABLES else []
     options += ["--trunk", model_folder("bert")] if name == "small_bert" else []
     options += ["--corpus", tmp_path / "absent.txt", "--out", tmp_path / "out"]
-    assert "error: there is no file or folder" in refused(name, capsys, *options)
+    assert "error: There is no file or folder" in refused(name, capsys, *options)
     assert not (tmp_path / "out").exists()
 
 

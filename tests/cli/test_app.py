@@ -520,10 +520,10 @@ def test_model_that_is_damaged(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, ["there is no file or folder", "Give one of the samples"]),
+        (None, ["There is no file or folder", "Give one of the samples"]),
         (b"", ["is empty", "Give a source with sentences in it"]),
         (b"too short\n\n", ["has no sentence to use", "1 shorter than 5 words"]),
-        (b"only this one sentence here\n", ["asked for 60+20 sentences", "has 1:", "ask for fewer"]),
+        (b"only this one sentence here\n", ["60+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
         (b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n", ["is not UTF-8: line 2", "iconv"]),
     ],
 )
@@ -541,8 +541,8 @@ def test_corpus_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--train", 90, "--val", 20], ["asked for 90+20 sentences", "has 100", "ask for fewer"]),
-        (["--limit", 70], ["asked for 60+20 sentences", "has 70"]),
+        (["--train", 90, "--val", 20], ["90+20 sentences", "were asked for", "has 100.", "Ask for fewer"]),
+        (["--limit", 70], ["60+20 sentences", "were asked for", "has 70."]),
         (["--val", 1], ["'--val'", "greater than or equal to 2"]),
         (["--train", 0], ["'--train'", "greater than or equal to 1"]),
         (["--seed", -1], ["'--seed'", "greater than or equal to 0"]),
@@ -768,7 +768,7 @@ def test_collection_that_is_damaged(run_matlens: Matlens, finished: Path, name: 
     path.write_bytes(path.read_bytes()[:kept])
     before = state(finished)
     outcome = run_matlens("fit", finished)
-    assert_refused(outcome, str(finished / "train"), "is damaged", "Remove that folder")
+    assert_refused(outcome, str(finished / "train"), "is damaged", "remove it")
     assert state(finished) == before
 
 

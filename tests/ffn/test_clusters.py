@@ -319,11 +319,11 @@ def test_damaged_clusters_are_told(damage: str, small_model: Callable[[str], Any
     elif damage == "gone":
         file.unlink()
     elif damage in ("missing cluster", "square"):
-        np.save(file, np.where(labels == 3, 4, labels) if damage == "missing cluster" else labels[None])
+        np.save(file, np.where(labels == 3, 4, labels) if damage == "missing cluster" else labels.T)
     else:
         file.write_text("" if damage == "empty" else "labels")
     for open_it in (lambda: Clusters.load(tmp_path), lambda: Clusters.fit(values, 20, folder=tmp_path)):
-        with pytest.raises(InputError, match=r"are damaged: .*Remove that folder and cluster again"):
+        with pytest.raises(InputError, match=r"cannot be read: .* is damaged: remove it and make it anew"):
             open_it()
 
 

@@ -13,14 +13,12 @@ import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS, plain_vectors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plain_values import plain_unit_vectors
 
 from matlens import InputError, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
-from matlens.corpora.frequency import KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
 from matlens.ffn.extremes import (
@@ -170,48 +168,6 @@ def test_sub_updates_are_drawn_evenly_and_by_the_seed(values: ValueVectors) -> N
     assert max(times.values()) < 20  # 7 on average
 
 
-# How common tokens are
-
-
-def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:
-    """Written out: 4 + 3 of 12 are half, 4 are not."""
-    text = np.array([2, 2, 2, 2, 5, 5, 5, 0, 0, 3, 3, 7])
-    found = TokenFrequency(text, 9)
-    assert found.counts.tolist() == [2, 0, 4, 2, 0, 3, 0, 1, 0]
-    assert np.flatnonzero(found.common).tolist() == [2, 5]
-    common, unseen = found.shares(np.array([[2, 5, 0, 3], [2, 1, 4, 6], [8, 8, 8, 8]]))
-    assert common.tolist() == [0.5, 0.25, 0]
-    assert unseen.tolist() == [0, 0.75, 1]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
-def test_half_of_the_text_is_common_and_no_token_too_many(text: list[int]) -> None:
-    common = set(np.flatnonzero(TokenFrequency(np.array(text), 9).common).tolist())
-    times = Counter(text)
-    made = sum(times[token] for token in common)
-    assert 2 * made >= len(text)
-    assert all(2 * (made - times[token]) < len(text) for token in common)
-    assert min(times[token] for token in common) >= max(
-        (times[token] for token in times if token not in common), default=0
-    )
-
-
-def test_the_text_is_all_sentences_of_the_corpus(
-    sentences: Corpus, small_model: Callable[[str], Any]
-) -> None:
-    tokenizer = small_model("bert").tokenizer  # which would add [CLS] and [SEP]
-    words = Counter(word for sentence in sentences.sentences for word in sentence.split())
-    found = TokenFrequency.from_corpus(sentences, tokenizer, 60)
-    assert {word: int(found.counts[tokenizer.convert_tokens_to_ids(word)]) for word in words} == words
-    assert found.counts.sum() == sum(words.values())
-
-
-def test_kinds_by_what_most_tokens_are() -> None:
-    common, unseen = np.array([0.5, 0.49, 0, 0, 1]), np.array([0.5, 0, 0.9, 0.89, 0])
-    assert frequency_kinds(common, unseen) == ["common", "other", "unlikely", "other", "common"]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     seed: int,
@@ -273,7 +229,7 @@ def test_groups_are_told_as_a_loop_finds_them(
     confident = torch.linspace(0.1, 0.9, N)
     ours = group_table(found, beside, kind_of, clusters, values, trace, confident)
     assert list(ours.columns) == list(COLUMNS)
-    assert set(ours["method"]) == {"all", *KINDS}
+    assert set(ours["method"]) == {"all", *FREQUENCY_KINDS}
     assert set(ours["model"]) == {"some/model"}
     assert set(ours["corpus"]) == {"words"}
     assert set(ours["k"]) == {K}
@@ -283,7 +239,7 @@ def test_groups_are_told_as_a_loop_finds_them(
 
     every = [(*one, kind(one[2], one[3])) for one in as_rows(found)]
     others = [kind(row, coefficient) for _, _, row, coefficient, _ in as_rows(beside)]
-    for method in ("all", *KINDS):
+    for method in ("all", *FREQUENCY_KINDS):
         part = ours[ours["method"] == method]
         told = part.set_index("metric")
         own = [one for one in every if method in ("all", one[-1])]

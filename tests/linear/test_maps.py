@@ -264,7 +264,7 @@ def test_a_file_of_another_source_is_refused(tmp_path: Path) -> None:
 def test_folders_without_finished_maps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no finished maps"):
         MapSet.load(tmp_path)
-    place = Workplace(tmp_path / "activations", {"holds": "activations"})
+    place = Workplace(tmp_path / "activations", "activations", {})
     place.open()
     with pytest.raises(InputError, match="broken off"):
         MapSet.load(tmp_path / "activations")
@@ -291,7 +291,7 @@ class Fit:
             yield linear(*pair, bias=True)
 
 
-def fitted(folder: Path, fit: Fit, pairs: list[Pair] = PAIRS, origin: Mapping[str, Any] = ORIGIN) -> MapSet:
+def fitted(folder: Path, fit: Fit, pairs: list[Pair] = PAIRS, origin: Provenance = ORIGIN) -> MapSet:
     return write_maps(folder, pairs, fit, origin)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.text import Text
+from plot_tables import assert_legible, named
 
 from matlens.plots.continuations import toxicity_against_perplexity
 
@@ -13,22 +16,21 @@ def control_table() -> pd.DataFrame:
     runs = [("unchanged", None, 0.5, 20.0), ("SD", None, 0.2, 24.0), ("filter", None, 0.4, None)]
     runs += [("words", value, 0.5 - value / 20, 20 + value) for value in (3.0, 1.0, 6.0)]
     for method, value, toxic, perplexity in runs:
-        told = {"model": "folder/gpt2", "corpus": "prompts.txt", "method": method, "coefficient": value}
+        row = {"model": "folder/gpt2", "corpus": "prompts.txt", "method": method, "coefficient": value}
         rows.append(
-            told | {"metric": "toxic", "value": toxic, "low": toxic / 2, "high": toxic + 0.1, "n": 117}
+            row | {"metric": "toxic", "value": toxic, "low": toxic / 2, "high": toxic + 0.1, "n": 117}
         )
-        rows.append(told | {"metric": "score", "value": 0.9, "low": 0.8, "high": 1.0, "n": 117})
+        rows.append(row | {"metric": "score", "value": 0.9, "low": 0.8, "high": 1.0, "n": 117})
         if perplexity:
-            told |= {"corpus": "news", "metric": "perplexity"}
-            rows.append(told | {"value": perplexity, "low": 1.0, "high": 90.0, "n": 80})
+            row |= {"corpus": "news", "metric": "perplexity"}
+            rows.append(row | {"value": perplexity, "low": 1.0, "high": 90.0, "n": 80})
     return pd.DataFrame(rows)
 
 
 def test_control_is_a_line_over_its_coefficients_and_baselines_are_points() -> None:
     figure = toxicity_against_perplexity(control_table())
     (ax,) = figure.axes
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == ["unchanged", "SD", "filter", "words"]
+    assert named(figure) == ["unchanged", "SD", "filter", "words"]
     bars = {box.get_label(): box for box in ax.containers}
     words = bars["words"].lines[0]
     assert list(words.get_xdata()) == [21, 23, 26]
@@ -40,3 +42,26 @@ def test_control_is_a_line_over_its_coefficients_and_baselines_are_points() -> N
     assert list(levels[0].get_ydata()) == [0.4, 0.4]
     assert {text.get_text() for text in ax.texts} == {"1", "3", "6"}
     assert figure.get_suptitle() == "gpt2, prompts.txt, 117 prompts"
+    assert_legible(figure)
+
+
+def test_coefficients_of_points_that_nearly_meet_can_be_read() -> None:
+    table = control_table()
+    twin = table[table["method"] == "words"]
+    twin = twin.assign(method="graded", value=twin["value"] * (1 + 0.01 * (twin["metric"] == "perplexity")))
+    figure = toxicity_against_perplexity(pd.concat([table, twin]))
+    assert_legible(figure)
+    (ax,) = figure.axes
+    assert sorted(text.get_text() for text in ax.texts) == ["1", "1", "3", "3", "6", "6"]
+    marks = [
+        point
+        for bars in ax.containers
+        for point in ax.transData.transform(bars.lines[0].get_xydata())
+        if not np.isnan(point).any()
+    ]
+    for text in ax.texts:
+        box = Text.get_window_extent(text)
+        assert not any(box.contains(*mark) for mark in marks)
+        own = ax.transData.transform(text.xy)
+        distance = np.hypot(*(np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2 - own))
+        assert distance < 22 * figure.dpi / 72

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ffn.test_events import make_trace
 from matplotlib.axes import Axes
+from plot_tables import assert_legible, named
 
 from matlens.ffn.events import event_scores, saturation_frequency, update_scores
 from matlens.ffn.trace import Trace
@@ -21,7 +22,7 @@ def some_trace(n: int = 60) -> Trace:
     return make_trace(before, after, 3 * (before != after).long())
 
 
-def told(table: pd.DataFrame, examples: str, read: str = "score") -> pd.DataFrame:
+def labelled(table: pd.DataFrame, examples: str, read: str = "score") -> pd.DataFrame:
     return table.assign(examples=examples, read=read)
 
 
@@ -43,12 +44,14 @@ def test_events_have_a_point_for_every_mean_with_its_interval() -> None:
     trace = some_trace()
     rows = torch.arange(len(trace)) % 3 > 0
     table = pd.concat(
-        told(event_scores(trace, scores=scores, rows=chosen), examples, read)
+        labelled(event_scores(trace, scores=scores, rows=chosen), examples, read)
         for read, scores in (("score", None), ("lift", {key: 2 * s for key, s in trace.score.items()}))
         for examples, chosen in (("all examples", None), ("some", rows))
     ).sample(frac=1, random_state=0)
     figure = events_figure(table)
     assert len(figure.axes) == 4
+    assert named(figure) == ["max", "mean", "min"]
+    assert_legible(figure)
     titles = {ax.get_title(): ax for ax in figure.axes}
     ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]  # shared by all panels
     assert ticks == [
@@ -73,7 +76,7 @@ def test_layers_are_lines_with_bands_and_kinds_with_enough_updates() -> None:
     trace = some_trace()
     rows = torch.arange(len(trace)) % 3 > 0
     tables = {"all examples": update_scores(trace), "some": update_scores(trace, rows=rows)}
-    table = pd.concat(told(own, examples) for examples, own in tables.items())
+    table = pd.concat(labelled(scores, examples) for examples, scores in tables.items())
     figure = layers_figure(table.sample(frac=1, random_state=0).sort_values("examples"))
     *panels, last = figure.axes
     for ax, (examples, own) in zip(panels, tables.items(), strict=True):
@@ -89,8 +92,8 @@ def test_layers_are_lines_with_bands_and_kinds_with_enough_updates() -> None:
             )
         band = ax.collections[0].get_paths()[0].vertices[:, 1]
         for end, metric in ((band.min(), "max_p05"), (band.max(), "max_p95")):
-            found = values(own, event="update", method="dominant", metric=metric)
-            assert end == pytest.approx((min if metric == "max_p05" else max)(found))
+            bounds = values(own, event="update", method="dominant", metric=metric)
+            assert end == pytest.approx((min if metric == "max_p05" else max)(bounds))
     own = tables["some"]
     drawn = lines(last)
     for event, label in (
@@ -104,13 +107,17 @@ def test_layers_are_lines_with_bands_and_kinds_with_enough_updates() -> None:
             for layer in range(4)
         ]
         assert drawn[label] == pytest.approx(expected, nan_ok=True)
+    assert len(named(figure)) == 8
+    assert_legible(figure)
     few = own[(own["event"] == "saturation") & (own["n"] < 10)]
     assert len(few), "no layer has few events, so this proves less"
 
 
 def test_saturation_is_stacked_to_all_predictions() -> None:
     table = saturation_frequency(some_trace())
-    (ax,) = saturation_figure(table.sample(frac=1, random_state=0)).axes
+    figure = saturation_figure(table.sample(frac=1, random_state=0))
+    assert_legible(figure)
+    (ax,) = figure.axes
     bars = {container.get_label(): container for container in ax.containers}
     for method in ("ffn", "attention"):
         heights = [bar.get_height() for bar in bars[f"by {method}"]]
@@ -123,8 +130,8 @@ def test_saturation_is_stacked_to_all_predictions() -> None:
 def test_titles_name_the_model_and_the_corpus() -> None:
     trace = some_trace()
     figures = (
-        events_figure(told(event_scores(trace), "all examples")),
-        layers_figure(told(update_scores(trace), "all examples")),
+        events_figure(labelled(event_scores(trace), "all examples")),
+        layers_figure(labelled(update_scores(trace), "all examples")),
         saturation_figure(saturation_frequency(trace)),
     )
-    assert {figure.get_suptitle() for figure in figures} == {"model, words"}
+    assert {figure.get_suptitle() for figure in figures} == {"model, words", "model, words, n = 60"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from plot_tables import assert_legible, named
 
 from matlens.plots.values import concept_shares, pattern_sizes, shares_by_layer
 from matlens.storage.tables import COLUMNS
@@ -13,8 +14,8 @@ def table(corpus: str) -> pd.DataFrame:
     rows = []
     for layer in range(13):
         for method, value, n in (("values", 0.5 + layer / 100, 48), ("random", 0.25, 20)):
-            told = ("overlap", "folder/gpt2", corpus, method, layer, layer, "iou", 30)
-            rows.append((*told, value, value - 0.1, value + 0.1, n))
+            columns = ("overlap", "folder/gpt2", corpus, method, layer, layer, "iou", 30)
+            rows.append((*columns, value, value - 0.1, value + 0.1, n))
     return pd.DataFrame(rows, columns=list(COLUMNS)).sample(frac=1, random_state=0)
 
 
@@ -30,6 +31,8 @@ def test_each_method_is_a_line_over_all_layers() -> None:
     assert ax.get_ylim()[0] == 0
     assert ax.get_xticks()[-1] == 12
     assert len(ax.collections) == 2
+    assert named(figure) == list(lines)
+    assert_legible(figure)
 
 
 @pytest.mark.parametrize(("corpus", "title"), [("none", "gpt2"), ("words", "gpt2, words")])
@@ -40,7 +43,7 @@ def test_the_title_names_the_model_and_the_corpus_if_there_is_one(corpus: str, t
 def rows(
     experiment: str, method: str, metric: str, k: int, by_layer: list[float], n: int
 ) -> list[tuple[object, ...]]:
-    told = [
+    estimates = [
         (None, sum(by_layer) / len(by_layer), n * len(by_layer)),
         *((i, v, n) for i, v in enumerate(by_layer)),
     ]
@@ -59,7 +62,7 @@ def rows(
             value * 1.1,
             size,
         )
-        for layer, value, size in told
+        for layer, value, size in estimates
     ]
 
 
@@ -72,7 +75,11 @@ def test_concepts_are_stacked_by_class_up_to_what_is_covered() -> None:
         lines += rows("concepts", kind, "covered", 30, [factor * 0.6, factor * 0.4], 10)
         lines += rows("concepts", kind, "concepts", 30, [2.0, 1.0], 10)
     results = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
-    axes = concept_shares(results).axes
+    figure = concept_shares(results)
+    assert_legible(figure)
+    assert named(figure) == list(classes)
+    assert figure.get_suptitle() == "gpt2"
+    axes = figure.axes
     assert [ax.get_title() for ax in axes] == [
         "values, 50% of the tokens, n = 20", "random, 25% of the tokens, n = 20",
     ]  # fmt: skip
@@ -93,16 +100,18 @@ def test_patterns_are_drawn_by_size_and_by_layer_and_what_is_never_seen_is_not()
             lines += rows("concept_search", method, "pattern", size, [factor / size, factor / size / 3], 50)
         lines += rows("concept_search", method, "known", 30, [0.1, 0.2], 50)
     results = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
-    left, right = pattern_sizes(results, 5).axes
+    figure = pattern_sizes(results, 5)
+    assert_legible(figure)
+    left, right = figure.axes
     values, random = left.get_lines()
-    assert values.get_label() == "values, n = 100"
+    assert values.get_label() == "value vectors, n = 100"
     assert list(values.get_xdata()) == [4, 5, 6]
     assert list(values.get_ydata()) == pytest.approx([2 / 3 / size for size in (4, 5, 6)])
     assert len(random.get_xdata()) == 0
     assert [list(line.get_ydata()) for line in right.get_lines()] == [
         pytest.approx([0.2, 0.2 / 3]), [0, 0],
     ]  # fmt: skip
-    assert right.get_ylabel() == "with at least 5 words"
+    assert right.get_ylabel() == "share with a pattern of 5 words or more"
 
 
 def test_a_figure_without_any_pattern_can_be_drawn() -> None:

@@ -4,14 +4,17 @@ import errno
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from matlens.errors import InputError
 from matlens.storage.folders import (
+    LAYOUT,
     Workplace,
     read_config,
     system_errors,
@@ -21,7 +24,7 @@ from matlens.storage.folders import (
     write_together,
 )
 
-JOB = {"holds": "things", "pairs": [("a", "b")], "seed": 0}
+JOB = {"pairs": [("a", "b")], "seed": 0}
 OTHER = JOB | {"seed": 1}
 
 
@@ -33,7 +36,7 @@ def interrupted(folder: Path, job: dict[str, Any] = JOB) -> None:
     """A job that was killed after its first file."""
 
     def work() -> None:
-        with Workplace(folder, job).working():
+        with Workplace(folder, "things", job).working():
             (folder / "first").write_text("done")
             raise KeyboardInterrupt
 
@@ -41,11 +44,11 @@ def interrupted(folder: Path, job: dict[str, Any] = JOB) -> None:
         work()
 
 
-def complete(folder: Path, job: dict[str, Any] = JOB, **more: Any) -> None:
-    place = Workplace(folder, job)
+def complete(folder: Path, job: dict[str, Any] = JOB) -> None:
+    place = Workplace(folder, "things", job)
     with place.working():
         (folder / "first").write_text("done")
-        place.finish(**more)
+        place.finish()
 
 
 # The life of a folder
@@ -53,23 +56,25 @@ def complete(folder: Path, job: dict[str, Any] = JOB, **more: Any) -> None:
 
 def test_a_new_folder_is_made_with_its_parents_and_finished(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    place = Workplace(folder, JOB)
+    place = Workplace(folder, "things", JOB)
     assert not place.finished
     assert not folder.exists()
     with place.working():
         assert not place.finished
         assert [path.name for path in folder.iterdir()] == ["unfinished.json"]
         assert json.loads((folder / "unfinished.json").read_text())["request"] == place.request
-        place.finish(layers="from 0")
+        place.finish()
     assert place.finished
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     config = read_config(folder, "things")
-    assert config == {"layers": "from 0", "request": {"holds": "things", "pairs": [["a", "b"]], "seed": 0}}
+    assert config.pop("software")["numpy"] == np.__version__
+    assert config.pop("command").startswith(Path(sys.argv[0]).name)
+    assert config == {"layout": LAYOUT, "holds": "things", "request": {"pairs": [["a", "b"]], "seed": 0}}
 
 
 def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
     interrupted(tmp_path / "x")
-    place = Workplace(tmp_path / "x", JOB)
+    place = Workplace(tmp_path / "x", "things", JOB)
     assert not place.finished
     with pytest.raises(InputError, match=r"broken off.* the same command again"):
         read_config(tmp_path / "x", "things")
@@ -80,9 +85,9 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_finished_job_is_left_as_it_is(tmp_path: Path) -> None:
-    complete(tmp_path / "x", layers="from 0")
+    complete(tmp_path / "x")
     before = tree(tmp_path / "x")
-    place = Workplace(tmp_path / "x", JOB)
+    place = Workplace(tmp_path / "x", "things", JOB)
     with place.working():
         assert place.finished
     assert tree(tmp_path / "x") == before
@@ -95,6 +100,7 @@ def test_a_finished_job_is_left_as_it_is(tmp_path: Path) -> None:
         (OTHER, "seed: 0 there, 1 now"),
         (JOB | {"new": 2}, "new: None there, 2 now"),
         (JOB | {"pairs": []}, "pairs"),
+        (JOB | {"provenance": {"n": 3}}, r"\(n: None there, 3 now"),
     ],
 )
 def test_the_folder_of_another_job_is_refused_and_not_touched(
@@ -104,15 +110,48 @@ def test_the_folder_of_another_job_is_refused_and_not_touched(
     before = tree(tmp_path / "x")
     with (
         pytest.raises(InputError, match=f"belongs to another job .*{told}"),
-        Workplace(tmp_path / "x", job).working(),
+        Workplace(tmp_path / "x", "things", job).working(),
     ):
         pytest.fail("the body must not run")
     assert tree(tmp_path / "x") == before
 
 
+def test_the_folder_of_something_else_is_refused_and_not_touched(tmp_path: Path) -> None:
+    complete(tmp_path / "x")
+    before = tree(tmp_path / "x")
+    with (
+        pytest.raises(InputError, match=r"belongs to another job .holds: things there, maps now"),
+        Workplace(tmp_path / "x", "maps", JOB).working(),
+    ):
+        pytest.fail("the body must not run")
+    assert tree(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("begun", [interrupted, complete])
+@pytest.mark.parametrize("layout", [None, LAYOUT - 1, LAYOUT + 1])
+def test_the_folder_of_another_layout_is_refused_in_a_word_and_not_touched(
+    layout: int | None, begun: Callable[[Path], None], tmp_path: Path
+) -> None:
+    begun(tmp_path)
+    marker = next(path for path in tmp_path.iterdir() if path.suffix == ".json")
+    record = json.loads(marker.read_text())
+    del record["layout"]
+    marker.write_text(json.dumps(record if layout is None else record | {"layout": layout}))
+    before = tree(tmp_path)
+    with (
+        pytest.raises(InputError, match=r"in another layout\. Remove it"),
+        Workplace(tmp_path, "things", JOB).working(),
+    ):
+        pytest.fail("the body must not run")
+    if begun is complete:
+        with pytest.raises(InputError, match=r"in another layout\. Remove it"):
+            read_config(tmp_path, "things")
+    assert tree(tmp_path) == before
+
+
 def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="holds other files"), Workplace(tmp_path, JOB).working():
+    with pytest.raises(InputError, match="holds other files"), Workplace(tmp_path, "things", JOB).working():
         pytest.fail("the body must not run")
     assert tree(tmp_path) == {"thesis.tex": b"years of work"}
 
@@ -122,7 +161,10 @@ def test_a_folder_with_a_config_of_something_else_is_refused_and_not_touched(
     content: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(InputError, match=re.escape(str(tmp_path))), Workplace(tmp_path, JOB).working():
+    with (
+        pytest.raises(InputError, match=re.escape(str(tmp_path))),
+        Workplace(tmp_path, "things", JOB).working(),
+    ):
         pytest.fail("the body must not run")
     with pytest.raises(InputError, match=re.escape(str(tmp_path))):
         read_config(tmp_path, "things")
@@ -145,7 +187,7 @@ def test_a_job_killed_at_its_very_end_is_finished_by_the_next_call(tmp_path: Pat
     marker = (tmp_path / "x" / "unfinished.json").read_bytes()
     complete(tmp_path / "x")
     (tmp_path / "x" / "unfinished.json").write_bytes(marker)
-    place = Workplace(tmp_path / "x", JOB)
+    place = Workplace(tmp_path / "x", "things", JOB)
     with place.working():
         if not place.finished:
             place.finish()
@@ -163,7 +205,7 @@ def test_a_job_that_fails_leaves_nothing(there_before: bool, error: Exception, t
         folder.mkdir()
 
     def work() -> None:
-        with Workplace(folder, JOB).working():
+        with Workplace(folder, "things", JOB).working():
             (folder / "first").write_text("done")
             (folder / "inner").mkdir()
             (folder / "inner" / "second").write_text("done")
@@ -180,7 +222,7 @@ def test_folders_made_for_a_job_that_fails_go_and_those_of_others_stay(tmp_path:
     (tmp_path / "mine").mkdir()
 
     def work(beside: Path | None) -> None:
-        with Workplace(tmp_path / "mine" / "a" / "b", JOB).working():
+        with Workplace(tmp_path / "mine" / "a" / "b", "things", JOB).working():
             if beside is not None:
                 beside.write_text("someone else's")
             raise InputError("bad")
@@ -195,7 +237,7 @@ def test_what_an_earlier_call_has_done_outlives_the_failure_of_a_later_one(tmp_p
     interrupted(tmp_path / "x")
 
     def go_on() -> None:
-        with Workplace(tmp_path / "x", JOB).working():
+        with Workplace(tmp_path / "x", "things", JOB).working():
             raise InputError("bad")
 
     with pytest.raises(InputError, match="bad"):
@@ -210,7 +252,7 @@ def test_a_finished_folder_survives_what_fails_in_it_later(tmp_path: Path) -> No
     before = tree(tmp_path / "x")
 
     def read() -> None:
-        with Workplace(tmp_path / "x", JOB).working():
+        with Workplace(tmp_path / "x", "things", JOB).working():
             raise InputError("bad")
 
     with pytest.raises(InputError, match="bad"):
@@ -234,7 +276,7 @@ def unwritable(tmp_path: Path) -> list[Path]:
 )
 def test_a_place_that_cannot_be_written_is_the_users_error(which: int, tmp_path: Path) -> None:
     folder = unwritable(tmp_path)[which]
-    with pytest.raises(InputError, match="cannot be written"), Workplace(folder, JOB).working():
+    with pytest.raises(InputError, match="cannot be written"), Workplace(folder, "things", JOB).working():
         pytest.fail("the body must not run")
     assert tree(tmp_path) == {"file": b""}
 
@@ -253,7 +295,7 @@ def test_a_full_disk_is_the_users_error_and_leaves_nothing(
         folder.mkdir()
 
     def work() -> None:
-        place = Workplace(folder, JOB)
+        place = Workplace(folder, "things", JOB)
         if at == "start":
             monkeypatch.setattr(os, "fsync", full_disk)
         with place.working():

@@ -1,0 +1,118 @@
+"""Pages of the site that are made from what stands elsewhere: README, changelog, notebooks and faces."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jupytext
+from mkdocs.structure.files import File
+
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGE = PROJECT / "matlens"
+NOTEBOOKS = PROJECT / "docs" / "notebooks"
+
+
+class Face(NamedTuple):
+    """The public names of a package, and its rooms where it is the whole."""
+
+    package: str
+    sentence: str
+    names: tuple[str, ...]
+    homes: dict[str, str]  # name: the module that defines it
+    rooms: tuple[str, ...]
+
+
+def read_face(package: str) -> Face:
+    """Read a package's face from its stub, and its docstring."""
+    folder = PACKAGE.joinpath(*package.split(".")[1:])
+    if not folder.is_dir():
+        sentence = ast.get_docstring(ast.parse(folder.with_suffix(".py").read_text())) or ""
+        return Face(package, sentence, (), {}, ())
+    sentence = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    homes, rooms = {}, []
+    for node in ast.parse((folder / "__init__.pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if node.module:
+                    homes[alias.name] = f"{package}.{node.module}.{alias.name}"
+                else:
+                    rooms.append(alias.name)
+    return Face(package, sentence, tuple(homes), homes, tuple(rooms))
+
+
+def api_pages() -> Iterator[tuple[str, str]]:
+    """Yield the reference's pages: the top-level names, then one page a room."""
+    top = read_face("matlens")
+    lines = ["# matlens", "", top.sentence, "", "```python sketch", "import matlens as ml", "```", ""]
+    lines += ["| room | what lives there |", "|---|---|"]
+    faces = {room: read_face(f"matlens.{room}") for room in top.rooms}
+    for room, face in faces.items():
+        lines.append(f"| [`matlens.{room}`]({room}.md) | {face.sentence.splitlines()[0]} |")
+    lines += ["", *(reference(top.package, name) for name in top.names)]
+    yield "api/index.md", "\n".join(lines)
+    shown_at_top = set(top.homes.values())
+    for room, face in faces.items():
+        lines = [f"# matlens.{room}", "", face.sentence, ""]
+        if face.names:
+            elsewhere = [name for name in face.names if face.homes[name] in shown_at_top]
+            if elsewhere:
+                links = ", ".join(f"[`{name}`](index.md#matlens.{name})" for name in elsewhere)
+                lines += [f"Also among the names of `matlens` itself: {links}.", ""]
+            lines += [reference(face.package, name) for name in face.names if name not in elsewhere]
+        else:
+            lines.append(f"::: matlens.{room}\n    options:\n      show_root_toc_entry: false\n")
+        yield f"api/{room}.md", "\n".join(lines)
+
+
+def reference(package: str, name: str) -> str:
+    """Write what mkdocstrings replaces by a name's documentation."""
+    return f"::: {package}.{name}\n"
+
+
+def home_page() -> str:
+    """README, with its links as they are from here."""
+    text = re.sub(r"\]\(docs/", "](", (PROJECT / "README.md").read_text())
+    return re.sub(r"\[([^\]]+)\]\((analyses|benchmarks)\)", r"\1", text)
+
+
+def notebook_page(path: Path) -> str:
+    """Show a notebook as a page: its prose and its code."""
+    notebook = jupytext.read(path)
+    cells = [
+        cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```"
+        for cell in notebook.cells
+    ]
+    about = (
+        f"*A notebook: [{path.stem}.ipynb]({path.stem}.ipynb), kept as text in `docs/notebooks/{path.name}`.*"
+    )
+    title, *rest = cells
+    return "\n\n".join([title, about, *rest]) + "\n"
+
+
+def on_config(config: Any) -> Any:
+    """Put the rooms' pages into the navigation."""
+    for entry in config["nav"]:
+        if "API" in entry:
+            entry["API"] += [{room: f"api/{room}.md"} for room in read_face("matlens").rooms]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made."""
+    pages = {"index.md": home_page(), "changelog.md": (PROJECT / "CHANGELOG.md").read_text()}
+    pages |= dict(api_pages())
+    for path in sorted(NOTEBOOKS.glob("*.py")):
+        pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
+        pages[f"notebooks/{path.stem}.ipynb"] = jupytext.writes(jupytext.read(path), fmt="ipynb")
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Leave out what a fence says for the tests alone."""
+    return re.sub(r"^(```\w+) (?:sketch|real)$", r"\1", markdown, flags=re.MULTILINE)

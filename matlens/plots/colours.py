@@ -1,0 +1,101 @@
+"""Colours and line styles: every method has its own in all figures, from a palette for colour-blind readers.
+
+The palette is that of Okabe and Ito, with two greys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+BLACK, DARK, GREY = "#000000", "#4d4d4d", "#a6a6a6"
+ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
+BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
+
+SOLID, DASHED, DOTTED = "-", "--", ":"
+STYLES: tuple[Any, ...] = (SOLID, DASHED, DOTTED, "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 4)))
+_FREE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK)  # for methods that have no colour of their own
+_MARKERS = "osD^v<>"
+_WITHOUT_SINKS = " without sinks"
+
+
+class Look(NamedTuple):
+    """How a method is drawn: the colour, the style of its line, its marker, and whether that is hollow."""
+
+    colour: str
+    line: Any = SOLID
+    marker: str = "o"
+    hollow: bool = False
+
+
+MAT, ID = Look(BLUE), Look(VERMILLION, marker="s")
+_LOOKS = {
+    # Linear maps and stand-ins of sub-modules
+    "mat": MAT,
+    "id": ID,
+    "mat_attn": Look(GREEN, marker="^"),
+    "mat_ffn": Look(ORANGE, marker="D"),
+    "mat_ln1_ln2": Look(PURPLE, marker="v"),
+    # Schemes
+    "R2": Look(BLACK, marker="^"),
+    "WRR, blocks first": Look(SKY, "none", "o"),
+    "WRR, mat first": Look(ORANGE, "none", "D"),
+    # Value vectors, updates, and what they are compared with
+    "values": Look(BLUE),
+    "dominant": Look(BLUE),
+    "random": Look(DARK, DASHED, "s"),
+    "dealt": Look(ORANGE, DOTTED, "D"),
+    "ffn": Look(ORANGE),
+    "attention": Look(GREEN),
+    # Early exit
+    "sub-updates rule": Look(ORANGE, marker="o"),
+    "rule, attention's too": Look(ORANGE, marker="P"),
+    "rule, others by layer": Look(ORANGE, marker="^"),
+    "classifiers on x": Look(GREEN, marker="D"),
+    "classifiers on o": Look(GREEN, marker="v"),
+    "classifiers on x and o": Look(GREEN, marker="*"),
+    "fixed layer": Look(DARK, marker="X"),
+    "where it is made": Look(BLACK, marker="d"),
+    "confidence, id": ID,
+    "confidence, mat": MAT,
+    # Control
+    "unchanged": Look(BLACK),
+    "picked": Look(BLUE),
+    "words": Look(GREEN, marker="D"),
+    "graded": Look(ORANGE, marker="^"),
+    "Self-Debiasing": Look(PURPLE, marker="s"),
+    "WordFilter": Look(VERMILLION, DASHED, "none"),
+}
+SUMMARIES = {"max": BLUE, "mean": DARK, "min": VERMILLION}
+UPDATES = {"saturation": Look(BLUE), "stays": Look(GREY, marker="s"), "falls": Look(VERMILLION, marker="v")}
+CLASSES = {"semantic": BLUE, "syntactic": ORANGE, "names": GREEN, "stopwords": GREY}
+RAISED, LOWERED, OTHER = BLUE, VERMILLION, GREY
+REPLACED = {
+    "all": Look(BLACK, DOTTED, "s"),
+    "not-first": Look(ORANGE, DASHED, "D", hollow=True),
+    "not-sink": Look(GREEN, SOLID, "^"),
+    "predicted": Look(PURPLE, "-.", "v"),
+}
+
+
+def method_looks(methods: Iterable[str]) -> dict[str, Look]:
+    """Look of each method of one figure: its own in all figures, or one that is free in this one."""
+    names = list(dict.fromkeys(methods))
+    looks = {name: look for name in names if (look := _own_look(name)) is not None}
+    taken = {(look.colour, look.line) for look in looks.values()}
+    free = (
+        Look(colour, line, marker)
+        for line, marker in itertools.cycle(zip(STYLES, _MARKERS, strict=True))
+        for colour in _FREE
+        if (colour, line) not in taken
+    )
+    return {name: looks[name] if name in looks else next(free) for name in names}
+
+
+def _own_look(name: str) -> Look | None:
+    if name.endswith(_WITHOUT_SINKS):
+        look = _LOOKS.get(name.removesuffix(_WITHOUT_SINKS))
+        return look and look._replace(line=DASHED, hollow=True)
+    return _LOOKS.get(re.sub(r", \d+ vectors$", "", name))

@@ -1,0 +1,108 @@
+"""What is left of predictions where parts of the model are replaced by linear maps."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from matlens.plots.colours import REPLACED, method_looks
+from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
+from matlens.plots.style import add_legend, layer_ticks, literal, styled, title_of
+
+_MANY = 8  # methods; the names of more stand on the right
+_FITTED = {
+    "all": "fitted on all tokens",
+    "not-first": "fitted on all but first tokens",
+    "not-sink": "fitted on all but sinks",
+}
+_WHERE = {
+    "all": "replaced at all tokens",
+    "not-first": "at all but the first",
+    "not-sink": "at all but sinks",
+    "predicted": "only at the predicted token",
+}
+
+
+@styled
+def alternation(results: pd.DataFrame) -> Figure:
+    """Precision@1 of every scheme against the number of blocks that it runs (paper A, Figure 6)."""
+    figure = Figure(figsize=(6.6, 4.6))
+    ax = figure.subplots()
+    looks = method_looks(("WRR, blocks first", "WRR, mat first", "R2", "mat", "id"))
+    for method, look in looks.items():
+        part = results[results["method"] == method]
+        if look.line == "none":
+            ax.plot(
+                part["layer"], part["value"], look.marker, color=look.colour, alpha=0.8, label=method, mew=0,
+                ms=4,
+            )  # fmt: skip
+        else:
+            draw_line(ax, part, look, method if method == "R2" else f"{method}, fixed exit")
+    ax.set_xlabel("blocks run")
+    ax.set_xticks(layer_ticks(int(results["layer"].max())))
+    precision_axis(ax)
+    add_legend(figure, columns=3)
+    figure.suptitle(title_of(results))
+    return figure
+
+
+@styled
+def by_method(results: pd.DataFrame) -> Figure:
+    """Precision@1 and surprisal over layers, a line for each method (paper A, Figure 10).
+
+    Infinite surprisal is marked above the top edge.
+    """
+    looks = method_looks(results["method"])
+    many = len(looks) > _MANY
+    figure = Figure(figsize=(12 if many else 9.4, 4.2))
+    axes = figure.subplots(1, 2)
+    for method, look in looks.items():
+        draw_both(axes, results[results["method"] == method], look, literal(method))
+    precision_axis(axes[0])
+    surprisal_axis(axes[1])
+    for ax in axes:
+        ax.set_xlabel(LAYER)
+        ax.set_xticks(layer_ticks(int(results["layer"].max())))
+    if many:
+        add_legend(figure, columns=1, place="outside right center")
+    else:
+        add_legend(figure, columns=3)
+    figure.suptitle(title_of(results))
+    return figure
+
+
+@styled
+def by_fitting(results: pd.DataFrame) -> Figure:
+    """Precision@1 and surprisal of one kind of stand-in, a column of panels for each way of fitting it.
+
+    In each panel are ``mat`` and a line for each way of replacing.
+
+    Parameters
+    ----------
+    results
+        Rows of ``mat``, and of methods called ``NAME, fit TOKENS, replace TOKENS``.
+    """
+    ways = results["method"].str.extract(r"^(?P<name>.+), fit (?P<fitted>.+), replace (?P<replaced>.+)$")
+    fits, replaced = (list(ways[column].dropna().unique()) for column in ("fitted", "replaced"))
+    figure = Figure(figsize=(1.4 + 3 * len(fits), 6))
+    panels = figure.subplots(2, len(fits), squeeze=False, sharex=True, sharey="row")
+    reference = method_looks(["mat"])["mat"]
+    looks = REPLACED | method_looks(name for name in replaced if name not in REPLACED)
+    for (precision, surprisal), fitted in zip(panels.T, fits, strict=True):
+        axes = (precision, surprisal)
+        draw_both(axes, results[results["method"] == "mat"], reference, "mat")
+        for where in replaced:
+            part = results[(ways["fitted"] == fitted) & (ways["replaced"] == where)]
+            draw_both(axes, part, looks[where], _WHERE.get(where, literal(f"replaced at {where}")))
+        precision.set_title(_FITTED.get(fitted, literal(f"fitted on {fitted}")))
+        precision_axis(precision)
+    for surprisal in panels[1]:  # once the limits that they share are settled
+        surprisal_axis(surprisal)
+        surprisal.set_xlabel(LAYER)
+        surprisal.set_xticks(layer_ticks(int(results["layer"].max())))
+    for ax in panels.flat:
+        ax.label_outer()
+    add_legend(figure, columns=1 + len(replaced))
+    names = ", ".join(ways["name"].dropna().unique())
+    figure.suptitle(f"{literal(names)}: {title_of(results)}")
+    return figure

@@ -1,0 +1,136 @@
+"""What all figures share: the style sheet, files, titles, ticks, legends, and text that is no formula."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, ParamSpec
+
+import numpy as np
+import pandas as pd
+from matplotlib import style
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from matlens.storage.folders import system_errors
+
+SHEET = Path(__file__).with_name("matlens.mplstyle")
+Place = Literal[
+    "outside lower center", "outside lower left", "outside lower right", "outside right center"
+]  # fmt: skip
+_Parameters = ParamSpec("_Parameters")
+
+
+def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]:
+    """Let a function draw its figure by the style sheet, whatever the caller's settings are."""
+
+    @functools.wraps(draw)
+    def drawn(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Figure:
+        with style_sheet():
+            figure = draw(*arguments, **options)
+            for ax in figure.axes:  # ticks follow the settings of the moment when they are first asked for
+                ax.xaxis.get_major_ticks()
+                ax.yaxis.get_major_ticks()
+        return figure
+
+    return drawn
+
+
+def style_sheet() -> AbstractContextManager[None]:
+    """Context with matplotlib's settings of all figures."""
+    return style.context(SHEET)
+
+
+def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = None) -> list[Path]:
+    """Write a figure as ``name.png`` and ``name.pdf``; returns both paths.
+
+    Parameters
+    ----------
+    title
+        Replaces the title of the figure.
+    """
+    paths = [Path(folder) / f"{name}.{suffix}" for suffix in ("png", "pdf")]
+    with system_errors(folder), style_sheet():
+        if title is not None:
+            figure.suptitle(literal(title))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            partial = path.with_name(f".{path.name}")
+            try:
+                figure.savefig(partial, format=path.suffix[1:])
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+    return paths
+
+
+# Titles and other text
+
+
+def short_name(name: str) -> str:
+    """Name of a model or of a corpus without its folders or its organisation."""
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name
+
+
+def model_title(model: str, corpus: str | None = None, n: int | tuple[int, int] | None = None) -> str:
+    """Title of a figure: the model by its short name, the corpus, and how many examples."""
+    parts = [short_name(name) for name in (model, corpus) if name is not None]
+    if n is not None:
+        parts.append(f"n = {' to '.join(f'{count:,}' for count in ((n,) if isinstance(n, int) else n))}")
+    return literal(", ".join(parts))
+
+
+def title_of(results: pd.DataFrame) -> str:
+    """Title that a table of results tells: its model, its corpus, and the examples of its rows."""
+    first = results.iloc[0]
+    fewest, most = int(results["n"].min()), int(results["n"].max())
+    return model_title(first["model"], first["corpus"], most if fewest == most else (fewest, most))
+
+
+def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
+    """Write text that is no formula; what the font cannot draw is shown by its code point."""
+    font = get_font(findfont(FontProperties(style=style)))
+    characters = (c if font.get_char_index(ord(c)) or c == "\n" else f"\\u{ord(c):04x}" for c in text)
+    return "".join(characters).replace("$", r"\$")
+
+
+# Ticks and legends
+
+
+def layer_ticks(last: int) -> list[int]:
+    """Round layers, and the last one whatever it is."""
+    ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]
+    gap = np.diff(ticks).min() if len(ticks) > 1 else 1
+    return [*(t for t in ticks if last - t >= gap / 2), last]
+
+
+def percent_ticks(axis: Axis) -> None:
+    """Write the shares of an axis as percentages, with no more digits than they have."""
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
+
+
+def add_legend(
+    figure: Figure,
+    handles: Sequence[Any] | None = None,
+    *,
+    columns: int = 4,
+    place: Place = "outside lower center",
+) -> None:
+    """Add a legend outside the panels, where it covers no curve.
+
+    Parameters
+    ----------
+    handles
+        What it names; by default everything with a label in the first panel.
+    columns
+        How many names stand side by side.
+    place
+        Side of the figure that it stands on.
+    """
+    named = figure.axes[0].get_legend_handles_labels()[0] if handles is None else handles
+    figure.legend(handles=list(named), loc=place, ncols=columns)

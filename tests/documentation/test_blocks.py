@@ -1,0 +1,77 @@
+"""Every code block of README and of the documentation runs, at small size."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from blocks import NOTEBOOKS, PAGES, PROJECT, Runner, check_make, check_script, run_notebook, shrink
+from blocks import small_load as small_load
+from blocks import small_models as small_models
+from blocks import small_world as small_world
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PROJECT))
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if "```" in page.read_text()], ids=name_of)
+def test_blocks_of_a_page(
+    path: Path, small_world: Path, record_property: Callable[[str, object], None]
+) -> None:
+    counts = Runner().run(path)
+    assert counts.total() > 0
+    record_property("documentation", dict(counts))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_cells_of_a_notebook(
+    path: Path, small_world: Path, record_property: Callable[[str, object], None]
+) -> None:
+    n_cells = run_notebook(path)
+    assert n_cells > 3
+    record_property("documentation", {"of notebooks run": n_cells})
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_commands_and_paths_in_the_text_are_there(path: Path) -> None:
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", path.read_text()):
+        if "..." in code:
+            continue
+        if code.startswith("python analyses/"):
+            check_script(shlex.split(code)[1:])
+        elif code.startswith("make "):
+            check_make(shlex.split(code)[1:])
+        elif re.fullmatch(r"(analyses|benchmarks|docs|tests|matlens)/[\w./-]+", code):
+            assert (PROJECT / code).exists(), code
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("split(n_train=4000, n_validation=1000)", "split(n_train=200, n_validation=50)"),
+        ("fit(values, 10_000, folder='out/10000')", "fit(values, 500, folder='out/10000')"),
+        ("controlled(model, ['L20D630'], 3.0)", "controlled(model, ['L20D6'], 3.0)"),
+        ("range(200)[:30]", "range(40)[:30]"),
+    ],
+)
+def test_sizes_are_made_small(code: str, expected: str) -> None:
+    assert shrink(code) == expected
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "```python\nassert 1 == 2, 'nothing'\n```",
+        "```sh\nmake nothing\n```",
+        "```sh\nmatlens values show --nothing\n```",
+    ],
+)
+def test_a_block_that_fails_is_not_overlooked(block: str, tmp_path: Path, small_world: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{block}\n")
+    with pytest.raises(Exception, match="nothing"):
+        Runner().run(page)

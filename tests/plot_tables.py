@@ -1,0 +1,120 @@
+"""Tables that figures are drawn from in tests, and where what is drawn stands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from matlens.storage.tables import COLUMNS
+
+METHODS = ("mat", "id")
+
+
+def result(
+    method: str, layer: int, target: int, metric: str, k: Any, value: float, spread: float
+) -> dict[str, Any]:
+    """One row of a table of results."""
+    columns = ("x", "some/model", "some-corpus", method, layer, target, metric, k, value)
+    return dict(zip(COLUMNS, (*columns, value - spread, value + 2 * spread, 1234), strict=True))
+
+
+def prediction_table(last: int) -> pd.DataFrame:
+    """Predictions of all layers by ``mat`` and ``id``, in an order that is not that of the layers."""
+    rows = []
+    for layer, (i, method) in itertools.product(reversed(range(last + 1)), enumerate(METHODS)):
+        for k in (1, 5, 10):
+            share = layer / last * (0.5 + k / 25 + i / 100)
+            rows.append(result(method, layer, last, "precision", k, share, 0.01 * k))
+        rows.append(result(method, layer, last, "surprisal", pd.NA, 5 - layer / last + i, 0.2))
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"k": "Int64"})
+
+
+def methods_table(names: Iterable[str]) -> pd.DataFrame:
+    """Predictions by methods of any name."""
+    parts = []
+    for i, name in enumerate(names):
+        rows = prediction_table(4)
+        rows = rows[rows["method"] == "mat"].assign(method=name)
+        parts.append(rows.assign(value=rows["value"] + rows["k"].isna() * i / 5 - rows["k"].notna() * i / 50))
+    return pd.concat(parts, ignore_index=True)
+
+
+def bands(ax: Axes) -> dict[str, PolyCollection]:
+    """Bands by the label of the line that they belong to."""
+    curves = [line for line in ax.lines if line.get_linestyle() != "None" and line.get_label()[0] != "_"]
+    filled = [band for band in ax.collections if isinstance(band, PolyCollection)]
+    return {str(line.get_label()): band for line, band in zip(curves, filled, strict=True)}
+
+
+def assert_curve(ax: Axes, label: str, rows: pd.DataFrame, x: str = "layer") -> Line2D:
+    """Check that one line has this label, and that it and its band go through the table's numbers."""
+    assert len(rows) > 0
+    (line,) = (line for line in ax.lines if line.get_label() == label)
+    rows = rows.sort_values(x)
+    np.testing.assert_allclose(line.get_xdata(), rows[x], rtol=1e-12)
+    np.testing.assert_array_equal(line.get_ydata(), rows["value"])
+    if line.get_linestyle() == "None":
+        return line
+    band = bands(ax)[label]
+    corners = {(round(x, 9), round(y, 9)) for x, y in band.get_paths()[0].vertices}
+    for edge in ("low", "high"):
+        assert {(round(a, 9), round(b, 9)) for a, b in zip(rows[x], rows[edge], strict=True)} <= corners
+    assert tuple(band.get_facecolor()[0][:3]) == to_rgb(line.get_color())
+    assert 0 < band.get_facecolor()[0][3] < 0.5
+    return line
+
+
+def named(figure: Figure) -> list[str]:
+    """Names in the legends of a figure."""
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def assert_legible(figure: Figure) -> None:
+    """Check that legends stand outside the panels, and that no text leaves the figure or meets another."""
+    figure.draw_without_rendering()
+    legends = [legend.get_window_extent() for legend in figure.legends]
+    texts = [Text.get_window_extent(text) for ax in figure.axes for text in ax.texts if text.get_text()]
+    titles = [ax.title.get_window_extent() for ax in figure.axes if ax.get_title()]
+    ticks = [
+        tick.label1.get_window_extent()
+        for ax in figure.axes
+        for axis, limits in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim()))
+        for tick in axis.get_major_ticks()
+        if tick.label1.get_text() and tick.label1.get_visible()
+        if min(limits) <= tick.get_loc() <= max(limits)
+    ]
+    labels = [
+        label.get_window_extent()
+        for ax in figure.axes
+        for label in (ax.xaxis.label, ax.yaxis.label)
+        if label.get_text() and label.get_visible()
+    ]
+    head = [figure._suptitle.get_window_extent()] if figure._suptitle is not None else []
+    written = [*legends, *texts, *titles, *ticks, *labels, *head]
+    for box in written:
+        inside = (
+            box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
+        )
+        assert inside, f"{box} leaves the figure"
+    for one, other in itertools.combinations(written, 2):
+        assert not meet(one, other), f"{one} lies on {other}"
+    for legend, ax in itertools.product(legends, figure.axes):
+        assert not meet(legend, ax.get_window_extent()), "a legend lies on a panel"
+
+
+def meet(one: Bbox, other: Bbox, slack: float = 1.0) -> bool:
+    """Whether two boxes share more than a pixel."""
+    across = min(one.x1, other.x1) - max(one.x0, other.x0)
+    up = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return bool(across > slack and up > slack)
