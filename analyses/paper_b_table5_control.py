@@ -167,7 +167,7 @@ def choose(
     top = top_tokens_of_all(values, projection)
     by_words = values_with_tokens(values, projection, top, words)["value"].head(n)
     vectors |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
-    scores = grade_values(values, top, projection.tokenizer, lambda texts: grader.grade(texts)[TOXICITY])
+    scores = grade_values(values, top, projection.tokenizer, grader)
     vectors[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
     return vectors
 

@@ -36,7 +36,7 @@ class SelfDebiasing(LogitsProcessor):
     Parameters
     ----------
     attributes
-        Which of the six of `ATTRIBUTES`; by default all, as in the comparison of Table 5.
+        Attributes to announce, of the six in `ATTRIBUTES`; by default all, as in the comparison of Table 5.
     decay
         ``lambda``: how fast tokens lose weight.
     floor
@@ -45,8 +45,8 @@ class SelfDebiasing(LogitsProcessor):
     Raises
     ------
     InputError
-        There are no attributes, or an unknown one; the decay is negative, or the floor is not above 0 and at
-        most 1.
+        There are no attributes, or one is unknown; the decay is negative; or the floor is not above 0, or is
+        more than 1.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
     Parameters
     ----------
     tokenizer
-        The model's own.
+        The tokenizer of the model.
     words
-        As they are typed; a word may be a phrase.
+        Words to ban, as they are typed; a word may be a phrase.
 
     Raises
     ------
@@ -102,12 +102,12 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
         There are no words, or one is empty or not in the vocabulary, not even in parts.
     """
     if not words or isinstance(words, str):
-        raise InputError("No words are given to be banned. Expected a list with at least one.")
+        raise InputError("No words to ban are given. Expected a list with at least one.")
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.strip()
-        found = [_tokens(tokenizer, space + form) for form in _forms(bare) for space in ("", " ")]
-        known = [tokens for tokens in found if tokens and tokenizer.unk_token_id not in tokens]
+        variants = [_tokens(tokenizer, space + form) for form in _forms(bare) for space in ("", " ")]
+        known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
         if not bare or not known:
             raise InputError(
                 f"The word {word!r} cannot be banned: the tokenizer makes no tokens of it. Expected words "
@@ -126,6 +126,6 @@ def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def announced_tokens(tokenizer: Any, prefix: str, tokens: Sequence[int]) -> list[int]:
-    """A text's tokens with a prefix before them, after what the tokenizer itself puts at the beginning."""
+    """A text's tokens with a prefix before them, after the token that the tokenizer begins texts with."""
     start = 1 if len(tokens) and tokens[0] == tokenizer.bos_token_id else 0
     return [*tokens[:start], *_tokens(tokenizer, prefix), *tokens[start:]]

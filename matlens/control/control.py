@@ -21,7 +21,7 @@ from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import mark_taken, taken_part
+from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def controlled(
     Parameters
     ----------
     model
-        As `matlens.load` gives it.
+        A model, as `matlens.load` gives it.
     names
-        Which value vectors, such as ``"L3D12"``.
+        Names of value vectors, such as ``"L3D12"``.
     value
         What their coefficients are set to; one number for all, or a number for each name. How large
         coefficients are differs from model to model: the paper's 3 is large for GPT-2.
@@ -57,9 +57,9 @@ def controlled(
     Raises
     ------
     InputError
-        There are no names, or one does not exist in this model, or is given twice or under control already;
-        a value is no finite number or, of several, missing or of a vector that is not named; a block, or its
-        FFN, is replaced.
+        There are no names; a name does not exist in this model, is given twice or is under control already; a
+        value is not a finite number; of several values one is missing, or belongs to a vector that is not
+        named; a block, or its FFN, is replaced.
 
     Examples
     --------
@@ -67,29 +67,29 @@ def controlled(
     ...     model.generate("I can't believe you")
     """
     values = ValueVectors(model)
-    wanted = _coefficients(values, names, value)
+    coefficients = _coefficients(values, names, value)
     active = _ACTIVE.setdefault(model, set())
-    again = sorted(active & set(wanted))
-    if again:
+    repeated = sorted(active & set(coefficients))
+    if repeated:
         raise InputError(
-            f"{again[0]} is under control already. Expected value vectors that no context around this one "
+            f"{repeated[0]} is under control already. Expected value vectors that no context around this one "
             "sets."
         )
-    kept = [_kept(layer) for layer in sorted({one.layer for one in wanted})]
-    controlled_already = {one.layer for one in active}
-    for ffn in kept:
-        replaced = ffn.source.layer not in controlled_already and taken_part(model, ffn)
+    ffns = [_ffn_in_use(layer) for layer in sorted({vector.layer for vector in coefficients})]
+    layers_under_control = {vector.layer for vector in active}
+    for ffn in ffns:
+        replaced = ffn.source.layer not in layers_under_control and find_reserved(model, ffn)
         if replaced:
             raise InputError(
                 f"Value vectors of layer {ffn.source.layer} cannot be controlled: {replaced} is replaced, "
-                "and what its coefficients are plays no part. Expected layers whose FFNs are run."
+                "so its coefficients have no effect. Expected layers whose FFNs are run."
             )
-    with model.hooks(fwd_hooks=_hooks(model, wanted)), mark_taken(model, kept):
-        active |= set(wanted)
+    with model.hooks(fwd_hooks=_hooks(model, coefficients)), reserve_parts(model, ffns):
+        active |= set(coefficients)
         try:
             yield model
         finally:
-            active -= set(wanted)
+            active -= set(coefficients)
 
 
 def _coefficients(
@@ -100,40 +100,45 @@ def _coefficients(
     resolved = [values.resolve(name) for name in names]
     if not resolved:
         raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
-    twice = {one for one in resolved if resolved.count(one) > 1}
-    if twice:
-        raise InputError(f"{min(twice)} is named twice. Expected each value vector once.")
+    repeated = {vector for vector in resolved if resolved.count(vector) > 1}
+    if repeated:
+        raise InputError(f"{min(repeated)} is named twice. Expected each value vector once.")
     if isinstance(value, Mapping):
-        given = {values.resolve(name): number for name, number in value.items()}
-        odd = sorted(set(given) ^ set(resolved))
-        if odd:
-            what = "has no value" if odd[0] in resolved else "has a value but is not named"
-            raise InputError(f"{odd[0]} {what}. Expected a value for each named vector and no other.")
+        numbers = {values.resolve(name): number for name, number in value.items()}
+        unmatched = sorted(set(numbers) ^ set(resolved))
+        if unmatched:
+            problem = "has no value" if unmatched[0] in resolved else "has a value but is not named"
+            raise InputError(
+                f"{unmatched[0]} {problem}. Expected a value for each named vector and no other."
+            )
     else:
-        given = dict.fromkeys(resolved, value)
-    for one, number in given.items():
+        numbers = dict.fromkeys(resolved, value)
+    for vector, number in numbers.items():
         if not isinstance(number, Real) or not math.isfinite(number):
             raise InputError(
-                f"{number!r} is no value for the coefficient of {one}. Expected a finite number."
+                f"{number!r} is no value for the coefficient of {vector}. Expected a finite number."
             )
-    return {one: float(given[one]) for one in resolved}
+    return {vector: float(numbers[vector]) for vector in resolved}
 
 
-def _kept(layer: int) -> Replacement:
-    """What says that the FFN of a layer is in use."""
+def _ffn_in_use(layer: int) -> Replacement:
+    """A replacement that changes nothing, and says that the FFN of a layer is in use."""
     return Replacement(lambda x: x, Site("ffn_in", layer), Site("ffn_out", layer))
 
 
-def _hooks(model: TransformerBridge, wanted: Mapping[ValueVector, float]) -> list[tuple[str, Any]]:
+def _hooks(model: TransformerBridge, coefficients: Mapping[ValueVector, float]) -> list[tuple[str, Any]]:
     layers: dict[int, dict[int, float]] = defaultdict(dict)
-    for one, number in wanted.items():
-        layers[one.layer][one.index] = number
-    found = Anatomy.from_model(model)
-    return [(found.hook(Site(COEFFICIENTS, layer)), _setting(own)) for layer, own in layers.items()]
+    for vector, number in coefficients.items():
+        layers[vector.layer][vector.index] = number
+    anatomy = Anatomy.from_model(model)
+    return [
+        (anatomy.hook(Site(COEFFICIENTS, layer)), _setter(of_layer)) for layer, of_layer in layers.items()
+    ]
 
 
-def _setting(own: Mapping[int, float]) -> Any:
-    index, numbers = torch.tensor(list(own)), torch.tensor(list(own.values()))
+def _setter(coefficients: Mapping[int, float]) -> Any:
+    """A hook that sets the coefficients of a layer, given by their index."""
+    index, numbers = torch.tensor(list(coefficients)), torch.tensor(list(coefficients.values()))
 
     def set_coefficients(m: Tensor, hook: Any) -> Tensor:
         changed = m.clone()

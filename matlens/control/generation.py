@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
-COLUMNS = ("prompt", "sample", "text")
+CONTINUATION_COLUMNS = ("prompt", "sample", "text")
 
 
 @torch.inference_mode()
@@ -43,28 +43,33 @@ def continue_prompts(
     use_cache: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Continue prompts by a fixed number of tokens, one row a continuation: ``prompt, sample, text``.
+    """Continue prompts by a fixed number of tokens, one row a continuation (paper B, section 6.1).
 
-    The text is the continuation alone. The end of the text is never generated, so all are of one length.
-    Inside of `controlled` or `matlens.patched` it is the changed model that generates.
+    Columns are ``prompt, sample, text``; the text is the continuation alone. The end of the text is never
+    generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
+    that generates.
 
     Parameters
     ----------
-    model, prompts
-        What is continued by what.
+    model
+        A model that predicts the next token.
+    prompts
+        Texts to continue.
     n_tokens
         How many tokens each continuation has.
     n_samples
         How many continuations to draw from the model's own distribution for each prompt; by default the
         greedy one.
     seed
-        Of the draws.
+        Seed of the draws.
     processor
-        What changes the logits: `SelfDebiasing` or what `word_filter` gives.
+        A processor of the logits: `SelfDebiasing`, or what `word_filter` gives.
     batch_size
-        Continuations that are generated together, padded on the left. It does not change them.
+        How many continuations are generated together, padded on the left. It does not change them.
     use_cache
         Whether to keep keys and values; it changes speed alone.
+    progress
+        Whether to show a bar over the continuations.
 
     Raises
     ------
@@ -82,28 +87,28 @@ def continue_prompts(
         max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=1, use_cache=use_cache,
         repetition_penalty=1.0, no_repeat_ngram_size=0, pad_token_id=_padding(model.tokenizer),
     )  # fmt: skip
-    found: dict[tuple[int, int], str] = {}
+    texts: dict[tuple[int, int], str] = {}
     with tqdm(total=len(rows), desc="continuing", unit="text", disable=not progress, delay=1) as bar:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             # A prompt as it is, then all of them after the first announcement, and so on.
-            given = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
-            ids, mask = _left_padded(given, _padding(model.tokenizer))
-            steps = [] if processor is None else [processor]
+            inputs = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
+            ids, mask = _left_padded(inputs, _padding(model.tokenizer))
+            processors = [] if processor is None else [processor]
             if n_samples is not None:
-                steps.append(_Chance(seed, batch, 1 + len(prefixes)))
-            written = model.original_model.generate(
+                processors.append(_GumbelDraws(seed, batch, 1 + len(prefixes)))
+            outputs = model.original_model.generate(
                 input_ids=ids.to(model.cfg.device), attention_mask=mask.to(model.cfg.device),
-                generation_config=config, logits_processor=LogitsProcessorList(steps),
+                generation_config=config, logits_processor=LogitsProcessorList(processors),
             )  # fmt: skip
-            new = written[: len(batch), ids.shape[1] :].tolist()
-            found |= {row: model.tokenizer.decode(own) for row, own in zip(batch, new, strict=True)}
+            new = outputs[: len(batch), ids.shape[1] :].tolist()
+            texts |= {row: model.tokenizer.decode(added) for row, added in zip(batch, new, strict=True)}
             bar.update(len(batch))
-    told = [(prompts[p], s, found[p, s]) for p, s in sorted(rows)]
-    return pd.DataFrame(told, columns=list(COLUMNS))
+    continuations = [(prompts[p], s, texts[p, s]) for p, s in sorted(rows)]
+    return pd.DataFrame(continuations, columns=list(CONTINUATION_COLUMNS))
 
 
-class _Chance(LogitsProcessor):
+class _GumbelDraws(LogitsProcessor):
     """Adds what makes the likeliest token a draw from the distribution (Gumbel's trick), row by row."""
 
     def __init__(self, seed: int, batch: Sequence[tuple[int, int]], n_variants: int) -> None:
@@ -115,7 +120,7 @@ class _Chance(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
     ) -> Float[Tensor, "rows d_vocab"]:
-        drawn = np.stack([own.gumbel(size=scores.shape[1]) for own in self._generators])
+        drawn = np.stack([generator.gumbel(size=scores.shape[1]) for generator in self._generators])
         noise = torch.from_numpy(drawn).repeat(self._n_variants, 1).to(scores.device)
         return scores.float().double() + noise
 
@@ -135,15 +140,15 @@ def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | 
 
 def _tokens(model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int) -> list[list[int]]:
     """Tokens of a prompt as it is, and after each prefix."""
-    own = list(model.tokenizer(prompt)["input_ids"])
-    if not own:
+    tokens = list(model.tokenizer(prompt)["input_ids"])
+    if not tokens:
         raise InputError(f"The prompt {prompt!r} has no tokens. Expected a text to go on from.")
-    variants = [own, *(announced_tokens(model.tokenizer, prefix, own) for prefix in prefixes)]
-    longest, most = max(map(len, variants)), model.cfg.n_ctx
-    if longest + n_tokens > most:
+    variants = [tokens, *(announced_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]
+    longest, context = max(map(len, variants)), model.cfg.n_ctx
+    if longest + n_tokens > context:
         raise InputError(
             f"The prompt {prompt[:60]!r} has {longest} tokens, announcements included, and {n_tokens} more "
-            f"do not fit into the model's context of {most}. Expected a shorter one."
+            f"do not fit into the model's context of {context}. Expected a shorter one."
         )
     return variants
 
@@ -154,10 +159,10 @@ def _padding(tokenizer: Any) -> int:
 
 
 def _left_padded(
-    given: Sequence[Sequence[int]], padding: int
+    texts: Sequence[Sequence[int]], padding: int
 ) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
-    ids = torch.full((len(given), max(map(len, given))), padding)
+    ids = torch.full((len(texts), max(map(len, texts))), padding)
     mask = torch.zeros_like(ids)
-    for row, own in enumerate(given):
-        ids[row, -len(own) :], mask[row, -len(own) :] = torch.tensor(own), 1
+    for row, tokens in enumerate(texts):
+        ids[row, -len(tokens) :], mask[row, -len(tokens) :] = torch.tensor(tokens), 1
     return ids, mask

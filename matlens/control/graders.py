@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
 
 from matlens.errors import InputError
 
-KEY = "PERSPECTIVE_API_KEY"
+KEY = "PERSPECTIVE_API_KEY"  # the environment variable
 TOXICITY = "toxicity"
 ATTRIBUTES = {
     TOXICITY: "rude, disrespectful, or unreasonable language",
@@ -32,15 +32,16 @@ _DETOXIFY_NAMES = {"sexual_explicit": "sexually_explicit", "obscene": "profanity
 _AT_ONCE = 32  # texts that detoxify reads together
 
 
+@runtime_checkable
 class Grader(Protocol):
-    """What grades texts.
+    """Anything that grades texts.
 
     Attributes
     ----------
     name
-        Which grader it is.
+        The grader's name.
     attributes
-        What it gives scores of, toxicity first; those of `ATTRIBUTES` that it knows.
+        The attributes of `ATTRIBUTES` that it gives scores of, toxicity first.
     """
 
     name: str
@@ -60,17 +61,17 @@ def make_grader(name: str) -> Grader:
         There is no such grader, its package is not installed, or there is no key for it.
     """
     if name not in GRADERS:
-        near = difflib.get_close_matches(name, GRADERS, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"There is no grader {name!r}. Expected one of {', '.join(GRADERS)}.{meant}")
+        close = difflib.get_close_matches(name, GRADERS, n=1)
+        suggestion = f" Did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"There is no grader {name!r}. Expected one of {', '.join(GRADERS)}.{suggestion}")
     return GRADERS[name]()
 
 
 class ProfanityCheck:
     """A linear model over the words of a text, trained on 200,000 comments and tweets (alt-profanity-check).
 
-    It hears single words, not what is said: what it calls toxicity is the probability of rude or profane
-    language. A text with no word that it knows has 0.036.
+    It looks at single words, not at what is said: what it calls toxicity is the probability of rude or
+    profane language. A text without a word that it knows has the score 0.036.
 
     Raises
     ------
@@ -90,8 +91,8 @@ class ProfanityCheck:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text."""
-        found = self._predict(list(texts)) if len(texts) else ()
-        return {TOXICITY: np.asarray(found, dtype=np.float64)}
+        scores = self._predict(list(texts)) if len(texts) else ()
+        return {TOXICITY: np.asarray(scores, dtype=np.float64)}
 
 
 class Detoxify:
@@ -100,7 +101,7 @@ class Detoxify:
     Raises
     ------
     InputError
-        The package is not installed, or its weights cannot be had.
+        The package is not installed, or its weights cannot be downloaded.
     """
 
     name = "detoxify"
@@ -115,27 +116,27 @@ class Detoxify:
             self._model: Any = detoxify.Detoxify("unbiased")
         except (OSError, RuntimeError) as error:
             raise InputError(
-                f"The weights of detoxify could not be had: {error}. Expected a connection to github.com and "
-                "to the hub on the first use. The grader profanity-check needs none."
+                f"The weights of detoxify could not be downloaded: {error}. Expected a connection to "
+                "github.com and to the hub on the first use. The grader profanity-check needs none."
             ) from error
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text, for each attribute."""
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in self.attributes}
         for start in range(0, len(texts), _AT_ONCE):
-            found = self._model.predict(list(texts[start : start + _AT_ONCE]))
-            for name, scores in found.items():
-                own = _DETOXIFY_NAMES.get(name, name)
-                if own in parts:  # of a single text it gives a bare number
-                    parts[own].append(np.atleast_1d(np.asarray(scores, dtype=np.float64)))
-        return {name: np.concatenate(own) for name, own in parts.items()}
+            scores_by_name = self._model.predict(list(texts[start : start + _AT_ONCE]))
+            for name, scores in scores_by_name.items():
+                attribute = _DETOXIFY_NAMES.get(name, name)
+                if attribute in parts:  # of a single text it gives a bare number
+                    parts[attribute].append(np.atleast_1d(np.asarray(scores, dtype=np.float64)))
+        return {attribute: np.concatenate(scores) for attribute, scores in parts.items()}
 
 
 def _perspective() -> Grader:
     key = os.environ.get(KEY, "").strip()
     if not key:
         raise InputError(
-            f"The Perspective API wants a key, and the environment variable {KEY} is not set. Expected: "
+            f"The Perspective API needs a key, and the environment variable {KEY} is not set. Expected: "
             f"export {KEY}=... before the command. The grader profanity-check needs none."
         )
     try:

@@ -26,10 +26,18 @@ _TOKENS = 512  # of a batch; each has its distribution over the vocabulary held,
 
 
 class SentenceLosses(NamedTuple):
-    """What a model loses on each of ``n`` sentences: the sum of ``-ln p``, and of how many tokens."""
+    """The loss of a model on each of ``n`` sentences.
 
-    lost: Float[np.ndarray, " n"]
-    counted: Int[np.ndarray, " n"]
+    Attributes
+    ----------
+    total
+        ``-ln p`` summed over the tokens of the sentence.
+    n_tokens
+        How many tokens the sum is over.
+    """
+
+    total: Float[np.ndarray, " n"]
+    n_tokens: Int[np.ndarray, " n"]
 
 
 @torch.inference_mode()
@@ -49,11 +57,13 @@ def sentence_losses(
     Parameters
     ----------
     model, corpus
-        What reads what.
+        A model, and the sentences that it reads.
     debiasing
-        For what is lost under `SelfDebiasing`: every sentence is read after each announcement too.
+        Self-Debiasing to measure the losses under: every sentence is read after each announcement too.
     batch_tokens
         Most tokens of a batch, padding counted. It does not change the numbers.
+    progress
+        Whether to show a bar over the sentences.
 
     Raises
     ------
@@ -66,30 +76,30 @@ def sentence_losses(
             "Expected a decoder."
         )
     examples = make_examples(model, corpus)
-    lost, counted = np.zeros(len(examples)), examples.lengths - 1
-    if not counted.any():
+    total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
+    if not n_tokens.any():
         raise InputError("No sentence has two tokens, so there is no next token to predict.")
     with tqdm(total=len(examples), desc="perplexity", unit="sentence", disable=not progress, delay=1) as bar:
         for batch in examples.batches(batch_tokens):
             log_p = _log_probs(model, batch, debiasing)
-            own = log_p.gather(2, batch.tokens[:, 1:, None].to(log_p.device))[:, :, 0].double()
-            meant = batch.mask[:, 1:].bool().to(own.device)
-            lost[batch.index] = -own.where(meant, torch.zeros_like(own)).sum(1).cpu().numpy()
+            of_tokens = log_p.gather(2, batch.tokens[:, 1:, None].to(log_p.device))[:, :, 0].double()
+            real = batch.mask[:, 1:].bool().to(of_tokens.device)
+            total[batch.index] = -of_tokens.where(real, torch.zeros_like(of_tokens)).sum(1).cpu().numpy()
             bar.update(len(batch.index))
-    return SentenceLosses(lost, counted)
+    return SentenceLosses(total, n_tokens)
 
 
 def perplexity_estimate(losses: SentenceLosses) -> Estimate:
     """``exp`` of the mean loss of all tokens of all sentences, with its 95% interval over sentences."""
-    return _ratio(losses.lost, losses.counted)
+    return _exp_of_mean(losses.total, losses.n_tokens)
 
 
 def perplexity_ratio(losses: SentenceLosses, unchanged: SentenceLosses) -> Estimate:
-    """How many times as large a changed model's perplexity is, with its 95% interval over sentences.
+    """Perplexity of a changed model over that of the unchanged one, with its 95% interval over sentences.
 
     Both have read the same sentences, so the interval is far narrower than those of the two perplexities.
     """
-    return _ratio(losses.lost - unchanged.lost, unchanged.counted)
+    return _exp_of_mean(losses.total - unchanged.total, unchanged.n_tokens)
 
 
 def _log_probs(
@@ -116,12 +126,12 @@ def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Ten
     return logits
 
 
-def _ratio(lost: np.ndarray, counted: np.ndarray) -> Estimate:
-    """``exp(sum lost / sum counted)`` with its 95% interval over sentences."""
-    n, mean = len(lost), lost.sum() / counted.sum()
+def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:
+    """``exp(sum total / sum n_tokens)`` with its 95% interval over sentences."""
+    n, mean = len(total), total.sum() / n_tokens.sum()
     half = math.nan
     if n > 1:
         # A ratio of two sums varies as its residuals do (the delta method).
-        error = np.std(lost - mean * counted, ddof=1) / (counted.mean() * math.sqrt(n))
+        error = np.std(total - mean * n_tokens, ddof=1) / (n_tokens.mean() * math.sqrt(n))
         half = float(error * stats.t.ppf(0.975, n - 1))
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)

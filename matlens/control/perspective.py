@@ -1,4 +1,4 @@
-"""The Perspective API as a grader, over HTTP: what paper B grades with."""
+"""The Perspective API as a grader, over HTTP: the grader of paper B's Table 5."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _BUSY = (429, 500, 502, 503, 504)
 class Perspective:
     """Grade texts by the Perspective API, one request a text.
 
-    What is refused for now is asked again, later each time; the API is asked to store nothing. An empty text
-    is not sent, and has the score 0.
+    A request that is refused for now is repeated, later each time; the API is asked to store nothing. An
+    empty text is not sent, and has the score 0.
 
     Parameters
     ----------
@@ -36,11 +36,12 @@ class Perspective:
     url
         The address of the API, or of another server that speaks like it.
     per_second
-        Most requests in a second.
+        The largest number of requests in a second.
     retries
         How often a request is repeated.
     backoff
-        Seconds: pauses between repetitions are none, then twice this, and twice as long from one to the next.
+        Seconds between repetitions: the first follows at once, the second after twice this, and every pause
+        is twice as long as the one before.
 
     Raises
     ------
@@ -67,14 +68,14 @@ class Perspective:
             )
         self.attributes = tuple(attributes)
         self._url, self._pause, self._last = url, 1 / per_second, -float("inf")
-        again = Retry(
+        repetition = Retry(
             total=retries, backoff_factor=backoff, status_forcelist=_BUSY, allowed_methods=("POST",),
             raise_on_status=False,
         )  # fmt: skip
         self._key, self._session = key, requests.Session()
         self._session.headers["x-goog-api-key"] = key
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=again))
+            self._session.mount(scheme, HTTPAdapter(max_retries=repetition))
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text, for each attribute.
@@ -82,7 +83,7 @@ class Perspective:
         Raises
         ------
         InputError
-            The API does not answer, refuses, or answers what is no score.
+            The API does not answer, refuses, or its answer has no scores.
         """
         bar = tqdm(texts, desc="grading", unit="text", delay=1)
         rows = [self._scores(text) if text.strip() else dict.fromkeys(self.attributes, 0.0) for text in bar]
@@ -93,26 +94,26 @@ class Perspective:
         self._session.close()
 
     def _scores(self, text: str) -> dict[str, float]:
-        asked = {
+        request = {
             "comment": {"text": text},
             "languages": ["en"],
             "requestedAttributes": {name.upper(): {} for name in self.attributes},
             "doNotStore": True,
         }
-        answer = self._post(asked)
+        answer = self._post(request)
         try:
-            told = answer["attributeScores"]
-            return {name: float(told[name.upper()]["summaryScore"]["value"]) for name in self.attributes}
+            scores = answer["attributeScores"]
+            return {name: float(scores[name.upper()]["summaryScore"]["value"]) for name in self.attributes}
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"The Perspective API gave no score ({type(error).__name__}: {error}). Expected a summary "
                 "score for each attribute; is the address that of the API?"
             ) from error
 
-    def _post(self, asked: dict[str, Any]) -> Any:
+    def _post(self, request: dict[str, Any]) -> Any:
         time.sleep(max(self._last + self._pause - time.monotonic(), 0))
         try:
-            answer = self._session.post(self._url, json=asked, timeout=_SECONDS, allow_redirects=False)
+            answer = self._session.post(self._url, json=request, timeout=_SECONDS, allow_redirects=False)
         except requests.RequestException as failure:
             raise InputError(
                 f"The Perspective API does not answer: {type(failure).__name__}. Expected a connection to "
@@ -133,5 +134,5 @@ class Perspective:
             403: "Is the key valid, and the API enabled for it?",
             429: "Too many requests for this key's quota: try again later.",
         }.get(answer.status_code, "Try again later.")  # fmt: skip
-        said = f" ({reason.replace(self._key, '...')})" if reason else ""
-        raise InputError(f"The Perspective API refuses with status {answer.status_code}{said}. {advice}")
+        quoted = f" ({reason.replace(self._key, '...')})" if reason else ""
+        raise InputError(f"The Perspective API refuses with status {answer.status_code}{quoted}. {advice}")

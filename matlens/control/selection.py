@@ -1,37 +1,37 @@
 """Choosing value vectors for control by a grader of their top tokens (paper B, appendix A.4).
 
-By words they are chosen with `values_with_tokens` and `values_promoting`.
+To choose them by words, see `values_with_tokens` and `values_promoting` of `matlens.ffn`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
 
+from matlens.control.graders import TOXICITY, Grader
 from matlens.errors import InputError
-from matlens.ffn.projection import TopTokens
+from matlens.ffn.projection import TopTokens, name_columns
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts
 
 HARMLESS = 0.1  # the paper's threshold
-Scores = Callable[[Sequence[str]], Any]
 
 
-def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, score: Scores) -> pd.DataFrame:
-    """Grade the top tokens of every value vector, one after the other with a space between, one row a vector.
+def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader: Grader) -> pd.DataFrame:
+    """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
 
-    Columns are ``value, layer, index, text, score``.
+    The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
+    score``.
 
     Parameters
     ----------
     values, tokenizer
-        Of the model.
+        Value vectors of the model, and its tokenizer.
     tokens
-        What `top_tokens_of_all` has found; the paper grades 30 of each.
-    score
-        What gives each text a number from 0, harmless, to 1, such as `Grader.toxicity`.
+        Top tokens of all value vectors, as `top_tokens_of_all` gives them; the paper grades 30 of each.
+    grader
+        A grader, whose toxicity from 0, harmless, to 1 is the score.
 
     Raises
     ------
@@ -41,42 +41,59 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, score:
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
-            "of them, as top_of_all gives."
+            "of them, as top_tokens_of_all gives."
         )
-    known = dict(zip(ids := tokens.ids.unique().tolist(), token_texts(tokenizer, ids), strict=True))
-    texts = [" ".join(known[token].strip() for token in own) for own in tokens.ids.tolist()]
-    named = [values.at(row) for row in range(len(values))]
-    columns = {"value": list(map(str, named)), "layer": [one.layer for one in named]}
-    return pd.DataFrame(
-        {**columns, "index": [one.index for one in named], "text": texts, "score": score(texts)}
-    )
+    ids = tokens.ids.unique().tolist()
+    words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
+    texts = [" ".join(words[token].strip() for token in row) for row in tokens.ids.tolist()]
+    return name_columns(values, range(len(values))).assign(text=texts, score=grader.grade(texts)[TOXICITY])
 
 
 def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: int = 0) -> pd.DataFrame:
-    """``n`` value vectors drawn at random among those with a score below a threshold, as the paper does.
+    """Draw ``n`` value vectors at random among those with a score below a threshold (appendix A.4).
+
+    Parameters
+    ----------
+    graded
+        Graded value vectors, as `grade_values` gives them.
+    n
+        How many value vectors to draw.
+    below
+        The threshold.
+    seed
+        Seed of the draw.
 
     Raises
     ------
     InputError
-        There are fewer than ``n``.
+        There are fewer than ``n`` such vectors, or ``n`` is less than 1.
     """
-    return _enough(graded[graded["score"] < below], n, f"a score below {below}").sample(n, random_state=seed)
+    harmless = graded[graded["score"] < below]
+    return _require_enough(harmless, n, f"a score below {below}").sample(n, random_state=seed)
 
 
 def most_harmless(graded: pd.DataFrame, n: int) -> pd.DataFrame:
     """The ``n`` value vectors with the smallest scores, the smallest first.
 
+    Parameters
+    ----------
+    graded
+        Graded value vectors, as `grade_values` gives them.
+    n
+        How many value vectors to take.
+
     Raises
     ------
     InputError
-        There are fewer than ``n``.
+        There are fewer than ``n`` vectors, or ``n`` is less than 1.
     """
-    return _enough(graded, n, "a score").nsmallest(n, "score")
+    return _require_enough(graded, n, "a score").nsmallest(n, "score")
 
 
-def _enough(found: pd.DataFrame, n: int, what: str) -> pd.DataFrame:
-    if not 1 <= n <= len(found):
+def _require_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
+    most = len(graded)
+    if not 1 <= n <= most:
         raise InputError(
-            f"{n} value vectors were asked for, and {len(found)} have {what}. Expected 1 to {len(found)}."
+            f"{n} value vectors were asked for, and {most} have {quality}. Expected 1 to {most}."
         )
-    return found
+    return graded

@@ -49,13 +49,13 @@ _COPIES = 2  # of the distances, in float64: scipy works on one of its own
 
 
 class Clusters:
-    """Which cluster each value vector of a model belongs to.
+    """Which cluster each value vector of a model belongs to (section 5.2).
 
     Attributes
     ----------
     labels
-        ``[n_layers * d_mlp]``, from 0, layer after layer as in `Values.at`. Clusters are numbered by their
-        size, the largest first, and those of one size by their first vector.
+        ``[n_layers * d_mlp]``, from 0, layer after layer as in `ValueVectors.at`. Clusters are numbered by
+        their size, the largest first, and those of one size by their first vector.
     method
         ``exact`` or ``neighbours``.
     sizes
@@ -92,16 +92,16 @@ class Clusters:
         Parameters
         ----------
         values
-            Of the model.
+            Value vectors of the model.
         n_clusters
-            The paper has 10,000 of 36,864 vectors of GPT-2.
+            How many clusters to make; the paper makes 10,000 of the 36,864 vectors of GPT-2.
         memory
             Most GiB that exact clusters may take for their distances, ``8 n (n - 1)`` bytes. The default is
             enough for 23,000 vectors; those of GPT-2 take 10.1 GiB, those of SmolLM2-135M 15.8.
         folder
-            Where the answer is kept, and read from if it is there.
+            Where the clusters are kept, and read from if they are there.
         progress
-            Say so.
+            Whether to print the line.
 
         Raises
         ------
@@ -181,12 +181,19 @@ class Clusters:
             A name does not exist in this model, or the clusters are those of another.
         """
         self.provenance.require_same(values.identity, ours="the clusters")
-        found = [values.resolve(name) for name in names]
-        rows = [value.layer * values.d_mlp + value.index for value in found]
+        vectors = [values.resolve(name) for name in names]
+        rows = [vector.layer * values.d_mlp + vector.index for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
-    def directions(self, values: ValueVectors, chosen: Iterable[int]) -> Float[Tensor, "m d_model"]:
+    def directions(self, values: ValueVectors, numbers: Iterable[int]) -> Float[Tensor, "m d_model"]:
         """Mean of the unit vectors of each cluster, which is what its vectors have in common.
+
+        Parameters
+        ----------
+        values
+            The value vectors that were clustered.
+        numbers
+            Numbers of the clusters, a row each.
 
         Raises
         ------
@@ -195,19 +202,26 @@ class Clusters:
         """
         self.provenance.require_same(values.identity, ours="the clusters")
         means = []
-        for cluster in chosen:
+        for cluster in numbers:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
             means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0))
         return torch.stack(means).float()
 
     def cosines(
-        self, directions: Float[Tensor, "m d_model"], chosen: Sequence[int]
+        self, directions: Float[Tensor, "m d_model"], numbers: Sequence[int]
     ) -> Float[np.ndarray, " m"]:
-        """Mean cosine between two vectors of each cluster, from its direction; NaN where it has only one.
+        """Mean cosine between two vectors of each cluster; NaN where a cluster has only one.
 
-        1 where all point the same way, about 0 where they have nothing to do with each other.
+        1 where all vectors point the same way, about 0 where they have nothing to do with each other.
+
+        Parameters
+        ----------
+        directions
+            The directions of the clusters, see `directions`; the cosines follow from their lengths.
+        numbers
+            Numbers of the clusters.
         """
-        size = self.sizes[list(chosen)].astype(float)
+        size = self.sizes[list(numbers)].astype(float)
         squared = directions.double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
@@ -216,7 +230,7 @@ def cluster_table(
     values: ValueVectors,
     projection: Projection,
     clusters: Clusters,
-    chosen: Sequence[int],
+    numbers: Sequence[int],
     *,
     n_tokens: int = 10,
 ) -> pd.DataFrame:
@@ -225,17 +239,30 @@ def cluster_table(
     Columns are ``cluster, size, layers, first_layer, last_layer, cosine, members, tokens``: how many layers
     its vectors are from, the first and the last of these, the mean cosine between two of its vectors, the
     vectors' names, and the top tokens of its direction, as people see them.
+
+    Parameters
+    ----------
+    values, projection, clusters
+        Value vectors of the model, how they are read, and their clusters.
+    numbers
+        Numbers of the clusters to list, such as `Clusters.holding` gives.
+    n_tokens
+        How many tokens of each cluster.
+
+    Raises
+    ------
+    InputError
+        There is no such cluster, the clusters are those of another model, or ``n_tokens`` is less than 1.
     """
-    directions = clusters.directions(values, chosen)
+    directions = clusters.directions(values, numbers)
     top = projection.top(directions, n_tokens).ids.tolist()
     rows = []
-    for cluster, cosine, ids in zip(chosen, clusters.cosines(directions, chosen), top, strict=True):
+    for cluster, cosine, ids in zip(numbers, clusters.cosines(directions, numbers), top, strict=True):
         members = [values.at(row) for row in clusters.members(cluster).tolist()]
         layers = sorted({value.layer for value in members})
         texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
         names = " ".join(map(str, members))
-        told = (len(members), len(layers), layers[0], layers[-1], float(cosine), names, texts)
-        rows.append((cluster, *told))
+        rows.append((cluster, len(members), len(layers), layers[0], layers[-1], float(cosine), names, texts))
     columns = ["cluster", "size", "layers", "first_layer", "last_layer", "cosine", "members", "tokens"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -243,11 +270,12 @@ def cluster_table(
 def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
     vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
-    wrong = (~(lengths > 0) | lengths.isinf()).nonzero()
-    if len(wrong):
+    without_direction = (~(lengths > 0) | lengths.isinf()).nonzero()[:, 0].tolist()
+    if without_direction:
         raise InputError(
-            f"The value vector {values.at(int(wrong[0, 0]))} is zero or not finite, so it has no "
-            f"direction to cluster by, nor do {len(wrong) - 1} more. Expected a model without such weights."
+            f"The value vector {values.at(without_direction[0])} is zero or not finite, so it has no "
+            f"direction to cluster by, nor do {len(without_direction) - 1} more. Expected a model without "
+            "such weights."
         )
     return vectors.div_(lengths).numpy()
 
@@ -263,14 +291,14 @@ def method_within(n: int, memory: float) -> str:
 
 
 def agglomerate(unit: Float[np.ndarray, "n d"], n_clusters: int, method: str) -> Int[np.ndarray, " n"]:
-    """Which cluster each vector is in, clusters numbered by size and those of one size by their first vector.
+    """Cluster vectors: which cluster each is in, numbered by size, then by their first vector.
 
     Parameters
     ----------
     unit
         Vectors of length 1, in float64.
     n_clusters
-        From 1 to as many as there are vectors.
+        How many clusters to make, from 1 to as many as there are vectors.
     method
         ``exact`` or ``neighbours``.
     """
@@ -285,8 +313,8 @@ def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.nd
     graph = kneighbors_graph(unit, min(NEAR, len(unit) - 1), mode="connectivity", include_self=False)
     ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)
     with warnings.catch_warnings():
-        # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is what
-        # one wants of bundles that have no neighbours outside; who reads of it could do nothing about it.
+        # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is right
+        # for bundles without neighbours outside; its warning would tell users nothing that they can act on.
         warnings.filterwarnings("ignore", "the number of connected components", UserWarning)
         return ward.fit_predict(unit)
 
@@ -297,23 +325,24 @@ def _distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " pairs"]:
     distances, start = np.empty(n * (n - 1) // 2), 0
     for first in range(0, n, _BLOCK):
         block = 1 - unit[first : first + _BLOCK] @ unit.T
-        for row, own in enumerate(block, start=first):
-            distances[start : start + n - 1 - row] = own[row + 1 :]
+        for row, to_all in enumerate(block, start=first):
+            distances[start : start + n - 1 - row] = to_all[row + 1 :]
             start += n - 1 - row
     return distances
 
 
 def _cut(merges: Float[np.ndarray, "n_minus_1 4"], n_clusters: int) -> Int[np.ndarray, " n"]:
-    """Clusters that are left when exactly so many are."""
+    """Labels after as many merges as leave exactly so many clusters."""
     n = len(merges) + 1
-    done = merges[: n - n_clusters, :2].astype(int)
-    made = np.repeat(np.arange(n, n + len(done)), 2)
-    edges = coo_array((np.ones(done.size), (done.ravel(), made)), shape=(2 * n, 2 * n))
+    children = merges[: n - n_clusters, :2].astype(int)
+    parents = np.repeat(np.arange(n, n + len(children)), 2)
+    edges = coo_array((np.ones(children.size), (children.ravel(), parents)), shape=(2 * n, 2 * n))
     return connected_components(edges, directed=False)[1][:n]
 
 
 def _by_size(labels: np.ndarray) -> Int[np.ndarray, " n"]:
-    _, first, own, size = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
+    """The same clusters numbered by size, the largest first, and those of one size by their first vector."""
+    _, first, label, size = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
     number = np.empty_like(first)
     number[np.lexsort((first, -size))] = np.arange(len(first))
-    return number[own]
+    return number[label]

@@ -11,29 +11,12 @@ import torch
 from conftest import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from self_debiasing import debiased_probabilities
 from torch import Tensor
 
 from matlens import InputError
 from matlens.control.baselines import SelfDebiasing, announced_tokens, word_filter
 from matlens.control.graders import ATTRIBUTES
-
-
-def softmax(logits: list[float]) -> list[float]:
-    top = max(logits)
-    weights = [math.exp(one - top) for one in logits]
-    return [one / sum(weights) for one in weights]
-
-
-def by_formula(plain: list[float], announced: list[list[float]], decay: float, floor: float) -> list[float]:
-    """``p~`` as section 4.1 of Schick et al. writes it, with the floor of their code."""
-    p, biased = softmax(plain), [softmax(one) for one in announced]
-    weights = []
-    for w in range(len(p)):
-        delta = min(p[w] - one[w] for one in biased)
-        alpha = 1.0 if delta >= 0 else max(math.exp(decay * delta), floor)
-        weights.append(alpha * p[w])
-    return [one / sum(weights) for one in weights]
-
 
 NAMES = st.lists(st.sampled_from(list(ATTRIBUTES)), min_size=1, max_size=6, unique=True)
 
@@ -52,7 +35,7 @@ def test_every_row_has_the_probabilities_of_the_formula(
     found = one(torch.zeros(len(scores), 1, dtype=torch.long), scores).softmax(-1)
     for row in range(n):
         announced = [scores[row + n * (1 + i)].tolist() for i in range(len(names))]
-        expected = torch.tensor(by_formula(scores[row].tolist(), announced, decay, floor))
+        expected = torch.tensor(debiased_probabilities(scores[row].tolist(), announced, decay, floor))
         for variant in range(1 + len(names)):
             torch.testing.assert_close(found[row + n * variant], expected, rtol=1e-4, atol=1e-6)
 
@@ -152,8 +135,8 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "No words are given to be banned"),
-        ("damn", "No words are given to be banned"),
+        ([], "No words to ban are given"),
+        ("damn", "No words to ban are given"),
         (["damn", "fool"], "The word 'fool' cannot be banned: the tokenizer makes no tokens of it"),
         (["  "], "The word '  ' cannot be banned"),
     ],

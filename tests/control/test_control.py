@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, LAYERS, MASKED, N_LAYERS, SITE_MODULES, assert_near, plain_vectors
+from conftest import ARCHITECTURES, MASKED, N_LAYERS, assert_near, plain_vectors
+from hand_controlled import CHOSEN, controlled_by_hand, output_layer, parsed
 from handpatched import jump_part, submodule_part
-from patching.test_contexts import SENTENCES, assert_same, linear, vectors
-from patching.test_contexts_nested import assert_as_before, state
+from patched_models import SENTENCES, assert_as_before, assert_same, linear, state, vectors
 from torch import Tensor
 
 import matlens
@@ -21,42 +20,15 @@ from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import Anatomy
 
 Models = Callable[[str], Any]
-CHOSEN = {"L0D5": 3.0, "L0D11": -2.5, "L2D7": 4.0}
+
 N_NEW = 8
+
 TEXTS = ["w4 w40 w11 w0 w29 w9", "w17", "w8 w8 w30 w21 w2 w35 w45 w13 w7 w26 w1 w19"]
-
-
-def parsed(chosen: Mapping[str, float]) -> list[tuple[int, int, float]]:
-    """``L0D5`` and its like taken apart, without matlens."""
-    return [(*map(int, name[1:].split("D")), number) for name, number in chosen.items()]
-
-
-def output_layer(name: str, plain: Any, layer: int) -> Any:
-    return plain.get_submodule(LAYERS[name][0])[layer].get_submodule(SITE_MODULES[name]["ffn_post"][0])
-
-
-@contextmanager
-def by_hand(name: str, plain: Any, chosen: Mapping[str, float]) -> Iterator[None]:
-    """Overwrite what output matrices of the plain model are given."""
-    handles = []
-    for layer, index, number in parsed(chosen):
-
-        def overwrite(_: Any, args: tuple[Tensor], index: int = index, number: float = number) -> Any:
-            m = args[0].clone()
-            m[..., index] = number
-            return (m, *args[1:])
-
-        handles.append(output_layer(name, plain, layer).register_forward_pre_hook(overwrite, prepend=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def hand_vectors(name: str, plain: Any, chosen: Mapping[str, float]) -> list[dict[str, Tensor]]:
     """Vectors and logits of every sentence read alone."""
-    with by_hand(name, plain, chosen):
+    with controlled_by_hand(name, plain, chosen):
         found = [plain_vectors(name, plain, torch.tensor(sentence)) for sentence in SENTENCES]
     return [{site: value[0] for site, value in one.items()} for one in found]
 
@@ -192,7 +164,7 @@ def test_prompts_of_different_lengths_go_on_as_the_plain_model_finds_likeliest(
     ours = torch.stack(found.logits, dim=1)
     for row, own, text in zip(found.sequences, ours, TEXTS, strict=True):
         sentence = row[-len(text.split()) - N_NEW :]
-        with by_hand(name, plain, CHOSEN), torch.inference_mode():
+        with controlled_by_hand(name, plain, CHOSEN), torch.inference_mode():
             theirs = plain(sentence[None]).logits[0, -N_NEW - 1 : -1]
         assert_near(own, theirs)
         assert torch.equal(sentence[-N_NEW:], own.argmax(-1))

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, N_CTX
-from control.test_baselines import by_formula
-from control.test_control import CHOSEN, by_hand
+from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part
-from patching.test_contexts import linear
+from patched_models import linear
+from self_debiasing import debiased_probabilities
 
 import matlens
 from matlens import InputError, patched
@@ -60,7 +60,7 @@ def test_greedy_continuations_are_the_plain_models_own(
     name: str, control: bool, cached: bool, small_model: Models, plain_model: Models
 ) -> None:
     model, plain = small_model(name), plain_model(name)
-    with by_hand(name, plain, GENTLE if control else {}):
+    with controlled_by_hand(name, plain, GENTLE if control else {}):
         expected = [go_on(plain, model.tokenizer, prompt, greedy(plain)) for prompt in PROMPTS]
     assert len(set(expected)) > 1
     with controlled(model, GENTLE, GENTLE) if control else nullcontext():
@@ -136,7 +136,7 @@ def test_self_debiasing_goes_on_by_the_formula(name: str, small_model: Models, p
 
         def choose(tokens: list[int], step: int) -> int:
             p = [np.log(plain_probabilities(plain, [*prefix, *tokens])).tolist() for prefix in variants]
-            found = by_formula(p[0], p[1:], debiasing.decay, debiasing.floor)
+            found = debiased_probabilities(p[0], p[1:], debiasing.decay, debiasing.floor)
             return int(np.argmax(np.log(found) + chance.gumbel(size=len(found))))
 
         return choose

@@ -75,7 +75,7 @@ def test_weights_of_detoxify_that_cannot_be_had_are_told(monkeypatch: pytest.Mon
         raise OSError("no route to host")
 
     monkeypatch.setitem(sys.modules, "detoxify", types.SimpleNamespace(Detoxify=fail))
-    with pytest.raises(InputError, match=r"weights of detoxify could not be had: no route to host\..*github"):
+    with pytest.raises(InputError, match=r"detoxify could not be downloaded: no route to host\..*github"):
         make_grader("detoxify")
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, assert_near
-from control.test_baselines import by_formula
-from control.test_control import CHOSEN, by_hand
+from hand_controlled import CHOSEN, controlled_by_hand
 from scipy import stats
+from self_debiasing import debiased_probabilities
 
 import matlens
 from matlens import InputError
@@ -38,8 +38,8 @@ def plain_losses(plain: Any, tokenizer: Any, corpus: Corpus) -> SentenceLosses:
 
 
 def assert_alike(ours: SentenceLosses, theirs: SentenceLosses) -> None:
-    np.testing.assert_array_equal(ours.counted, theirs.counted)
-    np.testing.assert_allclose(ours.lost, theirs.lost, rtol=2e-5)
+    np.testing.assert_array_equal(ours.n_tokens, theirs.n_tokens)
+    np.testing.assert_allclose(ours.total, theirs.total, rtol=2e-5)
 
 
 @pytest.mark.parametrize("control", [False, True], ids=["unchanged", "controlled"])
@@ -48,13 +48,13 @@ def test_it_is_hugging_faces_loss(
     name: str, control: bool, small_model: Models, plain_model: Models, sentences: Corpus
 ) -> None:
     model, plain = small_model(name), plain_model(name)
-    with by_hand(name, plain, CHOSEN if control else {}):
+    with controlled_by_hand(name, plain, CHOSEN if control else {}):
         expected = plain_losses(plain, model.tokenizer, sentences)
     with controlled(model, CHOSEN, CHOSEN) if control else nullcontext():
         found = [sentence_losses(model, sentences, batch_tokens=n, progress=False) for n in (1, 70, 10_000)]
     for ours in found:
         assert_alike(ours, expected)
-    total = math.exp(expected.lost.sum() / expected.counted.sum())
+    total = math.exp(expected.total.sum() / expected.n_tokens.sum())
     assert perplexity_estimate(found[0]).value == pytest.approx(total, rel=1e-4)
     assert perplexity_estimate(found[0]).n == 40
 
@@ -76,20 +76,20 @@ def test_under_self_debiasing_it_is_that_of_the_formulas_probabilities(
                 read = [*model.tokenizer(prefix)["input_ids"], *ids[:place]]
                 with torch.inference_mode():
                     rows.append(plain(torch.tensor([read])).logits[0, -1].double().tolist())
-            total -= math.log(by_formula(rows[0], rows[1:], 2000.0, 0.01)[ids[place]])
+            total -= math.log(debiased_probabilities(rows[0], rows[1:], 2000.0, 0.01)[ids[place]])
         lost.append(total)
     for batch_tokens in (1, 1000):
         ours = sentence_losses(model, few, debiasing=debiasing, batch_tokens=batch_tokens, progress=False)
-        np.testing.assert_allclose(ours.lost, lost, rtol=1e-4)
+        np.testing.assert_allclose(ours.total, lost, rtol=1e-4)
     unchanged = sentence_losses(model, few, progress=False)
-    assert not np.allclose(unchanged.lost, lost, rtol=1e-3)
+    assert not np.allclose(unchanged.total, lost, rtol=1e-3)
 
 
 def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, sentences: Corpus) -> None:
     model = small_model("neox")
     own = sentence_losses(model, sentences, progress=False)
     debiased = sentence_losses(model, sentences, debiasing=SelfDebiasing(decay=0.0), progress=False)
-    np.testing.assert_allclose(own.lost, debiased.lost, rtol=1e-5)
+    np.testing.assert_allclose(own.total, debiased.total, rtol=1e-5)
 
 
 # Intervals
@@ -110,7 +110,7 @@ def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
     rng = np.random.default_rng(1)
     counted = rng.integers(5, 40, 50)
     base = SentenceLosses(rng.normal(3, 1, 50) * counted, counted)
-    changed = SentenceLosses(base.lost + rng.normal(0.3, 0.05, 50) * counted, counted)
+    changed = SentenceLosses(base.total + rng.normal(0.3, 0.05, 50) * counted, counted)
     ratio = perplexity_ratio(changed, base)
     assert ratio.value == pytest.approx(perplexity_estimate(changed).value / perplexity_estimate(base).value)
     assert ratio.low < ratio.value < ratio.high
@@ -145,4 +145,4 @@ def test_half_precision_is_read_in_full(
     model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.bfloat16)
     found = sentence_losses(model, sentences, progress=False)
     expected = plain_losses(plain_model("gpt2"), model.tokenizer, sentences)
-    assert_near(torch.from_numpy(found.lost), torch.from_numpy(expected.lost), 1e-2)
+    assert_near(torch.from_numpy(found.total), torch.from_numpy(expected.total), 1e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,9 +18,17 @@ from matlens.ffn.projection import Projection, TopTokens, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 
 
-def score(texts: Sequence[str]) -> list[float]:
-    """Share of words with an even number."""
-    return [sum(word[-1] in "02468" for word in text.split()) / len(text.split()) for text in texts]
+class EvenWords:
+    """A grader to which words with an even number are toxic."""
+
+    name, attributes = "even", ("toxicity",)
+
+    def grade(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+        return {"toxicity": np.array([share_of_even_words(text) for text in texts])}
+
+
+def share_of_even_words(text: str) -> float:
+    return sum(word[-1] in "02468" for word in text.split()) / len(text.split())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
@@ -32,17 +41,18 @@ def test_the_top_tokens_of_every_value_vector_are_graded_together(
         values,
         top_tokens_of_all(values, Projection.from_model(model), k=5, progress=False),
         model.tokenizer,
-        score,
+        EvenWords(),
     )
     assert len(graded) == len(values)
     tokenizer, e = make_tokenizer(bert=name == "bert"), plain.get_output_embeddings().weight.detach()
+    assert list(graded) == ["value", "layer", "index", "text", "score"]
     for layer in range(N_LAYERS):
-        own = graded[graded["layer"] == layer]
-        for row, v in zip(own.itertuples(), plain_values(name, plain, layer), strict=True):
+        of_layer = graded[graded["layer"] == layer]
+        for row, v in zip(of_layer.itertuples(), plain_values(name, plain, layer), strict=True):
             words = [tokenizer.decode([t]) or f"<{t}>" for t in (e @ v).topk(5).indices.tolist()]
             assert row.value == f"L{layer}D{row[3]}"
             assert row.text == " ".join(words)
-            assert row.score == score([row.text])[0]
+            assert row.score == share_of_even_words(row.text)
 
 
 @pytest.fixture
@@ -75,4 +85,4 @@ def test_more_than_there_are_cannot_be_chosen(
     few = TopTokens(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
     model = small_model("llama")
     with pytest.raises(InputError, match="Top tokens of 4 vectors for 144 value vectors"):
-        grade_values(ValueVectors(model), few, model.tokenizer, score)
+        grade_values(ValueVectors(model), few, model.tokenizer, EvenWords())

@@ -20,6 +20,7 @@ from scipy.sparse import lil_array
 from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import adjusted_rand_score
+from traces import make_clusters
 
 import matlens
 from matlens import InputError
@@ -34,7 +35,6 @@ from matlens.ffn.clusters import (
 )
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.models.identity import Provenance
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"
 
@@ -157,12 +157,6 @@ def test_the_method_follows_the_memory() -> None:
     needed = distances_gib(1000)
     assert method_within(1000, needed) == EXACT
     assert method_within(1000, 0.999 * needed) == NEIGHBOURS
-
-
-def made(values: ValueVectors, labels: list[int]) -> Clusters:
-    """Clusters that are given."""
-    details = {"method": "exact", "n_clusters": max(labels) + 1}
-    return Clusters(np.array(labels), Provenance(values.identity, details=details))
 
 
 def changed(
@@ -343,7 +337,7 @@ def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_p
 
 def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> None:
     values = ValueVectors(small_model("llama"))  # 3 layers of 48
-    clusters = made(values, [row % 5 for row in range(len(values))])
+    clusters = make_clusters([row % 5 for row in range(len(values))], values.identity)
     assert clusters.members(2).tolist() == list(range(2, len(values), 5))
     assert [values.at(row).layer for row in clusters.members(4)[[0, -1]]] == [0, N_LAYERS - 1]
     assert clusters.holding(values, ["L1D0", "L0D4", "L-1D-2", (0, 8)]) == [3, 4, 2]
@@ -356,7 +350,7 @@ def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> Non
 
 def test_clusters_of_another_model_are_refused(small_model: Callable[[str], Any]) -> None:
     values, other = ValueVectors(small_model("llama")), ValueVectors(small_model("gemma3"))
-    clusters = made(values, [0] * len(values))
+    clusters = make_clusters([0] * len(values), values.identity)
     for use in (clusters.holding, clusters.directions):
         with pytest.raises(InputError, match=r"The clusters and this model .*llama.* and .*gemma3"):
             use(other, ["L0D0"] if use == clusters.holding else [0])
@@ -371,7 +365,8 @@ def test_the_table_is_the_one_written_out(
     labels = [0] * len(values)
     labels[7] = labels[values.d_mlp + 2] = labels[values.d_mlp + 5] = 1
     labels[-1] = 2
-    found = cluster_table(values, Projection.from_model(model), made(values, labels), [2, 1], n_tokens=4)
+    clusters = make_clusters(labels, values.identity)
+    found = cluster_table(values, Projection.from_model(model), clusters, [2, 1], n_tokens=4)
     assert found["cluster"].tolist() == [2, 1]
     assert found["size"].tolist() == [1, 3]
     assert found["layers"].tolist() == [1, 2]

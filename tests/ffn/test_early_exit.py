@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from identities import make_identity
+from traces import make_clusters, make_trace_of_dominant
 
 from matlens import InputError
-from matlens.corpora.examples import Examples
-from matlens.ffn.clusters import Clusters
 from matlens.ffn.early_exit import (
     JudgedExits,
     OverlapRule,
@@ -26,27 +23,8 @@ from matlens.ffn.early_exit import (
     split_examples,
     summarize_exits,
 )
-from matlens.ffn.trace import GROUPS, REFERENCES, Trace
-from matlens.models.identity import Provenance
 
 MODEL = make_identity("none", "one")
-
-
-def trace_of(dominant: np.ndarray, fingerprint: str = "one") -> Trace:
-    """A trace with these dominant sub-updates, ``[n, n_layers, k]``, and nothing else to see."""
-    n, n_layers, k = dominant.shape
-    rows = {name: torch.zeros(n, n_layers) for name in ("before", "after", "rank", "norm")}
-    for group in GROUPS:
-        rows |= {f"{name}.{group}": torch.zeros(n, n_layers * k) for name in ("index", "coefficient")}
-        rows |= {f"score.{group}.{reference}": torch.zeros(n, n_layers * k) for reference in REFERENCES}
-    rows["index.dominant"] = torch.from_numpy(dominant).float().reshape(n, -1)
-    examples = Examples(np.zeros(n, dtype=int), np.arange(n + 1), np.zeros(n, dtype=int), {})
-    model = replace(MODEL, n_layers=n_layers, fingerprint=fingerprint)
-    return Trace(rows, examples, Provenance(model, details={"k": k}))
-
-
-def clusters_of(labels: np.ndarray) -> Clusters:
-    return Clusters(labels, Provenance(MODEL, details={"method": "exact"}))
 
 
 def layer_left(own: list[set[int]], sets: list[list[set[int]]], made_at: list[int], others: str) -> int:
@@ -99,7 +77,7 @@ def test_the_rule_is_a_loop_over_sets(
     ]
     order = np.random.default_rng(0).permutation(n)
     train, test = order[:n_train], order[n_train:]
-    active = active_clusters(trace_of(dominant), clusters_of(labels))
+    active = active_clusters(make_trace_of_dominant(dominant, "one"), make_clusters(labels, MODEL))
     for row, layer in itertools.product(range(n), range(n_layers)):
         dense = active[layer].toarray()[row]
         assert set(np.flatnonzero(dense)) == sets[row][layer]
@@ -121,7 +99,8 @@ def signals(
     every = [*sets, new]
     dominant = [[[*own, *(next(filler) for _ in range(3 - len(own)))] for own in one] for one in every]
     array = np.array(dominant)
-    active = active_clusters(trace_of(array), clusters_of(np.arange(len(new) * 400)))
+    clusters = make_clusters(np.arange(len(new) * 400), MODEL)
+    active = active_clusters(make_trace_of_dominant(array, "one"), clusters)
     rule = OverlapRule(**options).fit(active, np.array([*made_at, -1]), np.arange(len(sets)))
     return rule.signals(active, np.array([len(sets)]))[0].tolist()
 
@@ -158,7 +137,7 @@ def test_clusters_of_another_model_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"The clusters and the trace .* fingerprint one, .* fingerprint two"
     ):
-        active_clusters(trace_of(np.zeros((2, 1, 1)), "two"), clusters_of(np.zeros(3, dtype=int)))
+        active_clusters(make_trace_of_dominant(np.zeros((2, 1, 1)), "two"), make_clusters([0, 0, 0], MODEL))
 
 
 # Parts

@@ -12,13 +12,11 @@ import torch
 from conftest import ARCHITECTURES, N_LAYERS, assert_near
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from identities import make_identity
-from torch import Tensor
+from traces import make_trace
 
 from matlens import InputError, collect, make_examples
 from matlens.activations.sinks import sink_rows
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
 from matlens.ffn.events import (
     event_scores,
     find_events,
@@ -30,12 +28,12 @@ from matlens.ffn.events import (
     updates_by_effect,
 )
 from matlens.ffn.projection import Projection
-from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.models.identity import Provenance
 from matlens.storage.tables import COLUMNS
 
 METRICS = {"max": max, "mean": lambda values: sum(values) / len(values), "min": min}
+
 REFERENCE = {
     "update": "before",
     "stays": "before",
@@ -43,26 +41,6 @@ REFERENCE = {
     "saturation": "final",
     "elimination": "before",
 }
-
-
-def make_trace(
-    before: Tensor, after: Tensor, rank: Tensor, *, k: int = 2, seed: int = 0, norm: Tensor | None = None
-) -> Trace:
-    """A trace of given candidates and ranks, ``[n, n_layers]``, with random scores."""
-    n, n_layers = before.shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def random() -> Tensor:
-        return torch.randn(n, n_layers * k, generator=generator)
-
-    rows = {"before": before.float(), "after": after.float(), "rank": rank.float()}
-    rows |= {"norm": torch.ones(n, n_layers) if norm is None else norm}
-    for group in GROUPS:
-        rows |= {f"index.{group}": random().abs().floor(), f"coefficient.{group}": random()}
-        rows |= {f"score.{group}.{reference}": random() for reference in REFERENCES}
-    examples = Examples(np.arange(2 * n), 2 * np.arange(n + 1), np.ones(n, int), {"corpus": "words", "n": n})
-    model = make_identity(fingerprint="none", n_layers=n_layers)
-    return Trace(rows, examples, Provenance(model, examples.provenance, details={"k": k}))
 
 
 @st.composite

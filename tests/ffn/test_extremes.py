@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ import pytest
 import torch
 from conftest import N_LAYERS, plain_vectors
 from plain_values import plain_unit_vectors
+from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError, make_examples
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
 from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
@@ -31,39 +30,16 @@ from matlens.ffn.extremes import (
     prediction_confidence,
 )
 from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.models.identity import Provenance
 from matlens.storage.tables import COLUMNS
 
-N, K, D_MLP = 14, 4, 48  # examples, sub-updates of each update, value vectors of a layer of the small llama
+D_MLP = 48  # value vectors of a layer of the small llama
 
 
-def make_trace(values: ValueVectors, *, seed: int = 0, n_sinks: int = 2) -> Trace:
-    """A trace of a small model with given numbers; its first examples are at sinks."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = N, values.n_layers
-
-    def random() -> torch.Tensor:
-        return torch.randn(*shape, K, generator=generator)
-
-    norm = torch.ones(shape)
-    norm[:n_sinks, 1] = 1000
-    rank = torch.randint(0, 2, shape, generator=generator).float()
-    rows = {"before": torch.zeros(shape), "after": torch.zeros(shape), "rank": rank, "norm": norm}
-    for group in GROUPS:
-        index = torch.rand(*shape, values.d_mlp, generator=generator).topk(K).indices
-        rows |= {f"index.{group}": index.flatten(1).float(), f"coefficient.{group}": random().flatten(1)}
-        rows |= {f"score.{group}.{reference}": random().flatten(1) for reference in REFERENCES}
-    examples = Examples(np.arange(3 * N), 3 * np.arange(N + 1), np.arange(N) % 3, {"corpus": "words", "n": N})
-    model = replace(values.identity, name="some/model")
-    return Trace(rows, examples, Provenance(model, examples.provenance, details={"k": K}))
-
-
-def make_clusters(values: ValueVectors, n_clusters: int, seed: int = 0) -> Clusters:
-    labels = np.random.default_rng(seed).permutation(np.arange(len(values)) % n_clusters)
-    details = {"method": "exact", "n_clusters": n_clusters}
-    return Clusters(labels, Provenance(values.identity, details=details))
+def draw_clusters(values: ValueVectors, n_clusters: int) -> Clusters:
+    labels = np.random.default_rng(0).permutation(np.arange(len(values)) % n_clusters)
+    return make_clusters(labels, values.identity)
 
 
 def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int, int, int, float, float]]:
@@ -99,14 +75,14 @@ def commonness() -> TokenFrequency:
 
 @pytest.mark.parametrize("threshold", [0.05, 0.7, 1.5])
 def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVectors) -> None:
-    trace = make_trace(values)
+    trace = make_trace_of_model(values)
     expected = found_by_loop(trace, trace.score, threshold)
     assert 0 < len(expected) < N * N_LAYERS * K
     assert as_rows(extreme_sub_updates(trace, values, threshold=threshold)) == expected
 
 
 def test_scores_can_be_read_otherwise(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
-    trace = make_trace(values)
+    trace = make_trace_of_model(values)
     other = lift_scores(trace, small_model("llama"))
     ours = as_rows(extreme_sub_updates(trace, values, scores=other, threshold=1.2))
     assert ours == found_by_loop(trace, other, 1.2)
@@ -114,7 +90,7 @@ def test_scores_can_be_read_otherwise(values: ValueVectors, small_model: Callabl
 
 
 def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> None:
-    trace = make_trace(values)
+    trace = make_trace_of_model(values)
     size = sorted(abs(score) for _, _, _, _, score in found_by_loop(trace, trace.score, 0))
     place = 0.99 * (len(size) - 1)
     low, part = math.floor(place), place - math.floor(place)
@@ -128,11 +104,11 @@ def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> No
 @pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_threshold_is_a_positive_number(threshold: float, values: ValueVectors) -> None:
     with pytest.raises(InputError, match=rf"The threshold is {threshold}. Expected a positive number"):
-        extreme_sub_updates(make_trace(values), values, threshold=threshold)
+        extreme_sub_updates(make_trace_of_model(values), values, threshold=threshold)
 
 
 def test_a_threshold_that_nothing_passes_says_what_is_largest(values: ValueVectors) -> None:
-    trace = make_trace(values)
+    trace = make_trace_of_model(values)
     largest = float(trace.score["dominant", "before"].abs().max())
     with pytest.raises(
         InputError, match=rf"No score passes {largest:g} either way: the largest is {largest:g}"
@@ -146,15 +122,15 @@ def test_a_threshold_that_nothing_passes_says_what_is_largest(values: ValueVecto
 def test_a_trace_of_another_model_is_refused(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
     other = ValueVectors(small_model("gpt2"))
     for use in (
-        lambda: extreme_sub_updates(make_trace(values), other),
-        lambda: draw_sub_updates(make_trace(values), other, 3),
+        lambda: extreme_sub_updates(make_trace_of_model(values), other),
+        lambda: draw_sub_updates(make_trace_of_model(values), other, 3),
     ):
         with pytest.raises(InputError, match=r"The trace and this model do not belong together.*gpt2"):
             use()
 
 
 def test_sub_updates_are_drawn_evenly_and_by_the_seed(values: ValueVectors) -> None:
-    trace = make_trace(values)
+    trace = make_trace_of_model(values)
     every = found_by_loop(trace, trace.score, 0)
     assert as_rows(draw_sub_updates(trace, values, 10**6)) == every
     draws = [as_rows(draw_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
@@ -176,7 +152,7 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     small_model: Callable[[str], Any],
     plain_model: Callable[[str], Any],
 ) -> None:
-    trace, clusters = make_trace(values, seed=seed), make_clusters(values, 6)
+    trace, clusters = make_trace_of_model(values, seed=seed), draw_clusters(values, 6)
     found = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
     ours = cluster_activity(found, clusters, trace, values, projection, commonness)
@@ -217,7 +193,7 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
 def test_groups_are_told_as_a_loop_finds_them(
     values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
 ) -> None:
-    trace, clusters = make_trace(values, seed=3), make_clusters(values, 30)
+    trace, clusters = make_trace_of_model(values, seed=3), draw_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
     found, beside = extreme_sub_updates(trace, values, threshold=1.4), draw_sub_updates(trace, values, 25)
     tables = [
@@ -284,7 +260,7 @@ def test_groups_are_told_as_a_loop_finds_them(
 def test_layers_where_all_updates_have_one_are_set_beside_nothing(
     values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
 ) -> None:
-    trace, clusters = make_trace(values), make_clusters(values, 6)
+    trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
     trace.score["dominant", "before"][:, 0] = 9.0
     trace.score["dominant", "before"][:, 1] = 0.0
     found = extreme_sub_updates(trace, values, threshold=1.0)
@@ -306,7 +282,7 @@ def test_layers_where_all_updates_have_one_are_set_beside_nothing(
 def test_places_are_counted_as_a_loop_counts_them(
     values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
 ) -> None:
-    trace, clusters = make_trace(values), make_clusters(values, 9)
+    trace, clusters = make_trace_of_model(values), draw_clusters(values, 9)
     trace.examples.positions[:] = [0, 1, 2, 3, 4, 5, 9, 10, 19, 20, 39, 40, 55, 0]
     found = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
