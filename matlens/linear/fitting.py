@@ -117,8 +117,6 @@ def fit_rows(
         raise InputError(
             f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
         )
-            f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
-        )
     chosen = slice(None) if rows is None else rows.nonzero()[:, 0]
     n = samples.n_rows if rows is None else len(chosen)
     if not n:
