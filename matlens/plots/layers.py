@@ -11,7 +11,16 @@ from matplotlib.lines import Line2D
 from matlens.lens.quality import r2_matrix
 from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
-from matlens.plots.style import add_legend, layer_ticks, literal, model_title, short_name, styled, title_of
+from matlens.plots.style import (
+    add_legend,
+    examples_of,
+    layer_ticks,
+    literal,
+    model_title,
+    short_name,
+    styled,
+    title_of,
+)
 
 _METHODS = {"mat": MAT, "id": ID}
 
@@ -85,7 +94,7 @@ def relative_depth(results: pd.DataFrame) -> Figure:
         ax.set_xlabel(r"relative depth $\ell / L$")
     add_legend(figure, columns=3)
     corpora = ", ".join(short_name(corpus) for corpus in results["corpus"].unique())
-    figure.suptitle(literal(f"{corpora}, n = {results['n'].min():,}"))
+    figure.suptitle(model_title(corpora, n=examples_of(results)))
     return figure
 
 
@@ -93,7 +102,7 @@ def relative_depth(results: pd.DataFrame) -> Figure:
 def across_corpora(results: pd.DataFrame) -> Figure:
     """Precision@1 of maps fitted on each corpus and tested on each (paper A, section 5.2).
 
-    Maps of the corpus that they are tested on are solid.
+    Maps of the corpus that they are tested on are solid, and others dashed.
     """
     corpora = list(results["corpus"].unique())
     figure = Figure(figsize=(4.7 * len(corpora), 3.9))
@@ -114,8 +123,12 @@ def across_corpora(results: pd.DataFrame) -> Figure:
         ax.set_xticks(layer_ticks(int(rows["layer"].max())))
         precision_axis(ax)
         ax.label_outer()
+    handles += [
+        Line2D([], [], color=DARK, ls=style, label=label)
+        for style, label in ((SOLID, "tested on their own corpus"), (STYLES[1], "on another"))
+    ]
     add_legend(figure, handles)
-    figure.suptitle(model_title(results.iloc[0]["model"], n=int(results["n"].min())))
+    figure.suptitle(model_title(results.iloc[0]["model"], n=examples_of(results)))
     return figure
 
 

@@ -88,8 +88,13 @@ def model_title(model: str, corpus: str | None = None, n: int | tuple[int, int] 
 def title_of(results: pd.DataFrame) -> str:
     """Title that a table of results tells: its model, its corpus, and the examples of its rows."""
     first = results.iloc[0]
+    return model_title(first["model"], first["corpus"], examples_of(results))
+
+
+def examples_of(results: pd.DataFrame) -> int | tuple[int, int]:
+    """How many examples the rows of a table have, the fewest and the most where these differ."""
     fewest, most = int(results["n"].min()), int(results["n"].max())
-    return model_title(first["model"], first["corpus"], most if fewest == most else (fewest, most))
+    return most if fewest == most else (fewest, most)
 
 
 def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
