@@ -31,7 +31,7 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     Raises
     ------
     InputError
-        Fewer than two examples, of which no variance can be had.
+        Fewer than two examples, which have no variance.
     """
     if len(truth) < 2:
         raise InputError(f"r2 needs at least two examples, got {len(truth)}.")

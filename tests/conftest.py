@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -106,6 +107,13 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes of arrays are checked in every call, but where a test is about input that is refused."""
+    if request.node.get_closest_marker("refused") is not None:
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFast:

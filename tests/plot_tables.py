@@ -107,14 +107,14 @@ def assert_legible(figure: Figure) -> None:
             box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
         )
         assert inside, f"{box} leaves the figure"
-    for one, other in itertools.combinations(written, 2):
-        assert not meet(one, other), f"{one} lies on {other}"
+    for first, second in itertools.combinations(written, 2):
+        assert not meet(first, second), f"{first} lies on {second}"
     for legend, ax in itertools.product(legends, figure.axes):
         assert not meet(legend, ax.get_window_extent()), "a legend lies on a panel"
 
 
-def meet(one: Bbox, other: Bbox, slack: float = 1.0) -> bool:
+def meet(first: Bbox, second: Bbox, slack: float = 1.0) -> bool:
     """Whether two boxes share more than a pixel."""
-    across = min(one.x1, other.x1) - max(one.x0, other.x0)
-    up = min(one.y1, other.y1) - max(one.y0, other.y0)
+    across = min(first.x1, second.x1) - max(first.x0, second.x0)
+    up = min(first.y1, second.y1) - max(first.y0, second.y0)
     return bool(across > slack and up > slack)

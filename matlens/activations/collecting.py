@@ -182,6 +182,7 @@ class _AllSeen(Exception):
     """Ends a forward pass: every wanted vector is there."""
 
 
+@torch.inference_mode()
 def _run(
     model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import mark_taken, taken_part
+from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ def controlled(
     ffns = [_ffn_in_use(layer) for layer in sorted({vector.layer for vector in coefficients})]
     layers_under_control = {vector.layer for vector in active}
     for ffn in ffns:
-        replaced = ffn.source.layer not in layers_under_control and taken_part(model, ffn)
+        replaced = ffn.source.layer not in layers_under_control and find_reserved(model, ffn)
         if replaced:
             raise InputError(
                 f"Value vectors of layer {ffn.source.layer} cannot be controlled: {replaced} is replaced, "
                 "so its coefficients have no effect. Expected layers whose FFNs are run."
             )
-    with model.hooks(fwd_hooks=_hooks(model, coefficients)), mark_taken(model, ffns):
+    with model.hooks(fwd_hooks=_hooks(model, coefficients)), reserve_parts(model, ffns):
         active |= set(coefficients)
         try:
             yield model

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -32,6 +32,7 @@ _DETOXIFY_NAMES = {"sexual_explicit": "sexually_explicit", "obscene": "profanity
 _AT_ONCE = 32  # texts that detoxify reads together
 
 
+@runtime_checkable
 class Grader(Protocol):
     """Anything that grades texts.
 

@@ -12,7 +12,6 @@ from .predictions import side_by_side as side_by_side
 from .predictions import top_predictions as top_predictions
 from .quality import JudgedPredictions as JudgedPredictions
 from .quality import as_substitute as as_substitute
-from .quality import chunks as chunks
 from .quality import fit_quality as fit_quality
 from .quality import judge_predictions as judge_predictions
 from .quality import layer_table as layer_table

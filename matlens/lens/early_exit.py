@@ -27,7 +27,7 @@ from matlens.storage.tables import result_table
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
 SWEEP_ID = tuple(sorted({*SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
-_STEPS = np.linspace(-0.112, 1.112, 613)  # from everyone at once to nobody
+_STEPS = np.linspace(-0.112, 1.112, 613)  # from where all examples exit at once to where none does
 _METHODS = {"mat": SWEEP, "id": SWEEP_ID}
 
 
@@ -51,7 +51,7 @@ def thresholds(
 
 
 def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """First layer, from 1, whose confidence passes the threshold; the last where none does.
+    """The first layer, from 1, whose confidence passes the threshold; the last layer where none does.
 
     Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
     """
@@ -61,7 +61,7 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
 
 
 class ExitConfidence(NamedTuple):
-    """What every layer says, and how sure it is of it.
+    """How confident every layer is of its prediction, and whether the prediction is right.
 
     Attributes
     ----------
@@ -88,30 +88,32 @@ def exit_confidences(
     Parameters
     ----------
     readout
-        Of the model.
+        The read-out of the model.
     truth
         ``h^L`` itself.
     substitutes
-        One for each layer that one can leave at, from the first to the last.
+        What stands in for ``h^L`` at each layer where the model can be left, from the first to the last.
     name
-        Of the method, for the progress bar.
+        The name of the method, for the progress bar.
+    progress
+        Whether to show a progress bar.
     """
     n, n_layers = len(truth), len(substitutes)
-    found = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
+    confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
     for part in tqdm(list(chunks(n)), desc=f"confidence of {name}", disable=not progress, delay=1):
         true = readout.log_probs(truth[part])
         for i, substitute in enumerate(substitutes):
             logits = readout.logits(substitute(part))
             p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
-            found.difference[part, i] = (p1 - p2).float().cpu()
-            found.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
-    return found
+            confidence.difference[part, i] = (p1 - p2).float().cpu()
+            confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
+    return confidence
 
 
 def least_lam(
     confidence: ExitConfidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
 ) -> float:
-    """Find the least ``lam``, of steps of 0.002, whose early exit has at least the wanted Precision@1."""
+    """The least ``lam``, in steps of 0.002, at which early exit has at least the wanted Precision@1."""
     for lam in _STEPS:
         left = exit_layers(confidence.difference, thresholds(positions, lam, mean_length))
         if float(confidence.right.gather(1, left[:, None] - 1).double().mean()) >= wanted:
@@ -137,15 +139,15 @@ def exit_sweep(
     rows: list[dict[str, Any]] = []
     for method, sweep in _METHODS.items():
         substitutes = [_substitute(readout, maps, validation, method, layer) for layer in range(1, last + 1)]
-        found = exit_confidences(readout, validation[last], substitutes, name=method, progress=progress)
+        confidence = exit_confidences(readout, validation[last], substitutes, name=method, progress=progress)
         for layer in range(1, last + 1):
-            fixed = metrics.proportion(found.right[:, layer - 1])
+            fixed = metrics.proportion(confidence.right[:, layer - 1])
             rows.append(
                 validation_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
             )
         for lam in sweep:
-            left = exit_layers(found.difference, thresholds(positions, lam))
-            precision = metrics.proportion(found.right.gather(1, left[:, None] - 1))
+            left = exit_layers(confidence.difference, thresholds(positions, lam))
+            precision = metrics.proportion(confidence.right.gather(1, left[:, None] - 1))
             mean = float(left.double().mean())
             rows.append(
                 validation_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}

@@ -35,11 +35,18 @@ def top_predictions(
     Parameters
     ----------
     readout, maps
-        Of the model; maps from the layers to the last one.
+        The read-out of the model, and maps from the layers to the last one.
     prompts
         The stream at each prompt's position, such as `matlens.collect` gives for `make_prompts`.
     layers
-        Layers of the stream, negative from the end.
+        Layers of the stream; negative ones count from the end.
+    k
+        The number of tokens.
+
+    Raises
+    ------
+    InputError
+        A layer is out of range or has no map to the last one, or the maps are of another model.
     """
     maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
     last = prompts.provenance.identity.n_layers
@@ -57,7 +64,7 @@ def top_predictions(
 
 
 def read_predictions(path: str | Path) -> pd.DataFrame:
-    """Read back what `top_predictions` has found, tokens such as ``"nan"`` and a line break included.
+    """Read back a table of `top_predictions`, tokens such as ``"nan"`` and a line break included.
 
     Raises
     ------
@@ -71,7 +78,7 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 
 
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
-    """What the model has read of each prompt: all of it around a mask, up to the position otherwise."""
+    """The part of each prompt that the model has read: all of it around a mask, or up to the position."""
     examples, tokenizer = prompts.examples, readout.tokenizer
     # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
     # token that a tokenizer lacks has the number of the unknown word.)
@@ -79,30 +86,30 @@ def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
     if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):
         names.discard(tokenizer.unk_token)
     added = {*tokenizer.convert_tokens_to_ids(sorted(names))}
-    found = []
+    texts = []
     for start, end, position in zip(
         examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
     ):
         masked = examples.tokens[start + position] == readout.tokenizer.mask_token_id
-        own = examples.tokens[start : end if masked else start + position + 1]
-        special = np.isin(own, sorted(added - {own[position]}))
-        found.append(readout.tokenizer.decode(own[~special].tolist()).strip())
-    return found
+        tokens = examples.tokens[start : end if masked else start + position + 1]
+        special = np.isin(tokens, sorted(added - {tokens[position]}))
+        texts.append(readout.tokenizer.decode(tokens[~special].tolist()).strip())
+    return texts
 
 
 def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
-    """One prompt's tokens with a column for each method and layer, ``id_4, mat_4, ...``, and a row a rank."""
-    own = table[table["prompt"] == prompt]
+    """One prompt's tokens: a column for each method and layer (``id_4, mat_4, ...``), a row for each rank."""
+    predictions = table[table["prompt"] == prompt]
     columns = {}
-    for (layer, method), part in own.groupby(["layer", "method"], sort=True):
+    for (layer, method), part in predictions.groupby(["layer", "method"], sort=True):
         columns[f"{method}_{layer}"] = [visible(token) for token in part.sort_values("rank")["token"]]
     return pd.DataFrame(columns)
 
 
 def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
-    """The same for the terminal."""
+    """The table of `side_by_side`, for the terminal."""
     wide = side_by_side(table, prompt)
     out = Table(*wide.columns, title=Text(f"Input: {prompt}"), title_justify="left")
-    for line in wide.itertuples(index=False):
-        out.add_row(*(Text(token) for token in line))
+    for tokens in wide.itertuples(index=False):
+        out.add_row(*(Text(token) for token in tokens))
     return out

@@ -36,7 +36,7 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
     Parameters
     ----------
     maps
-        Fitted on the model that gave ``validation``.
+        Maps that were fitted on the model of ``validation``.
     validation
         Vectors at layers that the maps come from and go to.
     """
@@ -94,7 +94,7 @@ def _as_it_is(h: Tensor) -> Tensor:
 
 
 class JudgedPredictions(NamedTuple):
-    """What substitutes predict: the token's rank in the true distribution, and its surprisal there."""
+    """Ranks and surprisals that the predicted tokens have in the true distribution."""
 
     rank: Int[Tensor, " n"]
     surprisal: Float[Tensor, " n"]
@@ -115,11 +115,13 @@ def judge_predictions(
     Parameters
     ----------
     readout
-        Of the model.
+        The read-out of the model.
     truth
         ``h^L``.
     substitutes
-        By any name: what gives the substitute's rows of a slice.
+        Functions that give a substitute's rows of a slice, by any name.
+    progress
+        Whether to show a progress bar.
     """
     n = len(truth)
     judged = {key: JudgedPredictions(torch.empty(n, dtype=torch.long), torch.empty(n)) for key in substitutes}
@@ -178,12 +180,12 @@ def _is_stream(site: str) -> bool:
 
 
 def chunks(n: int) -> Iterator[slice]:
-    """Slices of so many examples as have their distributions held at once."""
+    """Slices of as many examples as have their distributions in memory at once."""
     return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
 
 
 def layer_table(results: pd.DataFrame) -> pd.DataFrame:
-    """One row a layer, for people: r2 onto the last target, Precision@1 and surprisal of both methods."""
+    """A table for people, a row for each layer: r2 onto the last layer, Precision@1 and surprisal."""
     last = results["target"].max()
     names: Mapping[tuple[str, str], str] = {
         ("r2", "mat"): "r2 mat", ("r2", "id"): "r2 id",
@@ -207,5 +209,5 @@ def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
 
 
 def as_substitute(vectors: Float[Tensor, "n d_model"]) -> Substitute:
-    """Substitutes that are there already."""
+    """Substitutes whose vectors have been computed already."""
     return lambda part: vectors[part]

@@ -1,15 +1,10 @@
-from .contexts import apply_replacements as apply_replacements
-from .contexts import mark_taken as mark_taken
 from .contexts import patched as patched
-from .contexts import taken_part as taken_part
 from .replacements import Replacement as Replacement
 from .replacements import Where as Where
-from .replacements import find_overlap as find_overlap
 from .replacements import jump as jump
 from .replacements import mat_attn as mat_attn
 from .replacements import mat_ffn as mat_ffn
 from .replacements import mat_ln1_ln2 as mat_ln1_ln2
-from .replacements import resolve_replacements as resolve_replacements
 from .replacements import stand_ins as stand_ins
 from .schemes import Scheme as Scheme
 from .schemes import r2_schemes as r2_schemes

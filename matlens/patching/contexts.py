@@ -58,53 +58,53 @@ def patched(
     >>> with matlens.patched(model, [maps[4, 10], *matlens.mat_attn(maps, 20, 30)]):
     ...     model.generate("The capital of France is")
     """
-    given = [_as_replacement(one) for one in replacements] if isinstance(replacements, Iterable) else None
-    if given is None:
-        raise InputError(f"{type(replacements).__name__} given: expected a list of maps or replacements.")
-    with apply_replacements(model, resolve_replacements(model, given, _ACTIVE.get(model, []))):
+    if not isinstance(replacements, Iterable):
+        raise InputError(f"Expected a list of maps or replacements, not {type(replacements).__name__}.")
+    wanted = [_as_replacement(item) for item in replacements]
+    with apply_replacements(model, resolve_replacements(model, wanted, _ACTIVE.get(model, []))):
         yield model
 
 
-def _as_replacement(one: Any) -> Replacement:
-    if isinstance(one, LinearMap):
-        return Replacement.from_map(one)
-    if not isinstance(one, Replacement):
+def _as_replacement(item: Any) -> Replacement:
+    if isinstance(item, LinearMap):
+        return Replacement.from_map(item)
+    if not isinstance(item, Replacement):
         raise InputError(
-            f"{one!r} replaces nothing: expected maps or replacements. Of a MapSet, give the maps that are "
-            "meant: jump(maps, 4, 10), or maps.values() for all."
+            f"{item!r} replaces nothing: expected maps or replacements. From a MapSet, choose the maps: "
+            "jump(maps, 4, 10), or maps.values() for all of them."
         )
-    return one
+    return item
 
 
 @contextmanager
 def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
     """Do what `patched` does with replacements that have been checked."""
-    found = Anatomy.from_model(model)
+    anatomy = Anatomy.from_model(model)
     hooks: list[tuple[str, Any]] = []
     with ExitStack() as stack:
-        places = _Places()
-        if any(not one.is_jump for one in replacements):
+        places = _TokenPlaces()
+        if any(not replacement.is_jump for replacement in replacements):
             stack.enter_context(places.watching(model))
-        for one in replacements:
-            if not one.is_jump:
-                hooks += _stand_in(one, found, places)
-            elif one.blocks:
-                stack.enter_context(_skipping(model, one, found.blocks_return_tuples))
+        for replacement in replacements:
+            if not replacement.is_jump:
+                hooks += _submodule_hooks(replacement, anatomy, places)
+            elif replacement.blocks:
+                stack.enter_context(_skipped_blocks(model, replacement, anatomy.blocks_return_tuples))
             else:
-                hooks.append((found.hook(one.source), _mapping(one.function)))
+                hooks.append((anatomy.hook(replacement.source), _mapping_hook(replacement.function)))
         stack.enter_context(model.hooks(fwd_hooks=hooks))
-        stack.enter_context(mark_taken(model, replacements))
+        stack.enter_context(reserve_parts(model, replacements))
         yield
 
 
-def taken_part(model: TransformerBridge, one: Replacement) -> str | None:
-    """Name the part of a replacement that something has taken in a model already, if there is one."""
-    return find_overlap(one, _ACTIVE.get(model, []))
+def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:
+    """Name the first part of a replacement that is reserved in the model; ``None`` if there is none."""
+    return find_overlap(replacement, _ACTIVE.get(model, []))
 
 
 @contextmanager
-def mark_taken(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Have parts of a model count as taken, so that a replacement that touches them is refused."""
+def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Reserve parts of a model: as long as the context lasts, replacements that touch them are refused."""
     active = _ACTIVE.setdefault(model, [])
     active += replacements
     try:
@@ -113,25 +113,27 @@ def mark_taken(model: TransformerBridge, replacements: Sequence[Replacement]) ->
         del active[len(active) - len(replacements) :]
 
 
-def _mapping(function: Function) -> Any:
+def _mapping_hook(function: Function) -> Any:
     return lambda value, hook: function(value).to(value.dtype)
 
 
-def _stand_in(one: Replacement, found: Anatomy, places: _Places) -> list[tuple[str, Any]]:
+def _submodule_hooks(
+    replacement: Replacement, anatomy: Anatomy, places: _TokenPlaces
+) -> list[tuple[str, Any]]:
     entered: list[Tensor] = []
 
     def enter(value: Tensor, hook: Any) -> None:
         entered[:] = [value]
 
     def leave(value: Tensor, hook: Any) -> Tensor:
-        instead = one.function(entered.pop()).to(value.dtype)
-        return torch.where(places.chosen(one.where)[..., None], instead, value)
+        instead = replacement.function(entered.pop()).to(value.dtype)
+        return torch.where(places.chosen(replacement.where)[..., None], instead, value)
 
-    return [(found.hook(one.source), enter), (found.hook(one.target), leave)]
+    return [(anatomy.hook(replacement.source), enter), (anatomy.hook(replacement.target), leave)]
 
 
-class _Places:
-    """Which token of its sentence every column of a running batch is, and -1 for padding.
+class _TokenPlaces:
+    """The place of every token of a running batch in its sentence, and -1 for padding.
 
     Padding is never replaced: it is no sentence's token, and what a stand-in would make of it can grow
     beyond all numbers and reach the others through an attention weight of zero.
@@ -141,13 +143,14 @@ class _Places:
         self._places: Tensor | None = None
 
     def chosen(self, where: Where) -> Tensor:
-        """``[batch, length]``: which tokens are meant."""
+        """``[batch, length]``: the tokens at which something is replaced."""
         places = cast(Tensor, self._places)
         if isinstance(where, str):
             return places >= (1 if where == "not-first" else 0)
         if len(where) != len(places):
             raise InputError(
-                f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one each."
+                f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one row for "
+                "each sentence."
             )
         where = where.to(places.device)
         if where.dtype != torch.bool:
@@ -158,7 +161,7 @@ class _Places:
 
     @contextmanager
     def watching(self, model: TransformerBridge) -> Iterator[None]:
-        """Look at what every forward pass is given."""
+        """Note the places of the tokens that each forward pass is given."""
         inner = model.original_model
         signature = inspect.signature(inner.forward)
 
@@ -174,8 +177,8 @@ class _Places:
                     f"length], got one of {mask.ndim} dimensions."
                 )
             if mask is not None:
-                own = mask.bool()
-                self._places = (own.cumsum(1) - 1).masked_fill(~own, -1)[:, -length:]
+                real = mask.bool()
+                self._places = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
                 return
             past = 0 if cache is None else cache.get_seq_length()
             self._places = torch.arange(past, past + length, device=tokens.device).expand(n, length)
@@ -188,23 +191,23 @@ class _Places:
 
 
 @contextmanager
-def _skipping(model: TransformerBridge, one: Replacement, as_tuples: bool) -> Iterator[None]:
-    """Let blocks hand on what they are given, and the first of them map it before."""
+def _skipped_blocks(model: TransformerBridge, jump: Replacement, as_tuples: bool) -> Iterator[None]:
+    """Let the blocks of a jump hand on their input, which the first of them maps."""
 
     def forward_of(layer: int) -> Callable[..., Any]:
         block = model.blocks[layer]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if layer == one.blocks[0]:  # a pass may be asked to start or to stop here
+            if layer == jump.blocks[0]:  # a pass may be asked to start or to stop here
                 args, kwargs = block._maybe_inject_start_residual(args, kwargs)
                 block._check_stop_at_layer(*args, **kwargs)
             else:
-                _require_on_the_way(block, layer, one)
+                _require_no_end_inside(block, layer, jump)
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
-            if layer == one.blocks[0]:
-                h = one.function(block.hook_in(h)).to(h.dtype)
-            if layer == one.blocks[-1]:
+            if layer == jump.blocks[0]:
+                h = jump.function(block.hook_in(h)).to(h.dtype)
+            if layer == jump.blocks[-1]:
                 h = block.hook_out(h)
             return (h, None) if as_tuples else h
 
@@ -212,18 +215,18 @@ def _skipping(model: TransformerBridge, one: Replacement, as_tuples: bool) -> It
 
     # An attribute of the instance goes before the method of its class, and leaves no trace when deleted.
     try:
-        for layer in one.blocks:
+        for layer in jump.blocks:
             vars(model.blocks[layer])["forward"] = forward_of(layer)
         yield
     finally:
-        for layer in one.blocks:
+        for layer in jump.blocks:
             vars(model.blocks[layer]).pop("forward", None)
 
 
-def _require_on_the_way(block: Any, layer: int, one: Replacement) -> None:
+def _require_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
     asked = (getattr(block, "_start_at_layer_idx", None), getattr(block, "_stop_at_layer_idx", None))
     if layer in asked:
-        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {one} passes it over.")
+        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {jump} passes over it.")
 
 
 def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:

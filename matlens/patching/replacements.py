@@ -29,7 +29,7 @@ Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """One part of a model and what stands in for it.
+    """A part of a model and what stands in for it.
 
     Attributes
     ----------
@@ -53,17 +53,17 @@ class Replacement:
 
     @classmethod
     def from_map(cls, linear: LinearMap, *, where: Where = "all") -> Replacement:
-        """What a map replaces by the sites that it is from and to."""
+        """Replace the part of a model that lies between the sites of a map."""
         return cls(linear, Site.parse(linear.source), Site.parse(linear.target), where)
 
     @property
     def is_jump(self) -> bool:
-        """Whether it replaces whole blocks and not a sub-module."""
+        """Whether whole blocks are replaced and not a sub-module."""
         return self.source.kind == STREAM
 
     @property
     def blocks(self) -> range:
-        """Blocks that it touches."""
+        """Blocks that the replacement touches."""
         return range(self.source.layer, self.target.layer if self.is_jump else self.source.layer + 1)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Replacement:
 
 def jump(maps: MapSet, first: int, last: int) -> list[Replacement]:
     """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1)."""
-    return [_from(maps, Site(STREAM, first), Site(STREAM, last), "all")]
+    return [_from_set(maps, Site(STREAM, first), Site(STREAM, last), "all")]
 
 
 def mat_attn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
@@ -109,17 +109,17 @@ def stand_ins(
             f"Sub-modules from layer {first} to layer {last}: the range runs backwards or starts below 0."
         )
     return [
-        _from(maps, Site(f"{name}_in", layer), Site(f"{name}_out", layer), where)
+        _from_set(maps, Site(f"{name}_in", layer), Site(f"{name}_out", layer), where)
         for layer in range(first, last)
         for name in names
     ]
 
 
-def _from(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement:
+def _from_set(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement:
     if (str(source), str(target)) not in maps:
         there = ", ".join(sorted({f"{a.split('.')[0]} -> {b.split('.')[0]}" for a, b in maps})) or "none"
         raise InputError(
-            f"There is no map {source} -> {target} in this set of {len(maps)} (it has {there}). Fit one, "
+            f"There is no map {source} -> {target} in this set of {len(maps)} (it has {there}). Fit the map, "
             "or check the range."
         )
     return Replacement.from_map(maps[str(source), str(target)], where=where)
@@ -128,103 +128,120 @@ def _from(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement
 def resolve_replacements(
     model: TransformerBridge, replacements: Sequence[Replacement], active: Sequence[Replacement] = ()
 ) -> list[Replacement]:
-    """Replacements with their sites resolved; refuses those that do not fit the model or each other.
+    """Resolve the sites of replacements; refuses those that do not fit the model or each other.
 
-    ``active`` are in the model already, and must not be overlapped either.
+    Parameters
+    ----------
+    model
+        The model that is to be patched.
+    replacements
+        What is to be replaced.
+    active
+        Replacements that are in the model already, which must not be overlapped either.
+
+    Raises
+    ------
+    InputError
+        A replacement does not fit the model, or overlaps another.
     """
     require_raw(model)
-    found = Anatomy.from_model(model)
+    anatomy = Anatomy.from_model(model)
     _require_fitted_on(model, replacements)
-    sound: list[Replacement] = []
-    for one in replacements:
-        source, target = found.resolve(one.source), found.resolve(one.target)
-        one = replace(one, source=source, target=target)
-        if not one.is_jump and not _is_submodule(source, target):
-            raise InputError(
-                f"A map {one} replaces no part of a model. Expected one between two layers of the stream, "
-                "or from the input to the output of one sub-module, such as ffn_in.3 -> ffn_out.3."
-            )
-        if one.is_jump and target.kind != STREAM:
-            raise InputError(f"A map {one} starts in the stream and must end there too.")
-        if one.is_jump and source.layer > target.layer:
-            raise InputError(f"A jump {one} runs backwards: expected a target at or after its source.")
-        _require_where(one)
-        _require_width(one, found.d_model)
-        shared = find_overlap(one, [*active, *sound])
+    resolved: list[Replacement] = []
+    for replacement in replacements:
+        source, target = anatomy.resolve(replacement.source), anatomy.resolve(replacement.target)
+        replacement = replace(replacement, source=source, target=target)
+        _require_part(replacement)
+        _require_where(replacement)
+        _require_width(replacement, anatomy.d_model)
+        shared = find_overlap(replacement, [*active, *resolved])
         if shared:
             raise InputError(
-                f"The replacement {one} overlaps another: {shared} is replaced or controlled already."
+                f"The replacement {replacement} overlaps another: {shared} is replaced or controlled already."
             )
-        sound.append(one)
-    return sound
+        resolved.append(replacement)
+    return resolved
 
 
-def find_overlap(one: Replacement, others: Sequence[Replacement]) -> str | None:
+def find_overlap(replacement: Replacement, others: Sequence[Replacement]) -> str | None:
     """Name the first part that a replacement has in common with others; ``None`` if there is none."""
     taken = [part for other in others for part in _parts(other)]
-    return next((_named(part) for part in _parts(one) if _clashes(part, taken)), None)
+    return next((_part_name(part) for part in _parts(replacement) if _clashes(part, taken)), None)
 
 
-def _is_submodule(source: Site, target: Site) -> bool:
+def _require_part(replacement: Replacement) -> None:
+    source, target = replacement.source, replacement.target
     name, _, end = source.kind.rpartition("_")
-    return end == "in" and target == Site(f"{name}_out", source.layer)
+    is_submodule = end == "in" and target == Site(f"{name}_out", source.layer)
+    if not replacement.is_jump and not is_submodule:
+        raise InputError(
+            f"A map {replacement} replaces no part of a model. Expected a map between two layers of the "
+            "stream, or from the input to the output of a sub-module, such as ffn_in.3 -> ffn_out.3."
+        )
+    if replacement.is_jump and target.kind != STREAM:
+        raise InputError(f"A map {replacement} starts in the stream and must end there too.")
+    if replacement.is_jump and source.layer > target.layer:
+        raise InputError(f"A jump {replacement} runs backwards: expected a target at or after its source.")
 
 
-def _parts(one: Replacement) -> list[tuple[int, str]]:
-    """What is taken, as ``(block, sub-module)``; a whole block is ``(block, "")``.
+def _parts(replacement: Replacement) -> list[tuple[int, str]]:
+    """Parts of the model that are replaced, as ``(block, sub-module)``; a whole block is ``(block, "")``.
 
-    A map over no blocks takes the place before a block, ``(block, "h")``, which a jump over both sides of
-    it takes too.
+    A map over no blocks replaces the place before a block, ``(block, "h")``, which a jump over both sides
+    of it replaces too.
     """
-    if not one.is_jump:
-        return [(one.source.layer, one.source.kind.removesuffix("_in"))]
-    if not one.blocks:
-        return [(one.source.layer, STREAM)]
-    return [(block, "") for block in one.blocks] + [(block, STREAM) for block in one.blocks[1:]]
+    source, blocks = replacement.source, replacement.blocks
+    if not replacement.is_jump:
+        return [(source.layer, source.kind.removesuffix("_in"))]
+    if not blocks:
+        return [(source.layer, STREAM)]
+    return [(block, "") for block in blocks] + [(block, STREAM) for block in blocks[1:]]
 
 
 def _clashes(part: tuple[int, str], taken: Sequence[tuple[int, str]]) -> bool:
     block, name = part
-    for other, own in taken:
-        if block == other and (name == own or ({name, own} & {""} and STREAM not in (name, own))):
+    for taken_block, taken_name in taken:
+        whole = "" in (name, taken_name) and STREAM not in (name, taken_name)
+        if block == taken_block and (name == taken_name or whole):
             return True
     return False
 
 
-def _named(part: tuple[int, str]) -> str:
+def _part_name(part: tuple[int, str]) -> str:
     block, name = part
     if name == STREAM:
         return f"layer {block} of the stream"
     return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
 
 
-def _require_where(one: Replacement) -> None:
-    where = one.where
+def _require_where(replacement: Replacement) -> None:
+    where = replacement.where
     if isinstance(where, Tensor):
         positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
         per_token = where.ndim == 2 and where.dtype == torch.bool and where.shape[1] > 0
         if not per_token and not (positions and bool((where >= 0).all())):
             raise InputError(
-                f"'where' of {one} is a tensor of {where.dtype} and shape {tuple(where.shape)}. Expected a "
-                "position, from 0, for each sentence, or a truth value for each token of each sentence."
+                f"'where' of {replacement} is a tensor of {where.dtype} and shape {tuple(where.shape)}. "
+                "Expected a position, from 0, for each sentence, or a truth value for each token of each "
+                "sentence."
             )
     elif where not in ("all", "not-first"):
         raise InputError(
-            f"where={where!r} of {one}: expected 'all', 'not-first', or a tensor of positions or of truth "
-            "values."
+            f"'where' of {replacement} is {where!r}. Expected 'all', 'not-first', or a tensor of positions "
+            "or of truth values."
         )
-    if one.is_jump and (isinstance(where, Tensor) or where != "all"):
-        raise InputError(f"A jump {one} is over all tokens: its blocks are not computed for any.")
+    if replacement.is_jump and (isinstance(where, Tensor) or where != "all"):
+        raise InputError(f"A jump {replacement} is over all tokens: its blocks are not computed for any.")
 
 
-def _require_width(one: Replacement, d_model: int) -> None:
-    if not isinstance(one.function, LinearMap):
+def _require_width(replacement: Replacement, d_model: int) -> None:
+    if not isinstance(replacement.function, LinearMap):
         return
-    weight, bias = one.function.weight, one.function.bias
+    weight, bias = replacement.function.weight, replacement.function.bias
     if tuple(weight.shape) != (d_model, d_model) or (bias is not None and tuple(bias.shape) != (d_model,)):
         raise InputError(
-            f"The map {one} is of shape {tuple(weight.shape)}, and this model's vectors have {d_model} "
-            "coordinates. Was it fitted on another model?"
+            f"The map {replacement} has the shape {tuple(weight.shape)}, and the vectors of this model have "
+            f"{d_model} coordinates. Was it fitted on another model?"
         )
 
 

@@ -47,10 +47,10 @@ class Scheme:
         rises = all(a < b for a, b in itertools.pairwise(self.boundaries))
         if len(self.boundaries) < 2 or self.boundaries[0] != 0 or not rises:
             raise InputError(
-                f"The boundaries {self.boundaries} make no scheme: expected 0 < l_1 < ... < L, two or more."
+                f"The boundaries {self.boundaries} are not a scheme. Expected two or more: 0 < l_1 < ... < L."
             )
         if self.starts_with not in ("blocks", "mat"):
-            raise InputError(f"starts_with={self.starts_with!r}: expected 'blocks' or 'mat'.")
+            raise InputError(f"starts_with is {self.starts_with!r}. Expected 'blocks' or 'mat'.")
 
     @property
     def segments(self) -> tuple[tuple[Kind, int, int], ...]:
@@ -84,7 +84,7 @@ class Scheme:
             raise InputError(
                 f"The scheme ends at layer {self.boundaries[-1]}, and this model's last layer is {last}."
             )
-        return [one for pair in self.jumps for one in jump(maps, *pair)]
+        return [replacement for pair in self.jumps for replacement in jump(maps, *pair)]
 
     def __str__(self) -> str:
         return " ".join(f"{kind} {first}-{last}" for kind, first, last in self.segments)
@@ -96,13 +96,16 @@ def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     Boundaries are ``0, a, a+b, 2a+b, 2a+2b, ..., L``; for each there is the scheme that starts with blocks
     and the one that starts with ``mat``.
     """
-    found = []
+    schemes = []
     for whole in (n for n in range(2, n_layers + 1) if n_layers % n == 0):
         for a in range(1, whole):
             starts = range(0, n_layers, whole)
             boundaries = (*(edge for start in starts for edge in (start, start + a)), n_layers)
-            found += [(a, whole - a, Scheme(boundaries, "blocks")), (a, whole - a, Scheme(boundaries, "mat"))]
-    return found
+            schemes += [
+                (a, whole - a, Scheme(boundaries, "blocks")),
+                (a, whole - a, Scheme(boundaries, "mat")),
+            ]
+    return schemes
 
 
 def r2_score(scheme: Scheme, r2: Float[Tensor, "layers layers"]) -> float:
@@ -130,7 +133,7 @@ def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, fl
     Parameters
     ----------
     r2
-        ``r2[l, l']`` of ``mat`` from layer ``l`` to ``l'``, as `evaluation.to_tensor` gives it.
+        ``r2[l, l']`` of ``mat`` from layer ``l`` to ``l'``, as `matlens.lens.r2_matrix` gives it.
 
     Raises
     ------
@@ -140,7 +143,10 @@ def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, fl
     n_layers = len(r2) - 1
     table = np.asarray(r2, dtype=np.float64)
     if not np.isfinite(table[np.triu_indices(n_layers + 1, 1)]).all():
-        raise InputError("The table of r2 lacks pairs of layers. Expected a map for every pair: --pairs all.")
+        raise InputError(
+            "The table of r2 lacks pairs of layers. Expected a map for every pair, as the option --pairs all "
+            "fits them."
+        )
     best: dict[tuple[int, int, str, str], _Best] = {}
     for layer in range(1, n_layers + 1):
         for kept in range(layer + 1):

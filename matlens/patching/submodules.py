@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 SUBMODULES = ("attn", "ffn", "ln1", "ln2")
 
 
-def submodule_pairs(found: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
+def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
     """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
 
     Raises
     ------
     InputError
-        The wiring of the blocks is not known, so they have no sub-modules to speak of; or no family has a
+        The wiring of the blocks is not known, so that they have no known sub-modules; or no family has a
         sub-module of that name.
     """
-    if not found.kinds:
+    if not anatomy.kinds:
         raise InputError(
-            f"The blocks of this model are {found.family.name}: none of the known sums holds in them, so "
+            f"The blocks of this model are {anatomy.family.name}: none of the known sums holds in them, so "
             "their sub-modules cannot be fitted or replaced."
         )
     unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
     if unknown:
-        raise InputError(f"{unknown[0]!r} is no sub-module. Expected some of {', '.join(SUBMODULES)}.")
+        raise InputError(f"{unknown[0]!r} is not a sub-module. Expected some of {', '.join(SUBMODULES)}.")
     return [
         (f"{name}_in.{layer}", f"{name}_out.{layer}")
-        for layer in range(found.n_layers)
+        for layer in range(anatomy.n_layers)
         for name in names
-        if f"{name}_in" in found.kinds
+        if f"{name}_in" in anatomy.kinds
     ]
 
 
@@ -70,9 +70,9 @@ def fit_submodules(
     samples
         Vectors at the inputs and outputs, such as `matlens.collect` gives for `submodule_pairs`.
     pairs
-        Which sub-modules.
+        Sites before and behind each sub-module.
     rows
-        Which samples to fit on, by default all. An attention sink's activations are so large that a fit
+        Samples to fit on, by default all. An attention sink's activations are so large that a fit
         follows little else: ``~sink_rows(...)`` leaves them out.
     intercept, ridge
         See `Moments.solve`.
@@ -80,20 +80,24 @@ def fit_submodules(
     Raises
     ------
     InputError
-        A site was not collected, or rows are too few or too many, or none is chosen.
+        A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
     """
     if rows is not None and len(rows) != samples.n_rows:
-        raise InputError(f"rows has {len(rows)} values for {samples.n_rows} samples. Expected one each.")
+        raise InputError(
+            f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
+        )
     taken = torch.arange(samples.n_rows) if rows is None else rows.nonzero()[:, 0]
     if not len(taken):
-        raise InputError("No sample is left to fit on. Expected at least one true value in rows.")
+        raise InputError("No sample is left to fit on. Expected at least one true value in 'rows'.")
     absent = sorted({site for pair in pairs for site in pair} - set(samples))
     if absent:
         raise InputError(f"There are no vectors of {absent[0]} and {len(absent) - 1} other sites to fit on.")
     origin = samples.provenance.with_details(n_fitted=len(taken), intercept=intercept, ridge=ridge)
     for source, target in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
-        own = {site: samples[site][taken] for site in (source, target)}
-        yield from fit_samples(own, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin)
+        vectors = {site: samples[site][taken] for site in (source, target)}
+        yield from fit_samples(
+            vectors, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin
+        )
 
 
 @torch.inference_mode()
@@ -110,22 +114,23 @@ def attend_nowhere(
     InputError
         The range runs backwards or leaves the model, or a map is missing.
     """
-    found = Anatomy.from_model(model)
-    found.resolve(Site(STREAM, last))
+    anatomy = Anatomy.from_model(model)
+    anatomy.resolve(Site(STREAM, last))
     attention = {
-        one.source.layer: one.function for one in resolve_replacements(model, mat_attn(maps, first, last))
+        replacement.source.layer: replacement.function
+        for replacement in resolve_replacements(model, mat_attn(maps, first, last))
     }
     device, dtype = torch.device(model.cfg.device), model.cfg.dtype
     h = h.to(device, dtype)[:, None]
     for layer in range(first, last):
-        h = _block(model.blocks[layer], found.family.name, attention[layer], h)
+        h = _run_block(model.blocks[layer], anatomy.family.name, attention[layer], h)
     return h[:, 0].float()
 
 
-def _block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
+def _run_block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
     if family == "post-norm":
         mid = block.ln1(h + attend(h).to(h.dtype))
-        return block.ln2(mid + _ffn(block, mid))
+        return block.ln2(mid + _post_norm_ffn(block, mid))
     read = block.ln1(h)
     written = attend(read).to(h.dtype)
     if family == "parallel":
@@ -137,7 +142,7 @@ def _block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
     return mid + block.mlp(block.ln2(mid))
 
 
-def _ffn(block: Any, mid: Tensor) -> Tensor:
+def _post_norm_ffn(block: Any, mid: Tensor) -> Tensor:
     # BERT's layer has no module of its own for the whole FFN.
     layer = block.original_component
     return layer.output.dense(layer.intermediate(mid))

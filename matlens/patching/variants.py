@@ -32,7 +32,7 @@ _HOLDS = "variants"
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One way of running a model.
+    """A way of running a model.
 
     Attributes
     ----------
@@ -40,13 +40,13 @@ class Variant:
         The layer of the stream up to which the model runs as it is; nothing is replaced before it.
     replacements
         What is replaced from there on. A ``where`` with positions has one for each example.
-    told
-        What tells the variant from others in the record of a stored run.
+    description
+        What distinguishes the variant from others in the record of a stored run.
     """
 
     first: int
     replacements: Sequence[Replacement]
-    told: str = ""
+    description: str = ""
 
 
 @torch.inference_mode()
@@ -64,16 +64,18 @@ def run_variants(
 
     Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
     starts from there at its own first layer. Nothing keeps a model with linear norms from growing beyond
-    all numbers; vectors of such a run are not finite, and `evaluation.judge` counts them as wrong.
+    all numbers; vectors of such a run are not finite, and `matlens.lens.judge_predictions` counts them as
+    wrong.
 
     Parameters
     ----------
     model, examples
-        What is run on what. Decoders read a sentence no further than its position.
+        The model and what it reads. Decoders read a sentence no further than its position.
     variants
-        By a name that can be that of a file.
+        The ways of running the model, by names that can be names of files.
     folder
-        Keep the vectors there. A killed run goes on where it was when it is called again.
+        Where the vectors are kept, by default in memory. A killed run goes on where it was when it is called
+        again.
     origin
         What the replacements come from, for the folder's record: a folder of others is refused.
 
@@ -87,7 +89,7 @@ def run_variants(
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
-    ready = {name: _ready(model, examples, name, variant) for name, variant in variants.items()}
+    ready = {name: _resolve_variant(model, examples, name, variant) for name, variant in variants.items()}
     read = examples if is_masked(model) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
 
@@ -103,7 +105,7 @@ def run_variants(
     request = {
         "provenance": provenance.to_json(),
         "origin": dict(origin or {}),
-        "variants": {name: variant.told for name, variant in variants.items()},
+        "variants": {name: variant.description for name, variant in variants.items()},
         "batch_tokens": budget,
     }
     columns = dict.fromkeys(variants, Column(anatomy.d_model))
@@ -114,75 +116,76 @@ def run_variants(
     return vectors
 
 
-def _ready(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
+def _resolve_variant(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
     first = Anatomy.from_model(model).resolve(Site(STREAM, variant.first)).layer
     replacements = resolve_replacements(model, variant.replacements)
-    early = [one for one in replacements if one.source.layer < first]
+    early = [replacement for replacement in replacements if replacement.source.layer < first]
     if early:
         raise InputError(
             f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
         )
-    for one in replacements:
-        if not isinstance(one.where, str) and len(one.where) != len(examples):
+    for replacement in replacements:
+        where = replacement.where
+        if not isinstance(where, str) and len(where) != len(examples):
             raise InputError(
-                f"'where' of {one} in {name} has {len(one.where)} rows for {len(examples)} examples. "
-                "Expected one each."
+                f"'where' of {replacement} in {name} has {len(where)} rows for {len(examples)} examples. "
+                "Expected one row for each example."
             )
     return replace(variant, first=first, replacements=replacements)
 
 
-class _Reached(Exception):
-    """Ends a pass: the last layer is there."""
+class _LastLayerReached(Exception):
+    """Ends a pass: the last of the wanted layers is there."""
 
 
 def _run(
     model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], positions: Any
 ) -> dict[str, Tensor]:
-    found, device = Anatomy.from_model(model), torch.device(model.cfg.device)
+    device, last = torch.device(model.cfg.device), Anatomy.from_model(model).n_layers
     index = torch.from_numpy(batch.index)
     column = torch.from_numpy(positions)[index].to(device)
     row = torch.arange(len(column), device=device)
-    last = found.n_layers
-    clean = _pass(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
-    given = {}
+    clean = _run_to_layers(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
+    final = {}
     for name, variant in variants.items():
-        replacements = [_of_batch(one, index) for one in variant.replacements]
+        replacements = [_for_rows(replacement, index) for replacement in variant.replacements]
         if variant.first:
-            replacements.insert(0, _handing(clean[variant.first], variant.first))
-        given[name] = _pass(model, batch, replacements, [last])[last][row, column].float()
-    gathered = torch.stack(list(given.values())).cpu()  # one transfer from the device
-    return dict(zip(given, gathered, strict=True))
+            replacements.insert(0, _start_from(clean[variant.first], variant.first))
+        final[name] = _run_to_layers(model, batch, replacements, [last])[last][row, column].float()
+    gathered = torch.stack(list(final.values())).cpu()  # one transfer from the device
+    return dict(zip(final, gathered, strict=True))
 
 
-def _of_batch(one: Replacement, index: Tensor) -> Replacement:
-    return one if isinstance(one.where, str) else replace(one, where=one.where[index])
+def _for_rows(replacement: Replacement, index: Tensor) -> Replacement:
+    where = replacement.where
+    return replacement if isinstance(where, str) else replace(replacement, where=where[index])
 
 
-def _handing(h: Tensor, layer: int) -> Replacement:
-    """Stand for the blocks up to a layer by what they gave."""
+def _start_from(h: Tensor, layer: int) -> Replacement:
+    """Replace the blocks before a layer by the vectors that they have given."""
     return Replacement(lambda _: h, Site(STREAM, 0), Site(STREAM, layer))
 
 
-def _pass(
+def _run_to_layers(
     model: TransformerBridge, batch: Batch, replacements: Sequence[Replacement], layers: Sequence[int]
 ) -> dict[int, Tensor]:
     """Run a batch with replacements, no further than the last of the wanted layers of the stream."""
     if not layers:
         return {}
-    found, device = Anatomy.from_model(model), torch.device(model.cfg.device)
+    anatomy, device = Anatomy.from_model(model), torch.device(model.cfg.device)
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:
         def hook(value: Tensor, hook: Any) -> None:
             seen[layer] = value
             if layer == layers[-1]:
-                raise _Reached
+                raise _LastLayerReached
 
         return hook
 
     with apply_replacements(model, replacements):
-        hooks = [(found.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
-        with model.hooks(fwd_hooks=hooks), contextlib.suppress(_Reached):
+        hooks = [(anatomy.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
+        with model.hooks(fwd_hooks=hooks), contextlib.suppress(_LastLayerReached):
             tokens, mask = batch.tokens.to(device), batch.mask.to(device)
             model(tokens, attention_mask=mask, return_type=None, use_cache=False)
     return seen

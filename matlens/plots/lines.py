@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
@@ -63,8 +64,8 @@ def mark_infinite(ax: Axes) -> None:
         max(ax.get_xlim()[1], everywhere.max() + margin),
     )
     y_limits = ax.get_ylim()
-    figure, height = ax.get_figure(root=True), 6.0
-    assert figure is not None
+    figure, height = ax.figure, 6.0
+    assert isinstance(figure, Figure)
     columns = getattr(ax.get_gridspec(), "ncols", 1)
     width = 0.85 * 72 * figure.get_figwidth() / columns  # points, about
     for line in curves:

@@ -83,11 +83,11 @@ class Reader(HTMLParser):
     )
 )
 def test_every_token_comes_back_exactly_from_the_page(items: list[list[str]]) -> None:
-    found = Reader(render_page(sample(items)))
-    assert found.items == [[visible(token) for token in own] for own in items]
-    assert found.tags.count("script") == 1
-    assert found.linked == []
-    fields = found.tags.count("input"), found.tags.count("select")
+    reader = Reader(render_page(sample(items)))
+    assert reader.items == [[visible(token) for token in tokens] for tokens in items]
+    assert reader.tags.count("script") == 1
+    assert reader.linked == []
+    fields = reader.tags.count("input"), reader.tags.count("select")
     assert fields == (sum(map(len, items)) + 3 * len(items), 3 * len(items))
 
 
@@ -128,17 +128,17 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 def test_a_sheet_gives_away_nothing_but_items_and_tokens(tmp_path: Path) -> None:
     """Whatever the key says, the files are the same to the byte."""
     items = [["a", "b"], ["c", "d"], ["e", "f"]]
-    one = sample(items, ["values", "random", "updates"])
-    other = sample(items, ["updates", "updates", "random"]).assign(
+    key = sample(items, ["values", "random", "updates"])
+    other_key = sample(items, ["updates", "updates", "random"]).assign(
         layer=29, vector="L29D1", model="x", corpus="y", token_id=3
     )
     folders = [tmp_path / name for name in ("one", "other")]
-    for table, folder in zip((one, other), folders, strict=True):
+    for table, folder in zip((key, other_key), folders, strict=True):
         write_concept_sheets(table.sample(frac=1, random_state=len(folder.name)), folder)
     for name in (TOKENS_FILE, PATTERNS_FILE, PAGE_FILE):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     changed = [["a", "b"], ["d", "c"], ["e", "f"]]
-    assert sheet_code(sample(changed)) != sheet_code(one)
+    assert sheet_code(sample(changed)) != sheet_code(key)
 
 
 def test_tokens_look_like_text_to_a_spreadsheet(tmp_path: Path) -> None:
@@ -171,10 +171,12 @@ def fill(folder: Path, marks: Marks, patterns: list[tuple[int, int, str, str]], 
     keys = zip(table["item"].astype(int), table["rank"].astype(int), strict=True)
     table["patterns"] = [" ".join(map(str, marks.get(key, []))) for key in keys]
     table.to_csv(folder / TOKENS_FILE, index=False, sep=separator)
-    own = pd.read_csv(folder / PATTERNS_FILE, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    sheet = own["sheet"].iloc[0]
-    rows = [(sheet, str(item), str(number), told, name) for item, number, told, name in patterns]
-    lines = pd.concat([pd.DataFrame(rows, columns=own.columns), own])
+    offered = pd.read_csv(folder / PATTERNS_FILE, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    sheet = offered["sheet"].iloc[0]
+    rows = [
+        (sheet, str(item), str(number), description, name) for item, number, description, name in patterns
+    ]
+    lines = pd.concat([pd.DataFrame(rows, columns=offered.columns), offered])
     lines.drop_duplicates(["item", "pattern"]).to_csv(folder / PATTERNS_FILE, index=False, sep=separator)
 
 
@@ -197,12 +199,14 @@ def test_what_is_filled_in_is_what_is_read(
             marks.setdefault((item, rank), []).append(number)
     write_concept_sheets(table, folder)
     fill(folder, marks, [(*key, *value) for key, value in kinds.items()], separator)
-    found = read_concept_sheets(folder, table)
-    assert found.name == folder.name
-    triples = [(item, rank, number) for (item, rank), own in marks.items() for number in own]
-    assert sorted(found.marks.itertuples(index=False, name=None)) == sorted(triples)
-    told = {(row[0], row[1]): (row[2], row[3]) for row in found.patterns.itertuples(index=False, name=None)}
-    assert told == kinds
+    annotation = read_concept_sheets(folder, table)
+    assert annotation.name == folder.name
+    triples = [(item, rank, number) for (item, rank), numbers in marks.items() for number in numbers]
+    assert sorted(annotation.marks.itertuples(index=False, name=None)) == sorted(triples)
+    described = {
+        (row[0], row[1]): (row[2], row[3]) for row in annotation.patterns.itertuples(index=False, name=None)
+    }
+    assert described == kinds
 
 
 @pytest.fixture
@@ -220,9 +224,9 @@ def change(path: Path, rows: list[int], column: str, value: str) -> None:
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as error:
         read_concept_sheets(folder, sized())
-    return str(told.value)
+    return str(error.value)
 
 
 def test_spaces_capitals_and_empty_lines_are_no_mistakes(folder: Path) -> None:
@@ -230,9 +234,9 @@ def test_spaces_capitals_and_empty_lines_are_no_mistakes(folder: Path) -> None:
     change(folder / TOKENS_FILE, [6], "patterns", " 1  1 ")
     with (folder / TOKENS_FILE).open("a") as file:
         file.write(",,,,\n")
-    found = read_concept_sheets(folder, sized())
-    assert len(found.marks) == 4
-    assert found.patterns["class"].tolist() == ["semantic"]
+    annotation = read_concept_sheets(folder, sized())
+    assert len(annotation.marks) == 4
+    assert annotation.patterns["class"].tolist() == ["semantic"]
 
 
 @pytest.mark.parametrize(("file", "column"), [
@@ -246,7 +250,7 @@ def test_a_missing_column_is_named(file: str, column: str, folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("file", "rows", "column", "value", "told"),
+    ("file", "rows", "column", "value", "message"),
     [
         (TOKENS_FILE, [3, 5], "item", "4", r"tokens.csv, line 5: item is '4', and 1 more"),
         (TOKENS_FILE, [3], "item", "one", "line 5: item is 'one', and 0 more"),
@@ -269,13 +273,13 @@ def test_a_missing_column_is_named(file: str, column: str, folder: Path) -> None
     ],
 )  # fmt: skip
 def test_each_mistake_is_named_with_its_first_line(
-    file: str, rows: list[int], column: str, value: str, told: str | None, folder: Path
+    file: str, rows: list[int], column: str, value: str, message: str | None, folder: Path
 ) -> None:
     change(folder / file, rows, column, value)
-    if told is None:  # a pattern that no token has is no mistake
+    if message is None:  # a pattern that no token has is no mistake
         assert len(read_concept_sheets(folder, sized()).patterns) == 2
     else:
-        assert told in refused(folder)
+        assert message in refused(folder)
 
 
 def test_a_pattern_that_is_described_twice_is_refused(folder: Path) -> None:

@@ -57,8 +57,8 @@ def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
     values, projection = ValueVectors(model), Projection.from_model(model)
     updates = Updates.run(model, examples(name).head(N_LAYERS * PER_LAYER), progress=False)
     seen = set()
-    for _, own in table.groupby("item"):
-        kind, layer, vector = next(own[["kind", "layer", "vector"]].itertuples(index=False, name=None))
+    for _, lines in table.groupby("item"):
+        kind, layer, vector = next(lines[["kind", "layer", "vector"]].itertuples(index=False, name=None))
         number = int(vector.split()[1].rstrip(",")) if kind != "values" else -1
         expected = {
             "values": lambda vector=vector: values.vectors([vector])[0],
@@ -66,11 +66,11 @@ def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
             "updates": lambda layer=layer, i=number: updates.outputs(layer)[i],
         }[kind]()
         scores = projection.unembedding @ expected
-        ids = torch.tensor(own["token_id"].to_list())
+        ids = torch.tensor(lines["token_id"].to_list())
         torch.testing.assert_close(scores[ids], scores.topk(K).values)
-        assert own["token"].tolist() == list(map(visible, token_texts(model.tokenizer, ids.tolist())))
-        assert own["rank"].tolist() == list(range(1, K + 1))
-        assert (own["corpus"] == ("words" if kind == "updates" else "none")).all()
+        assert lines["token"].tolist() == list(map(visible, token_texts(model.tokenizer, ids.tolist())))
+        assert lines["rank"].tolist() == list(range(1, K + 1))
+        assert (lines["corpus"] == ("words" if kind == "updates" else "none")).all()
         assert kind != "values" or values.resolve(vector).layer == layer
         assert number < 0 or number // PER_LAYER == layer
         seen.add((kind, layer, vector))
@@ -94,15 +94,17 @@ def test_the_order_says_nothing_and_the_seed_decides(
     assert len({tuple(order["kind"]) for order in orders}) == 4
     drawn = [set(table[table["kind"] == "values"]["vector"]) for table in tables]
     assert len(set(map(frozenset, drawn))) == 4
-    assert all(len(one) == 8 * N_LAYERS for one in drawn)
+    assert all(len(vectors) == 8 * N_LAYERS for vectors in drawn)
 
 
 @pytest.mark.parametrize("per_layer", [0, 14])
 def test_too_few_examples_are_told(
     per_layer: int, small_model: Callable[[str], Any], examples: Callable[[str], Any]
 ) -> None:
-    told = rf"{per_layer} updates at each of 3 layers .* 40 examples\. Expected .* {3 * per_layer} examples"
-    with pytest.raises(InputError, match=told):
+    message = (
+        rf"{per_layer} updates at each of 3 layers .* 40 examples\. Expected .* {3 * per_layer} examples"
+    )
+    with pytest.raises(InputError, match=message):
         draw_concept_sample(small_model("llama"), examples("llama"), per_layer=per_layer, progress=False)
 
 
@@ -169,18 +171,18 @@ def annotation(name: str, filled: Filled) -> Annotation:
 
 
 def test_an_item_is_counted_as_by_hand() -> None:
-    found = tally_items(table(), annotation("anna", ANNA))
-    assert found[["kind", "layer"]].apply(tuple, axis=1).to_dict() == ITEMS
+    tally = tally_items(table(), annotation("anna", ANNA))
+    assert tally[["kind", "layer"]].apply(tuple, axis=1).to_dict() == ITEMS
     for item, expected in COUNTED.items():
-        assert tuple(found.loc[item, list(MEASURES)]) == pytest.approx(expected), item
-    parts = found[["semantic", "syntactic", "names", "stopwords"]].sum(axis=1)
-    assert parts.tolist() == pytest.approx(found["covered"].tolist())
+        assert tuple(tally.loc[item, list(MEASURES)]) == pytest.approx(expected), item
+    parts = tally[["semantic", "syntactic", "names", "stopwords"]].sum(axis=1)
+    assert parts.tolist() == pytest.approx(tally["covered"].tolist())
 
 
 def test_four_tokens_are_a_pattern_and_three_are_none() -> None:
     for size, counted in ((3, 0.0), (4, 0.4)):
-        found = tally_items(table(), annotation("x", {(1, 1): ("names", list(range(1, size + 1)))})).loc[1]
-        assert (found["covered"], found["concepts"], found["small_patterns"]) == (
+        tally = tally_items(table(), annotation("x", {(1, 1): ("names", list(range(1, size + 1)))})).loc[1]
+        assert (tally["covered"], tally["concepts"], tally["small_patterns"]) == (
             pytest.approx(counted), int(size == 4), int(size == 3),
         )  # fmt: skip
 
@@ -188,15 +190,15 @@ def test_four_tokens_are_a_pattern_and_three_are_none() -> None:
 def test_shares_are_means_over_annotators_and_items() -> None:
     sample, both = table(), [annotation("anna", ANNA), annotation("ben", BEN)]
     for given in (both[:1], both):
-        found = tally_concepts(sample, given)
-        assert list(found.columns) == list(COLUMNS)
-        items = [tally_items(sample, one) for one in given]
+        shares = tally_concepts(sample, given)
+        assert list(shares.columns) == list(COLUMNS)
+        tallies = [tally_items(sample, filled) for filled in given]
         for kind, layer, name in itertools.product(KINDS, (None, 0, 1), MEASURES):
-            own = [item for item, key in ITEMS.items() if key[0] == kind and layer in (None, key[1])]
-            each = [np.mean([one.loc[item, name] for one in items]) for item in own]
-            same = found["layer"].isna() if layer is None else found["layer"] == layer
-            (row,) = found[same & (found["method"] == kind) & (found["metric"] == name)].itertuples()
-            assert (row.n, row.k, row.model) == (len(own), 10, "m")
+            numbers = [item for item, key in ITEMS.items() if key[0] == kind and layer in (None, key[1])]
+            each = [np.mean([tally.loc[item, name] for tally in tallies]) for item in numbers]
+            same = shares["layer"].isna() if layer is None else shares["layer"] == layer
+            (row,) = shares[same & (shares["method"] == kind) & (shares["metric"] == name)].itertuples()
+            assert (row.n, row.k, row.model) == (len(numbers), 10, "m")
             assert row.corpus == ("words" if kind == "updates" else "none")
             assert row.value == pytest.approx(np.mean(each))
             if len(each) > 1 and np.std(each) > 0:
@@ -210,33 +212,37 @@ def test_shares_are_means_over_annotators_and_items() -> None:
 
 
 def test_agreement_is_that_of_scikit_learn() -> None:
-    sample, one, other = table(), annotation("anna", ANNA), annotation("ben", BEN)
-    found = annotator_agreement(sample, [one, other]).set_index(["method", "metric"])
-    assert set(found["one"]) == {"anna"}
-    assert set(found["other"]) == {"ben"}
+    sample, anna, ben = table(), annotation("anna", ANNA), annotation("ben", BEN)
+    agreement = annotator_agreement(sample, [anna, ben]).set_index(["method", "metric"])
+    assert set(agreement["one"]) == {"anna"}
+    assert set(agreement["other"]) == {"ben"}
     for kind in ("all", *KINDS):
         items = [item for item, key in ITEMS.items() if kind in ("all", key[0])]
         flags, counts = [], []
         for filled in (ANNA, BEN):
-            large = {key: own for key, own in filled.items() if len(own[1]) >= 4}
+            large = {key: pattern for key, pattern in filled.items() if len(pattern[1]) >= 4}
             inside = {(item, rank) for (item, _), (_, ranks) in large.items() for rank in ranks}
             flags.append([(item, rank) in inside for item in items for rank in range(1, 11)])
             content = [item for (item, _), (name, _) in large.items() if name != "stopwords"]
             counts.append([content.count(item) for item in items])
-        assert found.loc[(kind, "kappa_covered"), ["value", "n"]].tolist() == [
+        assert agreement.loc[(kind, "kappa_covered"), ["value", "n"]].tolist() == [
             pytest.approx(cohen_kappa_score(*flags)), len(flags[0]),
         ]  # fmt: skip
-        assert found.loc[(kind, "kappa_concepts"), ["value", "n"]].tolist() == [
+        assert agreement.loc[(kind, "kappa_concepts"), ["value", "n"]].tolist() == [
             pytest.approx(cohen_kappa_score(*counts, weights="quadratic")), len(items),
         ]  # fmt: skip
-        assert found.loc[(kind, "same_concepts"), "value"] == pytest.approx(np.mean(np.equal(*counts)))
+        assert agreement.loc[(kind, "same_concepts"), "value"] == pytest.approx(np.mean(np.equal(*counts)))
 
 
 def test_every_two_annotators_are_compared_and_one_with_nobody() -> None:
     three = [annotation(name, ANNA) for name in "abc"]
-    found = annotator_agreement(table(), three)
-    assert sorted(set(zip(found["one"], found["other"], strict=True))) == [("a", "b"), ("a", "c"), ("b", "c")]
-    kappa = found[(found["metric"] == "kappa_covered")].set_index("method")["value"]
+    agreement = annotator_agreement(table(), three)
+    assert sorted(set(zip(agreement["one"], agreement["other"], strict=True))) == [
+        ("a", "b"),
+        ("a", "c"),
+        ("b", "c"),
+    ]
+    kappa = agreement[(agreement["metric"] == "kappa_covered")].set_index("method")["value"]
     assert kappa["all"].tolist() == [1, 1, 1]
     assert kappa["random"].isna().all(), "both have said one and the same throughout, so there is no kappa"
     assert annotator_agreement(table(), three[:1]).empty

@@ -67,9 +67,9 @@ def test_the_largest_pattern_is_that_seen_by_hand(
     tokens: list[int], known: int, words: int, n_tokens: int, pattern: set[str]
 ) -> None:
     ids = torch.tensor([tokens, [4, 5, 6, 0, 7]])
-    found = find_patterns(ids, by_hand(), TOKENIZER, progress=False)
-    assert list(found.columns) == list(PATTERN_COLUMNS)
-    row = found.iloc[0]
+    patterns = find_patterns(ids, by_hand(), TOKENIZER, progress=False)
+    assert list(patterns.columns) == list(PATTERN_COLUMNS)
+    row = patterns.iloc[0]
     assert (row["known"], row["words"], row["tokens"]) == (known, words, n_tokens)
     assert set(filter(None, row["pattern"].split(", "))) == pattern
     assert row["similarity"] == pytest.approx(1) if words > 1 else np.isnan(row["similarity"])
@@ -95,9 +95,9 @@ def test_all_vectors_are_searched_with_their_controls(
 ) -> None:
     model = small_model(name)
     values, projection = ValueVectors(model), Projection.from_model(model)
-    found = search_concepts(model, spoken, k=6, seed=2, progress=False)
-    assert list(found) == ["values", "random", "dealt"]
-    for method, table in found.items():
+    tables = search_concepts(model, spoken, k=6, seed=2, progress=False)
+    assert list(tables) == ["values", "random", "dealt"]
+    for method, table in tables.items():
         assert len(table) == len(values)
         assert table["layer"].tolist() == np.repeat(range(N_LAYERS), values.d_mlp).tolist()
         rows = table.itertuples()
@@ -112,9 +112,9 @@ def test_all_vectors_are_searched_with_their_controls(
         assert [len(row.top.split(", ")) for row in rows] == [6] * len(values)
         expected = find_patterns(tops, spoken, model.tokenizer, progress=False)
         pd.testing.assert_frame_equal(table[list(PATTERN_COLUMNS)], expected)
-    assert found["values"]["value"].tolist() == [str(values.at(row)) for row in range(len(values))]
+    assert tables["values"]["value"].tolist() == [str(values.at(row)) for row in range(len(values))]
     # Dealt anew, each rank has the same tokens, and lists are others.
-    real, dealt = (found[method]["top"].str.split(", ", expand=True) for method in ("values", "dealt"))
+    real, dealt = (tables[method]["top"].str.split(", ", expand=True) for method in ("values", "dealt"))
     for rank in range(6):
         assert sorted(real[rank]) == sorted(dealt[rank])
     assert not (real == dealt).all(axis=None)
@@ -125,11 +125,11 @@ def made(words: list[int], tokens: list[int], known: list[int], layers: list[int
 
 
 def test_shares_are_counted_over_layers_and_all() -> None:
-    found = {
+    tables = {
         "values": made([0, 4, 5, 12], [0, 6, 9, 30], [3, 6, 9, 12], [0, 0, 1, 1]),
         "random": made([3, 1, 2, 4], [9, 1, 2, 4], [3, 3, 3, 6], [0, 0, 1, 1]),
     }
-    table = pattern_shares(found, "m", "c", k=30)
+    table = pattern_shares(tables, "m", "c", k=30)
     assert list(table.columns) == list(COLUMNS)
     for method, layer, size in (
         ("values", None, 5),
@@ -137,20 +137,20 @@ def test_shares_are_counted_over_layers_and_all() -> None:
         ("random", 0, 4),
         ("random", None, 4),
     ):
-        own = found[method] if layer is None else found[method].query("layer == @layer")
+        part = tables[method] if layer is None else tables[method].query("layer == @layer")
         same = table["layer"].isna() if layer is None else table["layer"] == layer
-        of = table[same & (table["method"] == method)]
-        (row,) = of[(of["metric"] == "pattern") & (of["k"] == size)].itertuples()
-        count = int((own["words"] >= size).sum())
-        interval = stats.binomtest(count, len(own)).proportion_ci(0.95, method="wilson")
+        shares = table[same & (table["method"] == method)]
+        (row,) = shares[(shares["metric"] == "pattern") & (shares["k"] == size)].itertuples()
+        count = int((part["words"] >= size).sum())
+        interval = stats.binomtest(count, len(part)).proportion_ci(0.95, method="wilson")
         assert (row.value, row.low, row.high) == pytest.approx(
-            (count / len(own), interval.low, interval.high)
+            (count / len(part), interval.low, interval.high)
         )
-        covered = of[of["metric"] == "covered"]["value"].item()
+        covered = shares[shares["metric"] == "covered"]["value"].item()
         assert covered == pytest.approx(
-            np.mean([t / 30 if w >= 4 else 0 for w, t in own[["words", "tokens"]].values])
+            np.mean([t / 30 if w >= 4 else 0 for w, t in part[["words", "tokens"]].values])
         )
-        assert of[of["metric"] == "known"]["value"].item() == pytest.approx(own["known"].mean() / 30)
+        assert shares[shares["metric"] == "known"]["value"].item() == pytest.approx(part["known"].mean() / 30)
     assert set(table[table["metric"] == "pattern"]["k"]) == set(PATTERN_SIZES)
 
 

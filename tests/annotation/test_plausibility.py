@@ -81,7 +81,7 @@ def test_sentences_stay_together_in_their_order_and_tokens_are_shuffled_by_the_s
     for seed in range(5):
         sheet = make_plausibility_sheet(table, seed=seed)
         assert sheet["sentence"].tolist() == [name for name in names for _ in words]
-        orders |= {"".join(own["token"]) for _, own in sheet.groupby("sentence")}
+        orders |= {"".join(lines["token"]) for _, lines in sheet.groupby("sentence")}
         pd.testing.assert_frame_equal(make_plausibility_sheet(table, seed=seed), sheet)
     # Neither the order of the layers, nor that of another seed or sentence.
     assert len(orders) == 15
@@ -98,7 +98,7 @@ def test_rates_are_those_counted_by_hand(last_method: str) -> None:
     if last_method == "id and mat":  # said twice, the last layer counts no more than once for each
         last = table[table["layer"] == 2].assign(method="mat")
         table = pd.concat([table, last], ignore_index=True)
-    found = plausibility_rates(table.sample(frac=1, random_state=1), sheet)
+    rates = plausibility_rates(table.sample(frac=1, random_state=1), sheet)
     expected = [
         (method, layer, metric, count, n)
         for layer, (read, mapped, with_read, with_mapped, more, n) in COUNTED.items()
@@ -108,9 +108,9 @@ def test_rates_are_those_counted_by_hand(last_method: str) -> None:
             ("id", "more_than_mat", more, n),
         )
     ]  # fmt: skip
-    assert list(found.columns) == ["method", "layer", "metric", "value", "low", "high", "n"]
-    assert len(found) == len(expected)
-    for row, (method, layer, metric, count, n) in zip(found.itertuples(), expected, strict=True):
+    assert list(rates.columns) == ["method", "layer", "metric", "value", "low", "high", "n"]
+    assert len(rates) == len(expected)
+    for row, (method, layer, metric, count, n) in zip(rates.itertuples(), expected, strict=True):
         assert (row.method, row.metric, row.n) == (method, metric, n)
         assert pd.isna(row.layer) if layer is None else row.layer == layer
         interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
@@ -196,5 +196,5 @@ def test_awkward_tokens_come_back_from_a_sheet_as_they_went(token: str, ends: st
     back = read_plausibility_sheet(tmp_path / "sheet.csv")
     for column in ("sentence", "token", "plausible"):
         assert back[column].tolist() == marked[column].tolist()
-    found = plausibility_rates(pd.concat([table, table.assign(method="mat")]), back)
-    assert found[(found["metric"] == "tokens")]["value"].tolist() == [0.5] * 4
+    rates = plausibility_rates(pd.concat([table, table.assign(method="mat")]), back)
+    assert rates[(rates["metric"] == "tokens")]["value"].tolist() == [0.5] * 4

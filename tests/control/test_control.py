@@ -10,8 +10,7 @@ import torch
 from conftest import ARCHITECTURES, MASKED, N_LAYERS, assert_near, plain_vectors
 from hand_controlled import CHOSEN, controlled_by_hand, output_layer, parsed
 from handpatched import jump_part, submodule_part
-from patching.test_contexts import SENTENCES, assert_same, linear, vectors
-from patching.test_contexts_nested import assert_as_before, state
+from patched_models import SENTENCES, assert_as_before, assert_same, linear, state, vectors
 from torch import Tensor
 
 import matlens

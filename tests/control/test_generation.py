@@ -13,7 +13,7 @@ import torch
 from conftest import ARCHITECTURES, MASKED, N_CTX
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part
-from patching.test_contexts import linear
+from patched_models import linear
 from self_debiasing import debiased_probabilities
 
 import matlens

@@ -51,20 +51,20 @@ def test_position_does_not_depend_on_the_corpus_around_the_sentence(
     alone = [corpus_of([text]) for text in sentences.sentences[:5]]
     renamed = replace(sentences, name="another name")
     for part in (backwards, *parts, *alone, renamed):
-        found = positions(make_examples(model, part, seed=3), part)
-        assert found == {text: whole[text] for text in part.sentences}
+        drawn = positions(make_examples(model, part, seed=3), part)
+        assert drawn == {text: whole[text] for text in part.sentences}
 
 
 def test_position_depends_on_seed_and_sentence(small_model: Callable[[str], Any]) -> None:
     """With another seed a position is the same as often as chance has it, one time in ten."""
     corpus = corpus_of(many(2000, 10))
-    one, other, again = (
+    first, other, again = (
         make_examples(small_model("llama"), corpus, seed=seed).positions for seed in (0, 1, 0)
     )
-    assert np.array_equal(one, again)
-    same = float((one == other).mean())
+    assert np.array_equal(first, again)
+    same = float((first == other).mean())
     assert abs(same - 0.1) < 4 * (0.1 * 0.9 / 2000) ** 0.5
-    assert len(set(one.tolist())) == 10  # not one for all
+    assert len(set(first.tolist())) == 10  # not the same one for all
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_positions_of_different_lengths_spread_over_the_whole_sentence(
 ) -> None:
     for length in (1, 5, 17):
         texts = many(500, length) if length > 1 else WORDS
-        found = make_examples(small_model("llama"), corpus_of(texts)).positions
-        assert set(found.tolist()) == set(range(length))
+        drawn = make_examples(small_model("llama"), corpus_of(texts)).positions
+        assert set(drawn.tolist()) == set(range(length))
 
 
 def test_special_tokens_are_drawn_only_when_they_may_be(
@@ -116,18 +116,18 @@ def test_special_tokens_are_drawn_only_when_they_may_be(
 def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
     name: str, draw_special: bool, small_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
-    own = make_tokenizer(bert=name == "bert")
+    tokenizer = make_tokenizer(bert=name == "bert")
     examples = make_examples(small_model(name), sentences, seed=2, draw_special=draw_special)
     assert len(examples) == len(examples.positions) == len(sentences)
     assert examples.offsets[0] == 0
     assert examples.offsets[-1] == len(examples.tokens)
     for s, text in enumerate(sentences.sentences):
-        ids = own(text)["input_ids"]
+        ids = tokenizer(text)["input_ids"]
         if name == "bert":
-            assert own.mask_token_id not in ids
-            ids[examples.positions[s]] = own.mask_token_id
-        got = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
-        assert got.tolist() == ids
+            assert tokenizer.mask_token_id not in ids
+            ids[examples.positions[s]] = tokenizer.mask_token_id
+        tokens = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
+        assert tokens.tolist() == ids
         assert examples.lengths[s] == len(ids)
         assert 0 <= examples.positions[s] < len(ids)
     assert examples.provenance["masked"] == (name == "bert")
@@ -138,21 +138,21 @@ def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
 def test_sentences_longer_than_the_context_are_cut_and_counted(
     name: str, small_model: Callable[[str], Any]
 ) -> None:
-    own = make_tokenizer(bert=name == "bert")
-    added = len(own("")["input_ids"])
+    tokenizer = make_tokenizer(bert=name == "bert")
+    added = len(tokenizer("")["input_ids"])
     lengths = [5, N_CTX - added - 1, N_CTX - added, N_CTX - added + 1, 3 * N_CTX]
     corpus = corpus_of([many(1, length)[0] for length in lengths])
     examples = make_examples(small_model(name), corpus, seed=1)
     assert examples.n_truncated == examples.provenance["n_truncated"] == 2
     assert examples.lengths.tolist() == [5 + added, N_CTX - 1, N_CTX, N_CTX, N_CTX]
     for s, text in enumerate(corpus.sentences):
-        ids = own(text, truncation=True, max_length=N_CTX)["input_ids"]
+        ids = tokenizer(text, truncation=True, max_length=N_CTX)["input_ids"]
         if name == "bert":
-            ids[examples.positions[s]] = own.mask_token_id
+            ids[examples.positions[s]] = tokenizer.mask_token_id
         assert examples.tokens[examples.offsets[s] : examples.offsets[s + 1]].tolist() == ids
     # What is left of a long sentence can be run, and its positions spread over all that is left.
-    found = matlens.collect(small_model(name), examples, [0], positions="all", progress=False)
-    assert found.n_rows == examples.lengths.sum()
+    activations = matlens.collect(small_model(name), examples, [0], positions="all", progress=False)
+    assert activations.n_rows == examples.lengths.sum()
     long = corpus_of(many(400, 2 * N_CTX))
     drawn = make_examples(small_model(name), long).positions
     assert drawn.max() >= N_CTX - 3
@@ -180,12 +180,12 @@ def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: 
     examples = replace(examples_of(lengths), positions=drawn, provenance={"seed": 4})
     cut = examples.up_to_positions()
     whole = np.split(examples.tokens, examples.offsets[1:-1])
-    expected = [own[: position + 1].tolist() for own, position in zip(whole, drawn, strict=True)]
-    assert [own.tolist() for own in np.split(cut.tokens, cut.offsets[1:-1])] == expected
-    assert cut.offsets.tolist() == [0, *np.cumsum([len(own) for own in expected])]
-    assert cut.lengths.tolist() == [len(own) for own in expected]
+    expected = [tokens[: position + 1].tolist() for tokens, position in zip(whole, drawn, strict=True)]
+    assert [tokens.tolist() for tokens in np.split(cut.tokens, cut.offsets[1:-1])] == expected
+    assert cut.offsets.tolist() == [0, *np.cumsum([len(tokens) for tokens in expected])]
+    assert cut.lengths.tolist() == [len(tokens) for tokens in expected]
     assert cut.positions.tolist() == drawn.tolist()
-    drawn_tokens = [own[position] for own, position in zip(whole, drawn, strict=True)]
+    drawn_tokens = [tokens[position] for tokens, position in zip(whole, drawn, strict=True)]
     assert cut.tokens[cut.offsets[1:] - 1].tolist() == drawn_tokens
     assert cut.provenance == {"seed": 4}
     assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
@@ -198,14 +198,14 @@ def test_cutting_changes_nothing_that_a_decoder_reads_and_would_change_bert(
     """Against the plain model over whole sentences; a masked model reads both sides of the position."""
     model, examples = small_model(name), make_examples(small_model(name), sentences, seed=1)
     whole = np.split(examples.tokens, examples.offsets[1:-1])
-    alone = [plain_vectors(name, plain_model(name), torch.from_numpy(own)) for own in whole]
-    found = matlens.collect(model, examples, progress=False)
+    alone = [plain_vectors(name, plain_model(name), torch.from_numpy(tokens)) for tokens in whole]
+    activations = matlens.collect(model, examples, progress=False)
     cut = examples.up_to_positions()
     over_cut = matlens.collect(model, cut, positions="all", progress=False)
-    for site in found:
+    for site in activations:
         at = zip(alone, examples.positions, strict=True)
-        expected = torch.stack([one[site][0, position] for one, position in at])
-        assert_near(found[site], expected)
+        expected = torch.stack([vectors[site][0, position] for vectors, position in at])
+        assert_near(activations[site], expected)
         from_cut = over_cut[site][torch.from_numpy(cut.offsets[1:] - 1)]
         if name != "bert":
             assert_near(from_cut, expected)
@@ -247,8 +247,8 @@ def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
         replace(base, positions=np.array([1, 3])),
         replace(base, positions=np.array([2, 1])),
     ]
-    found = {one.fingerprint for one in (base, *changed)}
-    assert len(found) == 5
+    fingerprints = {examples.fingerprint for examples in (base, *changed)}
+    assert len(fingerprints) == 5
     same = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]), {"corpus": "another"})
     assert same.fingerprint == base.fingerprint
 
@@ -278,9 +278,9 @@ def test_batches_hold_every_sentence_once_within_the_budget(lengths: list[int], 
         assert n * width <= budget or n == 1
         for row, s in enumerate(batch.index):
             length = lengths[s]
-            own = list(range(examples.offsets[s] + 1, examples.offsets[s + 1] + 1))
+            tokens = list(range(examples.offsets[s] + 1, examples.offsets[s + 1] + 1))
             # Right padding: the sentence first, then nothing of another.
-            assert batch.tokens[row].tolist() == own + [0] * (width - length)
+            assert batch.tokens[row].tolist() == tokens + [0] * (width - length)
             assert batch.mask[row].tolist() == [1] * length + [0] * (width - length)
         assert max(lengths[s] for s in batch.index) == width  # no column of padding alone
         seen += batch.index.tolist()

@@ -45,7 +45,7 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "told"),
+    ("rows", "options", "message"),
     [
         ([ROWS[0], "{"], {}, r"There is no JSON in line 2 of .*p\.jsonl'"),
         ([ROWS[0], "", "[1]"], {}, r"There is a JSON list in line 3 of .* Expected one JSON object a line"),
@@ -62,10 +62,10 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_lines_that_are_no_prompts_are_told(
-    rows: list[Any], options: dict[str, Any], told: str, tmp_path: Path
+    rows: list[Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "p.jsonl", rows)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         read_prompts(path, **options)
 
 

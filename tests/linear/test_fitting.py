@@ -585,6 +585,7 @@ def test_batch_and_stream_name_the_site_that_is_not_finite(bad: str) -> None:
             list(fits)
 
 
+@pytest.mark.refused
 @pytest.mark.parametrize("shape", [(N, D_OUT - 1), (N, D_OUT + 1), (N - 1, D_OUT), (N + 1, D_OUT)])
 def test_targets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
     x = plain(N, 0)

@@ -21,6 +21,7 @@ from conftest import (
     plain_vectors,
     save_model,
 )
+from patched_models import hook_counts
 from torch import Tensor
 
 import matlens
@@ -66,13 +67,6 @@ def vectors(model: Any, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
     ):
         model(tokens, return_type=None)
     return found
-
-
-def hook_counts(model: Any) -> list[int]:
-    """How many hooks hang on every hook point and on every module, TransformerLens' and torch's."""
-    points = [len(point.fwd_hooks) + len(point.bwd_hooks) for point in model.hook_dict.values()]
-    both = [*model.modules(), *model.original_model.modules()]
-    return points + [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in both]
 
 
 @pytest.fixture

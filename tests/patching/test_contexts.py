@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,71 +22,12 @@ from conftest import (
 from handpatched import Part, hand_vectors, jump_part, part, submodule_part, submodules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patched_models import LENGTHS, RANGES, SENTENCES, Models, assert_same, differ, replacement, vectors
 from torch import Tensor
 
 import matlens
-from matlens import LinearMap, Site
 from matlens.models.anatomy import Anatomy
 from matlens.patching.contexts import patched
-from matlens.patching.replacements import Replacement
-
-SENTENCES = [[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [5, 33, 2, 50], [44], [19, 4, 4, 26, 51, 9, 10]]
-LENGTHS = [len(sentence) for sentence in SENTENCES]
-RANGES = [(a, b) for a in range(N_LAYERS + 1) for b in range(a, N_LAYERS + 1)]
-Models = Callable[[str], Any]
-Vectors = list[dict[str, Tensor]]
-
-
-def linear(part: Part, **more: Any) -> LinearMap:
-    return LinearMap(part.weight, part.bias, part.source, part.target, **more)
-
-
-def replacement(part: Part) -> Replacement:
-    where: Any = part.where if isinstance(part.where, str) else torch.tensor(part.where)
-    return Replacement.from_map(linear(part), where=where)
-
-
-def padded(sentences: Sequence[Sequence[int]], side: str = "right") -> tuple[Tensor, Tensor]:
-    """Tokens and mask of a batch."""
-    tokens = torch.ones(len(sentences), max(map(len, sentences)), dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, own in enumerate(sentences):
-        columns = slice(len(own)) if side == "right" else slice(-len(own), None)
-        tokens[row, columns], mask[row, columns] = torch.tensor(own), 1
-    return tokens, mask
-
-
-@torch.inference_mode()
-def vectors(model: Any, sentences: Sequence[Sequence[int]] = SENTENCES, side: str = "right") -> Vectors:
-    """What matlens' sites carry, and the logits, at each sentence's own tokens in a batch of them."""
-    tokens, mask = padded(sentences, side)
-    seen: dict[str, Tensor] = {}
-
-    def keep(site: Site) -> tuple[str, Any]:
-        return Anatomy.from_model(model).hook(site), lambda value, hook: seen.update(
-            {str(site): value.clone()}
-        )
-
-    with model.hooks(fwd_hooks=[keep(site) for site in Anatomy.from_model(model).sites]):
-        seen["logits"] = model(tokens, attention_mask=mask)
-    return [{site: value[s][mask[s] == 1] for site, value in seen.items()} for s in range(len(sentences))]
-
-
-def assert_same(ours: Vectors, theirs: Vectors, tolerance: float = 1e-5) -> None:
-    """The same sites with the same vectors: what is not computed fires no hook."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert set(one) == set(other)
-        for site in one:
-            assert_near(one[site], other[site], tolerance)
-
-
-def differ(ours: Vectors, theirs: Vectors) -> bool:
-    """Whether logits are others, by more than rounding."""
-    return all(
-        float((a["logits"] - b["logits"]).abs().max()) > 1e-3 * float(b["logits"].abs().max())
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
 
 # As if patched by hand
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, assert_near
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from patching.test_contexts import SENTENCES, replacement, vectors
+from patched_models import SENTENCES, replacement, vectors
 from torch import Tensor
 
 from matlens.patching.contexts import patched

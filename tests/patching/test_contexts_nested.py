@@ -12,8 +12,17 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from models.test_sites import hook_counts
-from patching.test_contexts import SENTENCES, Models, assert_same, linear, replacement, vectors
+from patched_models import (
+    SENTENCES,
+    Models,
+    assert_as_before,
+    assert_same,
+    hook_counts,
+    linear,
+    replacement,
+    state,
+    vectors,
+)
 from torch import Tensor
 
 import matlens
@@ -108,22 +117,6 @@ def test_gradients_flow_through_what_stands_in(small_model: Models) -> None:
 PARTS = [jump_part(1, 2), submodule_part("attn", 0, 1, where="not-first"), jump_part(3, 3, 2)]
 
 
-def state(model: Any) -> tuple[Any, ...]:
-    """All that patching could leave behind."""
-    attributes = [set(vars(module)) for module in model.modules()]
-    tensors = {key: value.clone() for key, value in model.state_dict().items()}
-    return hook_counts(model), attributes, tensors, [one["logits"] for one in vectors(model)]
-
-
-def assert_as_before(model: Any, before: tuple[Any, ...]) -> None:
-    counts, attributes, tensors, logits = state(model)
-    assert (counts, attributes) == before[:2]
-    assert not any("forward" in vars(block) for block in model.blocks)
-    assert set(tensors) == set(before[2])
-    assert all(torch.equal(value, before[2][key]) for key, value in tensors.items())
-    assert all(torch.equal(one, other) for one, other in zip(logits, before[3], strict=True))
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_afterwards_the_model_is_as_before(name: str, small_model: Models) -> None:
     model = small_model(name)
@@ -158,7 +151,7 @@ def test_after_a_failure_the_model_is_as_before(
     run: Callable[[Any], Any] = _failing if where_it_fails == "body" else vectors
     error, message = ZeroDivisionError, None
     if where_it_fails == "positions":
-        error, message = InputError, r"2 rows for a batch of 4 sentences\..*one each"
+        error, message = InputError, r"2 rows for a batch of 4 sentences\..*one row for each"
     with monkeypatch.context() as patch:
         if where_it_fails == "entering":
             patch.setattr(type(model), "hooks", lambda self, fwd_hooks: 1 / 0)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near
 from handpatched import Part, hand_vectors, jump_part, part, submodule_part, submodules
-from models.test_sites import hook_counts
-from patching.test_contexts import RANGES, SENTENCES, Models, assert_same, linear, replacement, vectors
+from patched_models import RANGES, SENTENCES, Models, assert_same, hook_counts, linear, replacement, vectors
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
@@ -194,6 +193,7 @@ def test_a_jump_is_over_all_tokens(where: Any, small_model: Models) -> None:
         pytest.fail("not refused")
 
 
+@pytest.mark.refused
 @pytest.mark.parametrize(
     "where",
     [
@@ -215,14 +215,15 @@ def test_what_replaces_nothing_is_refused(small_model: Models) -> None:
     model, one = small_model("gptj"), linear(jump_part(0, 1))
     wrong: Any
     for wrong, message in (
-        (one, "LinearMap given: expected a list"),
-        (MapSet([one]), r"\('h.0', 'h.1'\) replaces nothing.*Of a MapSet, give the maps"),
+        (one, "Expected a list of maps or replacements, not LinearMap"),
+        (MapSet([one]), r"\('h.0', 'h.1'\) replaces nothing.*From a MapSet, choose the maps"),
         ([one, "h.1"], "'h.1' replaces nothing"),
     ):
         with refused(model, message), patched(model, wrong):
             pytest.fail("not refused")
 
 
+@pytest.mark.refused
 def test_a_bias_of_another_width_is_refused(small_model: Models) -> None:
     wrong = LinearMap(torch.zeros(D_MODEL, D_MODEL), torch.zeros(1), "h.1", "h.2")
     with refused(small_model("gptj"), "Was it fitted on another"), patched(small_model("gptj"), [wrong]):
@@ -232,7 +233,9 @@ def test_a_bias_of_another_width_is_refused(small_model: Models) -> None:
 @pytest.mark.parametrize("shape", [(16, 16), (D_MODEL, 16), (64, D_MODEL)], ids=str)
 def test_maps_of_another_width_are_refused(shape: tuple[int, int], small_model: Models) -> None:
     model, wrong = small_model("gptj"), LinearMap(torch.zeros(shape), None, "h.1", "h.2")
-    message = rf"h.1 -> h.2 is of shape \({shape[0]}, {shape[1]}\), and this model's vectors have {D_MODEL}"
+    message = (
+        rf"h.1 -> h.2 has the shape \({shape[0]}, {shape[1]}\), and the vectors of this model have {D_MODEL}"
+    )
     with refused(model, message), patched(model, [wrong]):
         pytest.fail("not refused")
 

@@ -162,13 +162,13 @@ def test_a_scheme_alternates_from_what_it_starts_with() -> None:
 )
 def test_boundaries_that_do_not_rise_from_zero_are_refused(boundaries: tuple[int, ...]) -> None:
     for start in KINDS:
-        with pytest.raises(InputError, match="make no scheme"):
+        with pytest.raises(InputError, match="are not a scheme"):
             Scheme(boundaries, start)
 
 
 @pytest.mark.parametrize("start", ["", "block", "id", None])
 def test_what_a_scheme_starts_with_is_blocks_or_mat(start: Any) -> None:
-    with pytest.raises(InputError, match="expected 'blocks' or 'mat'"):
+    with pytest.raises(InputError, match="Expected 'blocks' or 'mat'"):
         Scheme((0, 3), start)
 
 

@@ -306,15 +306,16 @@ def test_a_missing_stand_in_is_refused(small_model: Models) -> None:
 
 
 def test_a_name_that_is_no_sub_module_is_refused(small_model: Models) -> None:
-    with pytest.raises(InputError, match="'fnn' is no sub-module"):
+    with pytest.raises(InputError, match="'fnn' is not a sub-module"):
         submodule_pairs(Anatomy.from_model(small_model("llama")), ["fnn"])
 
 
+@pytest.mark.refused
 @pytest.mark.parametrize("change", [-1, 1])
 def test_rows_of_another_length_are_refused(change: int, small_model: Models) -> None:
     samples = collect(small_model("llama"), random_examples(20), ["ffn_in.0", "ffn_out.0"], progress=False)
     rows = torch.ones(samples.n_rows + change, dtype=torch.bool)
-    with pytest.raises(InputError, match=rf"rows has {len(rows)} values for {samples.n_rows} samples"):
+    with pytest.raises(InputError, match=rf"'rows' has {len(rows)} values for {samples.n_rows} samples"):
         list(fit_submodules(samples, [("ffn_in.0", "ffn_out.0")], rows=rows, progress=False))
 
 

@@ -290,7 +290,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     elif other == "name":
         variants = {f"{key}!": one for key, one in variants.items()}
     elif other == "told":
-        variants = {key: replace(one, told="other") for key, one in variants.items()}
+        variants = {key: replace(one, description="other") for key, one in variants.items()}
     elif other == "examples":
         examples = examples_of(model, seed=9)
     elif other == "model":

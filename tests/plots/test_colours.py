@@ -49,12 +49,12 @@ def seen(colour: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_colours_of_one_figure_differ_under_deuteranopia(name: str) -> None:
-    for one, other in itertools.combinations(LOOKS[name], 2):
-        if one.colour != other.colour:
-            distance = np.linalg.norm(seen(one.colour) - seen(other.colour))
-            assert distance > 15, (one.colour, other.colour)
+    for first, second in itertools.combinations(LOOKS[name], 2):
+        if first.colour != second.colour:
+            distance = np.linalg.norm(seen(first.colour) - seen(second.colour))
+            assert distance > 15, (first.colour, second.colour)
         else:
-            assert (one.line, one.hollow) != (other.line, other.hollow)
+            assert (first.line, first.hollow) != (second.line, second.hollow)
 
 
 def test_red_and_green_would_not_pass() -> None:

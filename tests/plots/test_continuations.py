@@ -62,6 +62,6 @@ def test_coefficients_of_points_that_nearly_meet_can_be_read() -> None:
     for text in ax.texts:
         box = Text.get_window_extent(text)
         assert not any(box.contains(*mark) for mark in marks)
-        own = ax.transData.transform(text.xy)
-        distance = np.hypot(*(np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2 - own))
+        mark = ax.transData.transform(text.xy)
+        distance = np.hypot(*(np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2 - mark))
         assert distance < 22 * figure.dpi / 72

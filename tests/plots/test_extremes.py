@@ -82,8 +82,8 @@ def test_leader_lines_do_not_cross() -> None:
         for ax in extremes_figure(clusters, "title").axes:
             lines = [(np.array(text.xy), np.array(text.xyann)) for text in ax.texts]
             assert len(lines) == 8
-            for one, other in itertools.combinations(lines, 2):
-                assert not cross(*one, *other)
+            for first, second in itertools.combinations(lines, 2):
+                assert not cross(*first, *second)
 
 
 def cross(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> bool:

@@ -278,5 +278,5 @@ def test_cells_of_a_token_table_do_not_meet(count: int) -> None:
     ]
     titles = [ax._left_title.get_window_extent() for ax in figure.axes]
     assert len(titles) == count
-    for one, other in itertools.combinations([*cells, *titles], 2):
-        assert not meet(one, other)
+    for first, second in itertools.combinations([*cells, *titles], 2):
+        assert not meet(first, second)

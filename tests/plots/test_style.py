@@ -111,7 +111,7 @@ def test_a_figure_is_written_as_png_and_pdf(tmp_path: Path) -> None:
 
 def test_another_title_can_be_given(tmp_path: Path) -> None:
     figure = prediction(prediction_table(3))
-    style.save(figure, tmp_path, "own", title="What $5 buys")
+    style.save(figure, tmp_path, "named", title="What $5 buys")
     assert figure.get_suptitle() == r"What \$5 buys"
     style.save(figure, tmp_path, "kept")
     assert figure.get_suptitle() == r"What \$5 buys"

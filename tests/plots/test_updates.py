@@ -60,12 +60,12 @@ def test_events_have_a_point_for_every_mean_with_its_interval() -> None:
     for read, label in READS.items():
         for examples in ("all examples", "some"):
             ax = titles[f"{label}, {examples}"]
-            own = table[(table["read"] == read) & (table["examples"] == examples)]
+            part = table[(table["read"] == read) & (table["examples"] == examples)]
             for container in ax.containers:
                 points, _, (bars,) = container.lines
                 for place, (x, tick) in enumerate(zip(points.get_xdata(), ticks, strict=True)):
                     event, method = tick.split(", ")
-                    row = own[(own["event"] == event) & (own["method"] == method)]
+                    row = part[(part["event"] == event) & (part["method"] == method)]
                     row = row[row["metric"] == container.get_label()].iloc[0]
                     assert x == pytest.approx(row["value"])
                     ends = bars.get_segments()[place][:, 0]
@@ -79,28 +79,30 @@ def test_layers_are_lines_with_bands_and_kinds_with_enough_updates() -> None:
     table = pd.concat(labelled(scores, examples) for examples, scores in tables.items())
     figure = layers_figure(table.sample(frac=1, random_state=0).sort_values("examples"))
     *panels, last = figure.axes
-    for ax, (examples, own) in zip(panels, tables.items(), strict=True):
+    for ax, (examples, scores) in zip(panels, tables.items(), strict=True):
         assert ax.get_title().startswith(f"top candidate, {examples}, n = ")
         drawn = lines(ax)
         for metric in ("max", "mean", "min"):
             assert drawn[f"{metric} of dominant"] == pytest.approx(
-                values(own, event="update", method="dominant", metric=metric)
+                values(scores, event="update", method="dominant", metric=metric)
             )
         for metric in ("max", "min"):
             assert drawn[f"{metric} of random"] == pytest.approx(
-                values(own, event="update", method="random", metric=metric)
+                values(scores, event="update", method="random", metric=metric)
             )
         band = ax.collections[0].get_paths()[0].vertices[:, 1]
         for end, metric in ((band.min(), "max_p05"), (band.max(), "max_p95")):
-            bounds = values(own, event="update", method="dominant", metric=metric)
+            bounds = values(scores, event="update", method="dominant", metric=metric)
             assert end == pytest.approx((min if metric == "max_p05" else max)(bounds))
-    own = tables["some"]
+    scores = tables["some"]
     drawn = lines(last)
     for event, label in (
         ("saturation", "predicted token, where it is made"), ("stays", "candidate that stays"),
         ("falls", "candidate that falls"),
     ):  # fmt: skip
-        part = own[(own["event"] == event) & (own["method"] == "dominant") & (own["metric"] == "max")]
+        part = scores[
+            (scores["event"] == event) & (scores["method"] == "dominant") & (scores["metric"] == "max")
+        ]
         by_layer = part.set_index("layer")
         expected = [
             by_layer.loc[layer, "value"] if by_layer["n"].get(layer, 0) >= 10 else float("nan")
@@ -109,7 +111,7 @@ def test_layers_are_lines_with_bands_and_kinds_with_enough_updates() -> None:
         assert drawn[label] == pytest.approx(expected, nan_ok=True)
     assert len(named(figure)) == 8
     assert_legible(figure)
-    few = own[(own["event"] == "saturation") & (own["n"] < 10)]
+    few = scores[(scores["event"] == "saturation") & (scores["n"] < 10)]
     assert len(few), "no layer has few events, so this proves less"
 
 

@@ -1,0 +1,79 @@
+"""A wrong shape in a call of a public function is an error while tests run, in every room that has arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+from matlens import metrics
+from matlens.activations import outlying_rows
+from matlens.annotation import find_patterns
+from matlens.control import SelfDebiasing
+from matlens.corpora import Examples
+from matlens.ffn import Projection
+from matlens.lens import exit_layers
+from matlens.linear import LinearMap, Moments
+from matlens.models import Readout
+from matlens.patching import Scheme, r2_score
+
+SCHEME = Scheme((0, 1, 2), "blocks")
+
+# A public function, and the shapes of what it is given: those it is for, and those that do not fit.
+CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[int, ...]]]] = {
+    "metrics.r2": (metrics.r2, [(10, 3), (10, 3)], [(10, 3), (10, 4)]),
+    "linear.Moments.update": (lambda x, y: Moments(3, 2).update(x, y), [(9, 3), (9, 2)], [(9, 3), (8, 2)]),
+    "linear.LinearMap": (lambda w, b: LinearMap(w, b, "h.0", "h.1"), [(4, 3), (4,)], [(4, 3), (3,)]),
+    "activations.outlying_rows": (outlying_rows, [(10, 3)], [(10,)]),
+    "patching.r2_score": (lambda r2: r2_score(SCHEME, r2), [(3, 3)], [(3, 4)]),
+    "lens.exit_layers": (exit_layers, [(10, 4), (10,)], [(10, 4), (11,)]),
+    "control.SelfDebiasing": (
+        SelfDebiasing(["profanity"]).log_probs,
+        [(4, 7), (1, 4, 7)],
+        [(4, 7), (1, 4, 8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_shape_is_an_error(name: str) -> None:
+    call, right, wrong = CALLS[name]
+    call(*map(torch.rand, right))
+    with pytest.raises(TypeCheckError):
+        call(*map(torch.rand, wrong))
+
+
+def test_a_wrong_shape_is_an_error_in_functions_of_a_model(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    h = torch.rand(4, model.cfg.d_model)
+    readout, projection = Readout(model), Projection.from_model(model)
+    assert len(readout.top_tokens(h[0], k=2)) == 2
+    with pytest.raises(TypeCheckError, match="top_tokens"):
+        readout.top_tokens(h, k=2)
+    assert projection.top(h, k=2).ids.shape == (4, 2)
+    with pytest.raises(TypeCheckError, match="top"):
+        projection.top(h[0], k=2)
+
+
+def test_a_wrong_shape_is_an_error_in_arrays_of_numpy() -> None:
+    tokens, offsets, positions = np.arange(6), np.array([0, 2, 6]), np.array([1, 3])
+    assert len(Examples(tokens, offsets, positions)) == 2
+    with pytest.raises(TypeCheckError, match="tokens"):
+        Examples(tokens[None], offsets, positions)
+    with pytest.raises(TypeCheckError, match="ids"):
+        find_patterns(torch.arange(6), None, None)
+
+
+def test_a_wrong_dtype_is_an_error() -> None:
+    with pytest.raises(TypeCheckError, match="token"):
+        metrics.rank(torch.rand(10, 7), torch.rand(10))
+
+
+@pytest.mark.refused
+def test_shapes_are_not_checked_where_a_test_is_about_what_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        metrics.r2(torch.rand(10, 3), torch.rand(10, 4))
