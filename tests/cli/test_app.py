@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 import matlens
 from matlens import InputError
 from matlens.activations import collecting
-from matlens.cli import app
-from matlens.study import workflow
+from matlens.cli import app, printing
+from matlens.study import steps
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
 N_TRAIN, N_VALIDATION = 60, 20
@@ -103,10 +103,10 @@ def _finished(
     out = tmp_path_factory.mktemp("finished") / "out"
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
-    workflow.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
-    workflow.fit_maps(out, progress=False)
-    workflow.evaluate_maps(model, out, progress=False)
-    workflow.plot_results(out)
+    steps.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
+    steps.fit_maps(out, progress=False)
+    steps.evaluate_maps(model, out, progress=False)
+    steps.plot_results(out)
     return out, files(out)
 
 
@@ -237,7 +237,7 @@ def test_running_again_does_no_work_for_what_is_finished(
         patch.setattr(collecting, "_run", worked)
         with pytest.raises(RuntimeError, match="work was done"):
             run_matlens("run", *inputs, "--out", tmp_path / "new")
-        patch.setattr(workflow, "fit_samples", worked)
+        patch.setattr(steps, "fit_samples", worked)
         assert run_matlens("run", *inputs, "--out", finished).code == 0
     assert without_command(files(finished)) == content
     assert {path: path.stat().st_mtime_ns for path in times} == times
@@ -894,7 +894,7 @@ def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         raise InputError(f"No row {next(rows)}.")
 
     with pytest.raises(SystemExit) as ended:
-        app.speaking(work)
+        printing.report_errors(work)
     assert ended.value.code == 2
     assert "slow work" in (said := capsys.readouterr().err)
     assert said.endswith("\nerror: No row 0.\n")

@@ -35,7 +35,6 @@ from matlens.ffn.clusters import (
 )
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.study.ffn import clustered
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"
 
@@ -287,19 +286,6 @@ def test_what_is_kept_is_not_computed_again(
     told = json.loads((folder / "config.json").read_text())
     assert told["software"]["scikit-learn"]
     assert told["command"]
-
-
-def test_the_output_folder_has_a_place_for_each_job(
-    small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = [("llama", 20, 4.0), ("llama", 20, 0.0), ("llama", 21, 4.0), ("bert", 20, 4.0)]
-    found = [clustered(ValueVectors(small_model(name)), tmp_path, n, memory=gib) for name, n, gib in jobs]
-    assert len(list((tmp_path / "clusters").iterdir())) == len(jobs)
-    monkeypatch.setattr(COMPUTING, lambda *_: 1 / 0)
-    for (name, n, gib), first in zip(jobs, found, strict=True):
-        again = clustered(ValueVectors(small_model(name)), tmp_path, n, memory=gib)
-        assert again.labels.tolist() == first.labels.tolist()
-        assert again.method == ("exact" if gib else "neighbours")
 
 
 def test_a_folder_of_another_job_is_refused(small_model: Callable[[str], Any], tmp_path: Path) -> None:

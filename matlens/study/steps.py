@@ -146,15 +146,21 @@ def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
     return {"maps": maps.provenance.to_json(), "validation": validation.provenance.to_json("data")["data"]}
 
 
-def plot_results(folder: str | Path) -> list[Path]:
-    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written."""
+def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
+    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written.
+
+    Parameters
+    ----------
+    title
+        Title of both figures, instead of their own.
+    """
     results = read_results(folder)
     figures = (("r2", plots.r2_heatmaps, FIT), ("prediction", plots.prediction, PREDICTION))
     written = []
     for name, draw, experiment in figures:
         part = results[results["experiment"] == experiment]
         if not part.empty:
-            written += plots.save(draw(part), folder, name)
+            written += plots.save(draw(part), folder, name, title=title)
             continue
         for suffix in ("png", "pdf"):  # a figure of an earlier table
             (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)
