@@ -9,68 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from matlens import InputError, MapSet, Readout, collect, load, load_corpus, make_examples
+from matlens import InputError, MapSet, collect, make_examples
 from matlens.activations import stream
-from matlens.cli import options, run_script
+from matlens.cli import Report, run_study
 from matlens.corpora import is_masked
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, fit_stream
 from matlens.models import Provenance
-from matlens.storage import write_results
-from matlens.study import workflow
+from matlens.study import Study, origin_of
 
 NAME = "all_positions"
 
 
-def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 4000,
-    val: options.Val = 1000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, report: Report) -> None:
     """Fit the maps to the last layer both ways from one pass, and print both in one table."""
-    loaded = load(model, device=device)
-    if is_masked(loaded):
+    model = study.model
+    if is_masked(model):
         raise InputError(
-            f"{model} is a masked-LM model: only the drawn token of each sentence is masked, and the others "
-            "are no predictions. Expected a decoder."
+            f"{model.cfg.model_name} is a masked-LM model: only the drawn token of each sentence is masked, "
+            "and the others are no predictions. Expected a decoder."
         )
-    parts = load_corpus(corpus).split(n_train=train, n_validation=val, seed=seed)
-    fitted_on, tested_on = (make_examples(loaded, part, seed=seed) for part in parts)
-    validation = collect(loaded, tested_on)
-    sites, last = list(validation), loaded.cfg.n_layers
+    fitted_on = make_examples(model, study.parts[0], seed=study.seed)
+    validation = collect(model, study.validation_examples)
+    sites, last = list(validation), study.n_layers
     pairs = [(layer, last) for layer in range(last)]
     drawn_row = fitted_on.offsets[:-1] + fitted_on.positions
-    row_of = {int(row): sentence for sentence, row in enumerate(drawn_row)}
-    drawn = {site: torch.empty(train, loaded.cfg.d_model) for site in sites}
+    sentence_of = {int(row): sentence for sentence, row in enumerate(drawn_row)}
+    drawn = {site: torch.empty(study.n_train, model.cfg.d_model) for site in sites}
 
-    def passing() -> Iterator[dict[str, torch.Tensor]]:
-        for rows in stream(loaded, fitted_on, sites, positions="all"):
-            own = [(i, row_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in row_of]
-            here, there = map(list, zip(*own, strict=True))
+    def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
+        for rows in stream(model, fitted_on, sites, positions="all"):
+            kept = [(i, sentence_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in sentence_of]
+            here, there = map(list, zip(*kept, strict=True))
             for site, vectors in rows.vectors.items():
                 drawn[site][there] = vectors[here]
             yield rows.vectors
 
     origin = Provenance(validation.provenance.model, fitted_on.provenance)
-    every = MapSet(fit_stream(passing(), pairs, provenance=replace(origin, positions="all")))
-    one = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
-    readout, tables = Readout(loaded), []
-    for name, maps in (("drawn", one), ("all", every)):
-        table = pd.concat([fit_quality(maps, validation), prediction_quality(readout, maps, validation)])
+    of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
+    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
+    tables = []
+    for name, maps in (("drawn", of_drawn), ("all", of_all)):
+        parts = [fit_quality(maps, validation), prediction_quality(study.readout, maps, validation)]
+        table = pd.concat(parts)
         tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
     table = pd.concat(tables, ignore_index=True)
-    write_results(out, NAME, table, workflow.origin_of(every, validation))
+    report.write(NAME, table, origin_of(of_all, validation))
     show(table)
 
 
@@ -86,4 +76,4 @@ def show(table: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, train=4000, val=1000, figures=False)

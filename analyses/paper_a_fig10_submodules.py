@@ -9,7 +9,6 @@ attention sinks, which is closer to the paper's picture in models that have them
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
@@ -17,7 +16,7 @@ import typer
 
 from matlens import mat_ffn, mat_ln1_ln2, plots
 from matlens.activations import find_sinks
-from matlens.cli import options, report, run_study
+from matlens.cli import Patched, Report, run_study
 from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
 from matlens.patching import Variant, attend_nowhere, run_variants
 from matlens.study import Study
@@ -28,8 +27,8 @@ CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
 
 def main(
     study: Study,
-    out: Path,
-    patched: options.Patched = 3000,
+    report: Report,
+    patched: Patched = 3000,
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
 ) -> None:
     """Fit all sub-modules, replace each kind from every layer on, and draw what is left of the prediction."""
@@ -47,24 +46,24 @@ def main(
         variants[f"{name}.{layer}"] = Variant(layer, replaced(everywhere, layer, last))
         without = replaced(elsewhere, layer, last, where=no_sinks)
         variants[f"{name} without sinks.{layer}"] = Variant(layer, without)
-    found = run_variants(
+    outputs = run_variants(
         study.model, some.examples, variants,
         folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=everywhere.provenance.to_json(),
     )  # fmt: skip
     rows = []
     for data, vectors in (
         (validation, single),
-        (some, {tuple(key.split(".")): found[key] for key in variants}),
+        (some, {tuple(key.split(".")): outputs[key] for key in variants}),
     ):
         judged = judge_predictions(
             study.readout, data[last], {key: as_substitute(h) for key, h in vectors.items()}
         )
-        for (method, layer), one in judged.items():
-            rows += prediction_rows(NAME, data, str(method), int(layer), one)
+        for (method, layer), predictions in judged.items():
+            rows += prediction_rows(NAME, data, str(method), int(layer), predictions)
     blocks = prediction_quality(study.readout, study.maps, validation, methods=["mat"])
     blocks = blocks[blocks["layer"] < last].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
-    report(out, NAME, table, study.origin, plots.by_method(table))
+    report.write(NAME, table, study.origin, plots.by_method(table))
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ be worse than the mean. Figure 2 is ``--model gpt2-xl``, Figure 3 ``--model bert
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matlens import plots
-from matlens.cli import report, run_study
+from matlens.cli import Report, run_study
 from matlens.lens import fit_quality
 from matlens.study import Study
 
 NAME = "paper_a_fig2_r2"
 
 
-def main(study: Study, out: Path) -> None:
+def main(study: Study, report: Report) -> None:
     """Fit all maps between layers, write their r2 as a table and draw both heatmaps."""
     table = fit_quality(study.maps, study.validation)
-    report(out, NAME, table, study.origin, plots.r2_heatmaps(table))
+    report.write(NAME, table, study.origin, plots.r2_heatmaps(table))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ the two meet. The paper's figure is ``--model gpt2-xl`` with 9,000 and 3,000 sen
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matlens import InputError, plots
-from matlens.cli import report, run_study
+from matlens.cli import Report, run_study
 from matlens.corpora import is_masked
 from matlens.lens import prediction_quality
 from matlens.study import Study
@@ -17,7 +15,7 @@ from matlens.study import Study
 NAME = "paper_a_fig4_next_token"
 
 
-def main(study: Study, out: Path) -> None:
+def main(study: Study, report: Report) -> None:
     """Fit the maps, write prediction quality as a table and draw it over the layers."""
     if is_masked(study.model):
         raise InputError(
@@ -25,7 +23,7 @@ def main(study: Study, out: Path) -> None:
             "paper_a_fig5_masked.py."
         )
     table = prediction_quality(study.readout, study.maps, study.validation)
-    report(out, NAME, table, study.origin, plots.prediction(table))
+    report.write(NAME, table, study.origin, plots.prediction(table))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ head. Expect ``id`` near zero in the first half and ``mat`` far above it. The pa
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matlens import InputError, plots
-from matlens.cli import report, run_study
+from matlens.cli import Report, run_study
 from matlens.corpora import is_masked
 from matlens.lens import prediction_quality
 from matlens.study import Study
@@ -18,7 +16,7 @@ from matlens.study import Study
 NAME = "paper_a_fig5_masked"
 
 
-def main(study: Study, out: Path) -> None:
+def main(study: Study, report: Report) -> None:
     """Fit the maps on masked tokens, write prediction quality as a table and draw it over the layers."""
     if not is_masked(study.model):
         raise InputError(
@@ -27,7 +25,7 @@ def main(study: Study, out: Path) -> None:
             "paper_a_fig4_next_token.py."
         )
     table = prediction_quality(study.readout, study.maps, study.validation)
-    report(out, NAME, table, study.origin, plots.prediction(table))
+    report.write(NAME, table, study.origin, plots.prediction(table))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ same number of blocks, and R2 good in the first half. The paper's figure is ``--
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 
 from matlens import MapSet, plots
-from matlens.cli import options, report, run_study
+from matlens.cli import Patched, Report, run_study
 from matlens.lens import (
     as_substitute,
     fit_quality,
@@ -27,37 +25,33 @@ from matlens.study import Study
 NAME = "paper_a_fig6_alternation"
 
 
-def main(
-    study: Study,
-    out: Path,
-    patched: options.Patched = 3000,
-) -> None:
+def main(study: Study, report: Report, patched: Patched = 3000) -> None:
     """Run every scheme over the validation sentences and draw Precision@1 against the blocks run."""
     validation = study.validation.head(patched)
     best = r2_schemes(r2_matrix(fit_quality(study.maps, study.validation), "mat"))
     named = [("R2", scheme) for scheme, _ in best.values()]
-    named += [(f"WRR, {one.starts_with} first", one) for _, _, one in wrr_schemes(study.n_layers)]
+    named += [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(study.n_layers)]
     pairs = [pair for _, scheme in named for pair in scheme.jumps]
     maps = study.maps.held(pairs, device=study.model.cfg.device)
     variants = {file_name(scheme): variant(study, maps, scheme) for _, scheme in named if scheme.jumps}
     folder = study.folder / f"{NAME}-{validation.n_rows}"
-    found = run_variants(
+    outputs = run_variants(
         study.model, validation.examples, variants, folder=folder, origin=study.maps.provenance.to_json()
     )
     truth = validation[study.n_layers]
-    vectors = {name: found[name] for name in variants} | {"whole": truth}
+    vectors = {name: outputs[name] for name in variants} | {"whole": truth}
     judged = judge_predictions(study.readout, truth, {name: as_substitute(h) for name, h in vectors.items()})
     rows = [
-        line | {"scheme": str(scheme)}
+        row | {"scheme": str(scheme)}
         for method, scheme in named
-        for line in prediction_rows(
+        for row in prediction_rows(
             NAME, validation, method, scheme.n_blocks,
             judged[file_name(scheme) if scheme.jumps else "whole"],
         )
     ]  # fmt: skip
     fixed = prediction_quality(study.readout, study.maps, validation).assign(experiment=NAME)
     table = pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
-    report(out, NAME, table, study.origin, plots.alternation(table[table["k"] == 1]))
+    report.write(NAME, table, study.origin, plots.alternation(table[table["k"] == 1]))
 
 
 def variant(study: Study, maps: MapSet, scheme: Scheme) -> Variant:

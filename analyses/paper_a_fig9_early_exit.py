@@ -8,23 +8,21 @@ with ``mat`` and 1.4 with ``id`` (``--model gpt2-medium``), and 4.8 and 3.5 of B
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matlens import plots
-from matlens.cli import report, run_study
+from matlens.cli import Report, run_study
 from matlens.lens import exit_sweep, layers_saved
 from matlens.study import Study
 
 NAME = "paper_a_fig9_early_exit"
 
 
-def main(study: Study, out: Path) -> None:
+def main(study: Study, report: Report) -> None:
     """Sweep the threshold, print the layers saved at a precision of 95% and draw the curves."""
     table = exit_sweep(study.readout, study.maps, study.validation)
     for method in ("mat", "id"):
         saved = layers_saved(table, method)
         print(f"{method}: {saved:.2f} of {study.n_layers} layers saved at 95% ({saved / study.n_layers:.1%})")
-    report(out, NAME, table, study.origin, plots.early_exit(table))
+    report.write(NAME, table, study.origin, plots.early_exit(table))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ paper's table is ``--model bert-large-uncased``, layers 4, 12 and 24.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from matlens import collect, make_prompts, plots
-from matlens.cli import report, run_study
+from matlens.cli import Report, run_study
 from matlens.corpora import is_masked
 from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
 from matlens.models import Anatomy
@@ -30,7 +29,7 @@ NEXT = ("The Eiffel Tower stands in the city of", "She opened the window because
 
 def main(
     study: Study,
-    out: Path,
+    report: Report,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it once for each.")] = None,
     layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
 ) -> None:
@@ -39,12 +38,12 @@ def main(
     given = prompt or ([text.format(mask) for text in MASKED] if is_masked(study.model) else list(NEXT))
     read = collect(study.model, make_prompts(study.model, list(dict.fromkeys(given))))
     default = [study.n_layers // 6, study.n_layers // 2, study.n_layers]
-    layers = [Anatomy.from_model(study.model).resolve(one).layer for one in layer or default]
+    layers = [Anatomy.from_model(study.model).resolve(number).layer for number in layer or default]
     table = top_predictions(study.readout, study.maps, read, layers)
     for text in prompt_texts(study.readout, read):
         Console().print(predictions_table(table, text))
     tables = {text: side_by_side(table, text) for text in prompt_texts(study.readout, read)}
-    report(out, NAME, table, study.origin, plots.token_table(tables))
+    report.write(NAME, table, study.origin, plots.token_table(tables))
 
 
 if __name__ == "__main__":

@@ -14,33 +14,25 @@ count. The trace that all is read off is kept in the output folder, for other an
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import pandas as pd
-import typer
 
 from matlens import plots
-from matlens.cli import options, report, run_script
+from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import event_scores, lift_scores, odds_scores, saturation_frequency, update_scores
-from matlens.study import traced
+from matlens.study import Study
 
 EVENTS, LAYERS = "paper_b_table4_events", "paper_b_fig3_scores"
 SATURATION = "paper_b_table9_saturation"
 
 
-def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    sentences: Annotated[int, typer.Option(min=2, help="How many sentences to run.")] = 2000,
-    dominant: Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")] = 10,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     """Trace what FFNs do to predictions over a corpus, and tell where they are made and who pushes them."""
-    loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, k=dominant, device=device)
-    reads = {"score": trace.score, "lift": lift_scores(trace, loaded), "odds": odds_scores(trace, loaded)}
+    trace = study.trace(dominant)
+    reads = {
+        "score": trace.score,
+        "lift": lift_scores(trace, study.model),
+        "odds": odds_scores(trace, study.model),
+    }
     chosen = {"all examples": None} | ({"sinks left out": ~trace.sinks} if trace.sinks.any() else {})
     tables = {
         name: pd.concat(
@@ -59,8 +51,8 @@ def main(
     }
     origin = trace.provenance.to_json("model", "data", "seed", "k")
     for name, table in tables.items():
-        report(out, name, table, origin | {"n_sinks": int(trace.sinks.sum())}, figures[name])
+        report.write(name, table, origin | {"n_sinks": int(trace.sinks.sum())}, figures[name])
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, sentences=2000)

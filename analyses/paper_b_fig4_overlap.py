@@ -8,34 +8,29 @@ reading them without the norm is sound, and a smaller one of the random vectors.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from matlens import load
-from matlens.cli import options, report, run_script
+from matlens.cli import Report, run_study
 from matlens.ffn import norm_overlap
-from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
+from matlens.study import Study
 
 NAME = "paper_b_fig4_overlap"
 
 
 def main(
-    model: options.Model = "smollm2-135m",
+    study: Study,
+    report: Report,
     random: Annotated[int, typer.Option(min=1, help="Random vectors at each layer.")] = 500,
     top: Annotated[int, typer.Option(min=1, help="Tokens of each list.")] = 30,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Compare what vectors promote with and without the final norm, and draw the overlap layer by layer."""
-    loaded = load(model, device=device)
-    table = norm_overlap(loaded, n_random=random, k=top, seed=seed)
-    origin = {"model": ModelIdentity.from_model(loaded).to_json(), "seed": seed, "n_random": random}
-    report(out, NAME, table, origin, shares_by_layer(table, f"overlap of the {top} top tokens (IoU)"))
+    table = norm_overlap(study.model, n_random=random, k=top, seed=study.seed)
+    origin = study.origin_of_weights | {"n_random": random}
+    report.write(NAME, table, origin, shares_by_layer(table, f"overlap of the {top} top tokens (IoU)"))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, corpus=None)

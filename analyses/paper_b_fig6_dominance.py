@@ -7,38 +7,21 @@ random ones ``10 / d_mlp``. The paper's figure is ``--model gpt2-medium``, 2,000
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from matlens import load, load_corpus, make_examples
-from matlens.cli import options, report, run_script
+from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import dominance
-from matlens.models import ModelIdentity
 from matlens.plots import shares_by_layer
+from matlens.study import Study
 
 NAME = "paper_b_fig6_dominance"
 
 
-def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    sentences: Annotated[int, typer.Option(min=2, help="How many sentences to run.")] = 2000,
-    dominant: Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")] = 10,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
-) -> None:
+def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     """Measure the share of the dominant sub-updates over a corpus, and draw it layer by layer."""
-    texts = load_corpus(corpus)
-    _, part = texts.split(n_train=1, n_validation=sentences, seed=seed)
-    loaded = load(model, device=device)
-    examples = make_examples(loaded, part, seed=seed)
-    table = dominance(loaded, examples, k=dominant, seed=seed)
-    origin = {"model": ModelIdentity.from_model(loaded).to_json(), "data": examples.provenance, "seed": seed}
-    report(out, NAME, table, origin, shares_by_layer(table, f"share of {dominant} sub-updates"))
+    examples = study.validation_examples
+    table = dominance(study.model, examples, k=dominant, seed=study.seed)
+    origin = study.origin_of_weights | {"data": examples.provenance}
+    report.write(NAME, table, origin, shares_by_layer(table, f"share of {dominant} sub-updates"))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, sentences=2000)

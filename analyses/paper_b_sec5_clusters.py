@@ -14,20 +14,17 @@ sentences.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
 import typer
 
-from matlens import load_corpus
-from matlens.cli import options, report, run_script
+from matlens.cli import Memory, Report, run_study
 from matlens.corpora import TokenFrequency
 from matlens.ffn import (
     MEMORY_GIB,
     N_CLUSTERS,
     Projection,
-    ValueVectors,
     cluster_activity,
     default_threshold,
     draw_sub_updates,
@@ -38,59 +35,53 @@ from matlens.ffn import (
     prediction_confidence,
 )
 from matlens.plots import extremes_figure, model_title
-from matlens.study import clustered, traced
+from matlens.study import Study
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
 
 
 def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    sentences: Annotated[int, typer.Option(min=2, help="How many sentences to run.")] = 2000,
+    study: Study,
+    report: Report,
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = N_CLUSTERS,
-    memory: options.Memory = MEMORY_GIB,
+    memory: Memory = MEMORY_GIB,
     threshold: Annotated[
         float | None, typer.Option(help="What the size of a score has to pass; by default one in 100 does.")
     ] = None,
     beside: Annotated[int, typer.Option(min=1, help="Drawn sub-updates to set beside the extreme.")] = 2000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Find the clusters of extreme sub-updates, what they promote, and when they are active."""
-    loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, device=device)
-    values, projection = ValueVectors(loaded), Projection.from_model(loaded)
-    of_model = clustered(values, out, clusters, memory=memory)
-    commonness = TokenFrequency.from_corpus(
-        load_corpus(corpus), loaded.tokenizer, len(projection.unembedding)
-    )
-    confident = prediction_confidence(loaded, trace.examples)
+    trace, values, projection = study.trace(), study.values, Projection.from_model(study.model)
+    fitted = study.clusters(clusters, memory=memory)
+    frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))
+    confidence = prediction_confidence(study.model, trace.examples)
     tables, groups, places, thresholds = [], [], [], {}
-    for read, scores in (("score", trace.score), ("lift", lift_scores(trace, loaded))):
+    for read, scores in (("score", trace.score), ("lift", lift_scores(trace, study.model))):
         thresholds[read] = default_threshold(scores) if threshold is None else threshold
-        found = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
-        others = draw_sub_updates(trace, values, beside, scores=scores, seed=seed)
-        both = {"extreme": found, "drawn": others}
-        own = [
-            cluster_activity(each, of_model, trace, values, projection, commonness).assign(sub_updates=name)
-            for name, each in both.items()
+        extreme = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
+        drawn = draw_sub_updates(trace, values, beside, scores=scores, seed=study.seed)
+        activity = [
+            cluster_activity(sub_updates, fitted, trace, values, projection, frequency).assign(
+                sub_updates=name
+            )
+            for name, sub_updates in (("extreme", extreme), ("drawn", drawn))
         ]
-        tables += [table.assign(read=read) for table in own]
-        kind_of = pd.concat(own)
-        told = group_table(found, others, kind_of, of_model, values, trace, confident)
-        groups.append(told.assign(read=read))
-        places.append(place_table(found, kind_of, of_model, trace).assign(read=read))
+        tables += [table.assign(read=read) for table in activity]
+        kinds = pd.concat(activity)
+        group = group_table(extreme, drawn, kinds, fitted, values, trace, confidence)
+        groups.append(group.assign(read=read))
+        places.append(place_table(extreme, kinds, fitted, trace).assign(read=read))
     table = pd.concat(tables, ignore_index=True)
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {
-        "n_clusters": clusters, "method": of_model.method, "thresholds": thresholds,
-        "n_sinks": int(trace.sinks.sum()), "n_unseen": int((commonness.counts == 0).sum()),
-        "n_common": int(commonness.common.sum()),
+        "n_clusters": clusters, "method": fitted.method, "thresholds": thresholds,
+        "n_sinks": int(trace.sinks.sum()), "n_unseen": int((frequency.counts == 0).sum()),
+        "n_common": int(frequency.common.sum()),
     }  # fmt: skip
-    title = model_title(origin["model"]["base_model_name_or_path"], corpus, len(trace))
-    report(out, NAME, table, origin, extremes_figure(table, title))
-    report(out, GROUPS, pd.concat(groups, ignore_index=True), origin)
-    report(out, PLACES, pd.concat(places, ignore_index=True), origin)
+    title = model_title(origin["model"]["base_model_name_or_path"], study.corpus.name, len(trace))
+    report.write(NAME, table, origin, extremes_figure(table, title))
+    report.write(GROUPS, pd.concat(groups, ignore_index=True), origin)
+    report.write(PLACES, pd.concat(places, ignore_index=True), origin)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, sentences=2000)

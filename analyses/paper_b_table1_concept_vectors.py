@@ -10,7 +10,6 @@ among random ones. The corpus only says which words are used alike: the model is
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
@@ -19,52 +18,39 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from matlens import load, load_corpus
 from matlens.annotation import distinct_concepts, pattern_shares, search_concepts
-from matlens.cli import options, report, run_script
+from matlens.cli import Report, run_study
 from matlens.corpora import WordSimilarity
-from matlens.models import ModelIdentity
 from matlens.plots import pattern_sizes
-from matlens.storage import system_errors, write_text
+from matlens.study import Study
 
 NAME = "paper_b_table1_concept_vectors"
 
 
 def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
+    study: Study,
+    report: Report,
     vectors: Annotated[int, typer.Option(min=1, help="Value vectors to show.")] = 30,
     per_layer: Annotated[int, typer.Option(min=1, help="Most of them from one layer.")] = 3,
     top: Annotated[int, typer.Option(min=4, help="Top tokens of each vector.")] = 30,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Search all value vectors for patterns among their top tokens, and compare with random vectors."""
-    texts = load_corpus(corpus)
-    loaded = load(model, device=device)
+    texts, seed = study.corpus, study.seed
+    model = study.model
     word_similarity = WordSimilarity.fit(texts.sentences, seed=seed)
-    found = search_concepts(loaded, word_similarity, k=top, seed=seed)
-    table = pattern_shares(found, str(loaded.cfg.model_name), texts.name, k=top)
-    origin = {"model": ModelIdentity.from_model(loaded).to_json(), "seed": seed}
-    origin |= {
-        "data": {
-            "corpus": texts.name,
-            "fingerprint": texts.fingerprint,
-            "n_words": len(word_similarity.words),
-        }
-    }
-    report(out, NAME, table, origin, pattern_sizes(table, 5))
+    searched = search_concepts(model, word_similarity, k=top, seed=seed)
+    table = pattern_shares(searched, str(model.cfg.model_name), texts.name, k=top)
+    data = {
+        "corpus": texts.name, "fingerprint": texts.fingerprint, "n_words": len(word_similarity.words),
+    }  # fmt: skip
+    origin = study.origin_of_weights | {"data": data}
+    report.write(NAME, table, origin, pattern_sizes(table, 5))
     best = {
-        method: distinct_concepts(found[method], n=vectors, per_layer=per_layer)
+        method: distinct_concepts(searched[method], n=vectors, per_layer=per_layer)
         for method in ("values", "random")
     }
-    path = out / f"{NAME}_vectors.csv"
-    with system_errors(path):
-        write_text(
-            path, pd.concat([one.assign(method=method) for method, one in best.items()]).to_csv(index=False)
-        )
-    print(path)
+    both = pd.concat([concepts.assign(method=method) for method, concepts in best.items()])
+    print(report.write_table(f"{NAME}_vectors", both))
     show(best["values"], table)
 
 
@@ -89,4 +75,4 @@ def show(best: pd.DataFrame, table: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, train=None)

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import load, load_corpus, make_examples
+from matlens import make_examples
 from matlens.annotation import (
     MIN_PATTERN_TOKENS,
     annotator_agreement,
@@ -29,15 +29,16 @@ from matlens.annotation import (
     tally_concepts,
     write_concept_sheets,
 )
-from matlens.cli import options, report, run_script
-from matlens.models import ModelIdentity
+from matlens.cli import Report, run_study
 from matlens.plots import concept_shares
-from matlens.storage import system_errors, write_results, write_text
+from matlens.study import Study
 
 NAME = "paper_b_table2_concepts"
 
 
 def main(
+    study: Study,
+    report: Report,
     filled: Annotated[
         list[Path] | None,
         typer.Option(
@@ -46,46 +47,33 @@ def main(
     ] = None,
     per_layer: Annotated[int, typer.Option(min=1, help="Vectors of each kind at each layer.")] = 10,
     top: Annotated[int, typer.Option(min=4, help="Top tokens of each.")] = 30,
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Write a sheet on which concepts are annotated, or turn filled ones into shares."""
     if filled:
-        count(filled, out)
+        count(filled, report)
         return
-    texts = load_corpus(corpus)
-    loaded = load(model, device=device)
-    _, part = texts.split(n_train=1, n_validation=max(2, loaded.cfg.n_layers * per_layer), seed=seed)
-    examples = make_examples(loaded, part, seed=seed, draw_special=False)
-    sample = draw_concept_sample(loaded, examples, per_layer=per_layer, k=top, seed=seed)
-    written = write_concept_sheets(sample, out / f"{NAME}_sheets")
-    origin = {
-        "model": ModelIdentity.from_model(loaded).to_json(),
-        "data": examples.provenance,
-        "seed": seed,
-        "sheet": sheet_code(sample),
-    }
-    write_results(out, NAME, sample, origin)
-    print(f"{out / NAME}.csv: the key, not for annotators")
+    texts, model, seed = study.corpus, study.model, study.seed
+    _, part = texts.split(n_train=1, n_validation=max(2, study.n_layers * per_layer), seed=seed)
+    examples = make_examples(model, part, seed=seed, draw_special=False)
+    sample = draw_concept_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
+    written = write_concept_sheets(sample, report.out / f"{NAME}_sheets")
+    origin = {"data": examples.provenance, "sheet": sheet_code(sample)}
+    report.write(NAME, sample, study.origin_of_weights | origin)
+    print("This table is the key, not for annotators.")
     for path in written:
         print(path)
     print("Give the sheets to annotators, and then: --filled FOLDER, with what each has saved in a folder")
 
 
-def count(filled: list[Path], out: Path) -> None:
+def count(filled: list[Path], report: Report) -> None:
     """Turn filled sheets into shares and agreement, and print the main ones."""
-    sample = read_concept_sample(out / f"{NAME}.csv")
+    sample = read_concept_sample(report.out / f"{NAME}.csv")
     annotations = [read_concept_sheets(folder, sample) for folder in filled]
     table, alike = tally_concepts(sample, annotations), annotator_agreement(sample, annotations)
     origin = {"sheet": sheet_code(sample), "annotators": [annotation.name for annotation in annotations]}
-    report(out, f"{NAME}_shares", table, origin, concept_shares(table))
+    report.write(f"{NAME}_shares", table, origin, concept_shares(table))
     if len(annotations) > 1:
-        with system_errors(out):
-            write_text(out / f"{NAME}_agreement.csv", alike.to_csv(index=False))
-        print(out / f"{NAME}_agreement.csv")
+        print(report.write_table(f"{NAME}_agreement", alike))
     show(table, alike)
 
 
@@ -117,4 +105,4 @@ def show(table: pd.DataFrame, alike: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, train=None)

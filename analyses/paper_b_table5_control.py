@@ -22,8 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import load, load_corpus
-from matlens.cli import options, report, run_script
+from matlens.cli import Report, run_study
 from matlens.control import (
     ATTRIBUTES,
     CONTINUATION_TOKENS,
@@ -47,9 +46,10 @@ from matlens.control import (
 from matlens.corpora import PROMPT_FIELD, read_prompts
 from matlens.ffn import Projection, ValueVector, ValueVectors, top_tokens_of_all, values_with_tokens
 from matlens.metrics import Estimate
-from matlens.models import ModelIdentity, word_tokens
+from matlens.models import word_tokens
 from matlens.plots import toxicity_against_perplexity
-from matlens.storage import result_row, system_errors, write_text
+from matlens.storage import result_row
+from matlens.study import Study
 
 NAME = "paper_b_table5_control"
 HERE = Path(__file__).parent / "prompts"
@@ -74,7 +74,8 @@ class Run(NamedTuple):
 
 
 def main(
-    model: options.Model = "smollm2-135m",
+    study: Study,
+    report: Report,
     prompts: Annotated[
         Path, typer.Option(help="A text with one prompt a line, or JSON lines such as RealToxicityPrompts.")
     ] = HERE / "provocations.txt",
@@ -103,38 +104,35 @@ def main(
         typer.Option(help="An attribute that Self-Debiasing announces (all six); give it once for each."),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Continuations of each prompt; 0: the greedy one.")] = 2,
-    corpus: options.CorpusName = "wikipedia-sample",
-    sentences: Annotated[int, typer.Option(min=2, help="Sentences that perplexity is measured on.")] = 200,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     given = read_prompts(prompts, field=field, challenging=challenging)[:limit]
-    for chosen_by_hand in vector or ():
-        ValueVector.parse(chosen_by_hand)
-    _, part = load_corpus(corpus).split(n_train=1, n_validation=sentences, seed=seed)
-    loaded = load(model, device=device)
-    chosen = choose(loaded, scorer, vector or (), word or WORDS, n, seed)
+    for by_hand in vector or ():
+        ValueVector.parse(by_hand)
+    part, model, seed = study.parts[1], study.model, study.seed
+    chosen = choose(model, scorer, vector or (), word or WORDS, n, seed)
     runs = [Run(UNCHANGED)]
     runs += [
-        Run(method, one, names) for method, names in chosen.items() for one in value or [PAPER_COEFFICIENT]
+        Run(method, coefficient, names)
+        for method, names in chosen.items()
+        for coefficient in value or [PAPER_COEFFICIENT]
     ]
     runs.append(Run("Self-Debiasing", processor=debiasing))
-    runs.append(Run("WordFilter", processor=word_filter(loaded.tokenizer, read_prompts(banned))))
+    runs.append(Run("WordFilter", processor=word_filter(model.tokenizer, read_prompts(banned))))
 
-    name = loaded.cfg.model_name
+    name = model.cfg.model_name
     texts, rows, first, read = [], [], None, None
     for run in runs:
         print(run.method if run.value is None else f"{run.method}, coefficient {run.value:g}")
-        with run.changing(loaded):
-            found = continue_prompts(
-                loaded, given, n_samples=samples or None, seed=seed, processor=run.processor
+        with run.changing(model):
+            continuations = continue_prompts(
+                model, given, n_samples=samples or None, seed=seed, processor=run.processor
             )
-            own = run.processor if isinstance(run.processor, SelfDebiasing) else None
-            losses = None if run.processor and not own else sentence_losses(loaded, part, debiasing=own)
-        scored = grade_continuations(found, scorer)
+            debiased = run.processor if isinstance(run.processor, SelfDebiasing) else None
+            measured = run.processor is None or debiased is not None
+            losses = sentence_losses(model, part, debiasing=debiased) if measured else None
+        scored = grade_continuations(continuations, scorer)
         first, read = scored if first is None else first, read or losses
         texts.append(scored.assign(method=run.method, coefficient=run.value))
         for attribute in scorer.attributes:
@@ -145,19 +143,15 @@ def main(
             ratio = perplexity_ratio(losses, read)
             rows.append(line(run, name, part.name, "", "perplexity_ratio", ratio))
     table = pd.DataFrame(rows)
-    origin = {
-        "model": ModelIdentity.from_model(loaded).to_json(), "seed": seed, "grader": grader,
-        "prompts": len(given),
+    origin = study.origin_of_weights | {
+        "grader": grader, "prompts": len(given),
         "samples": samples or "greedy", "n_tokens": CONTINUATION_TOKENS, "corpus": part.fingerprint,
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),
     }  # fmt: skip
     shown = table[table["attribute"].isin([TOXICITY, ""])]
-    report(out, NAME, table, origin, toxicity_against_perplexity(shown))
-    path = out / f"{NAME}_texts.csv"
-    with system_errors(path):
-        write_text(path, pd.concat(texts).to_csv(index=False))
-    print(path)
+    report.write(NAME, table, origin, toxicity_against_perplexity(shown))
+    print(report.write_table(f"{NAME}_texts", pd.concat(texts)))
     show(shown)
 
 
@@ -167,13 +161,15 @@ def choose(
     """Value vectors by words, by the grader and by hand, under the names of their methods."""
     values, projection = ValueVectors(model), Projection.from_model(model)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
-    found = {f"picked, {len(picked)} vectors": tuple(map(str, map(values.resolve, picked)))} if picked else {}
+    vectors = (
+        {f"picked, {len(picked)} vectors": tuple(map(str, map(values.resolve, picked)))} if picked else {}
+    )
     top = top_tokens_of_all(values, projection)
     by_words = values_with_tokens(values, projection, top, words)["value"].head(n)
-    found |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
+    vectors |= {f"words, {len(by_words)} vectors": tuple(by_words)} if len(by_words) else {}
     scores = grade_values(values, top, projection.tokenizer, grader)
-    found[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
-    return found
+    vectors[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
+    return vectors
 
 
 def line(
@@ -191,13 +187,16 @@ def show(table: pd.DataFrame) -> None:
     """Print a line for each way of changing the model."""
     names = {"toxic": "toxic", "score": "mean score", "score_change": "change", "perplexity": "PPL"}
     printed = Table("method", "coefficient", *names.values(), "95% intervals: toxic; change")
-    for (method, value), own in table.groupby([table["method"], table["coefficient"].fillna(0)], sort=False):
-        found = {str(row.metric): row for row in own.itertuples()}
-        cells = [f"{found[metric].value:.3g}" if metric in found else "-" for metric in names]
-        bounds = [f"{found[one].low:.3f} to {found[one].high:.3f}" for one in ("toxic", "score_change")]
+    ways = table.groupby([table["method"], table["coefficient"].fillna(0)], sort=False)
+    for (method, value), rows in ways:
+        estimates = {str(row.metric): row for row in rows.itertuples()}
+        cells = [f"{estimates[name].value:.3g}" if name in estimates else "-" for name in names]
+        bounds = [
+            f"{estimates[name].low:.3f} to {estimates[name].high:.3f}" for name in ("toxic", "score_change")
+        ]
         printed.add_row(str(method), f"{value:g}" if value else "", *cells, "; ".join(bounds))
     Console().print(printed)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, sentences=200)

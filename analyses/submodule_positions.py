@@ -8,7 +8,6 @@ the predicted token. Expect a model with sinks to lose its prediction where sink
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
@@ -17,13 +16,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from matlens import mat_ffn, mat_ln1_ln2, plots
+from matlens import mat_ffn, mat_ln1_ln2
 from matlens.activations import find_sinks
-from matlens.cli import options, run_study
+from matlens.cli import Patched, Report, run_study
 from matlens.corpora import Examples
 from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
 from matlens.patching import Variant, Where, run_variants
-from matlens.storage import write_results
+from matlens.plots import by_fitting
 from matlens.study import Fitted, Study
 
 NAME = "submodule_positions"
@@ -33,8 +32,8 @@ FITTED: tuple[Fitted, ...] = ("all", "not-first", "not-sink")
 
 def main(
     study: Study,
-    out: Path,
-    patched: options.Patched = 300,
+    report: Report,
+    patched: Patched = 300,
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 8,
 ) -> None:
     """Run every combination, and print Precision@1 by layer."""
@@ -47,23 +46,26 @@ def main(
         key = f"{name} {fitted} {replaced}.{layer}"
         names[key] = f"{name}, fit {fitted}, replace {replaced}", layer
         variants[key] = Variant(layer, CONTEXTUAL[name](maps[fitted], layer, last, where=where))
-    found = run_variants(
+    outputs = run_variants(
         study.model, some.examples, variants,
         folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=maps["all"].provenance.to_json(),
     )  # fmt: skip
     judged = judge_predictions(
-        study.readout, some[last], {key: as_substitute(found[key]) for key in variants}
+        study.readout, some[last], {key: as_substitute(outputs[key]) for key in variants}
     )
-    rows = [line for key, one in judged.items() for line in prediction_rows(NAME, some, *names[key], one)]
+    rows = [
+        row
+        for key, predictions in judged.items()
+        for row in prediction_rows(NAME, some, *names[key], predictions)
+    ]
     blocks = prediction_quality(study.readout, study.maps, some, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=NAME)
     table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
-    write_results(out, NAME, table, study.origin)
+    report.write(NAME, table, study.origin)
     show(table)
     for name in CONTEXTUAL:
         part = table[table["method"].str.startswith(name) | (table["method"] == "mat")]
-        for path in plots.save(plots.by_fitting(part), out, f"{NAME}_{name}"):
-            print(path)
+        report.write_figure(f"{NAME}_{name}", by_fitting(part))
 
 
 def places(study: Study, examples: Examples) -> list[tuple[str, Where]]:

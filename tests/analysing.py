@@ -1,20 +1,56 @@
-"""How tests run the scripts of ``analyses/``."""
+"""How tests run the scripts of ``analyses/``, and what they look at in what a script leaves."""
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
+NO_CORPUS = ("paper_b_fig4_overlap",)
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", CONTROL, EXITS, *TRACED)}
+
+STUDY = ["model", "corpus", "seed", "device", "out"]
+MAPS = [*STUDY, "train", "val"]
+SENTENCES_OF = [*STUDY, "sentences", "title"]
+# The options of every script.
+OPTIONS = {
+    "all_positions": MAPS,
+    "paper_a_fig10_submodules": [*MAPS, "title", "patched", "every"],
+    "paper_a_fig2_r2": [*MAPS, "title"],
+    "paper_a_fig4_next_token": [*MAPS, "title"],
+    "paper_a_fig5_masked": [*MAPS, "title"],
+    "paper_a_fig6_alternation": [*MAPS, "title", "patched"],
+    "paper_a_fig7_models": [*MAPS, "title"],
+    "paper_a_fig9_early_exit": [*MAPS, "title"],
+    "paper_a_sec5_corpora": [*MAPS, "title"],
+    "paper_a_table1_tokens": [*MAPS, "title", "prompt", "layer"],
+    "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
+    "paper_b_fig4_overlap": ["model", "seed", "device", "out", "title", "random", "top"],
+    "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
+    "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
+    "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
+    SHEETS: [*STUDY, "title", "filled", "per-layer", "top"],
+    CONTROL: [
+        *SENTENCES_OF, "prompts", "challenging", "field", "limit", "grader", "value", "vector", "word", "n",
+        "banned", "announce", "samples",
+    ],
+    EXITS: [*SENTENCES_OF, "dominant", "clusters", "splits", "folds", "fewest", "strength", "lasso"],
+    "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "submodule_positions": [*MAPS, "title", "patched", "every"],
+}  # fmt: skip
 
 
 def run(name: str, *options: object) -> None:
@@ -34,7 +70,64 @@ def refused(name: str, capsys: pytest.CaptureFixture[str], *options: object) -> 
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         run(name, *options)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert ended.value.code == 2
-    assert "Traceback" not in said.out + said.err
-    return " ".join(said.err.split())
+    assert "Traceback" not in output.out + output.err
+    return " ".join(output.err.split())
+
+
+class Workbench:
+    """Scripts with the inputs and the output folder of a test.
+
+    Attributes
+    ----------
+    out
+        The output folder.
+    words
+        The corpus.
+    """
+
+    def __init__(self, corpora: Path, model_folder: Callable[[str], Path], out: Path, capsys: Any) -> None:
+        self._model_folder, self._capsys = model_folder, capsys
+        self.out, self.words = out, corpora / "words.txt"
+
+    def options(self, name: str, model: str, *more: object) -> list[object]:
+        """Options of a script on a small model and the corpus, if it has one, and into the folder."""
+        corpus = [] if name in NO_CORPUS else ["--corpus", self.words]
+        return ["--model", self._model_folder(model), *corpus, *more, "--device", "cpu", "--out", self.out]
+
+    def run(self, name: str, model: str, *more: object) -> str:
+        """Run a script; what it prints."""
+        self._capsys.readouterr()
+        run(name, *self.options(name, model, *more))
+        return str(self._capsys.readouterr().out)
+
+    def refused(self, name: str, model: str, *more: object) -> str:
+        """What a script says when it refuses."""
+        return refused(name, self._capsys, *self.options(name, model, *more))
+
+    def table(self, name: str, **options: Any) -> pd.DataFrame:
+        """A table that a script has left."""
+        return pd.read_csv(self.out / f"{name}.csv", **options)
+
+    def origin(self, name: str) -> dict[str, Any]:
+        """What a table says that it comes from."""
+        return dict(json.loads((self.out / f"{name}.json").read_text()))
+
+    def assert_figure(self, name: str) -> None:
+        """There is a figure, in both formats."""
+        assert_figure(self.out, name)
+
+    def unchanged_when_run_again(self, names: tuple[str, ...], name: str, model: str, *more: object) -> None:
+        """A script leaves the same bytes when it is run once more."""
+        before = [(self.out / f"{table}.csv").read_bytes() for table in names]
+        self.run(name, model, *more)
+        assert [(self.out / f"{table}.csv").read_bytes() for table in names] == before
+
+
+def assert_figure(out: Path, name: str) -> None:
+    """There is a figure of some size in both formats."""
+    for suffix, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        content = (out / f"{name}.{suffix}").read_bytes()
+        assert content.startswith(start)
+        assert len(content) > 5_000

@@ -1,4 +1,6 @@
 from .app import main as main
-from .scripts import report as report
-from .scripts import run_script as run_script
+from .options import Dominant as Dominant
+from .options import Memory as Memory
+from .options import Patched as Patched
+from .scripts import Report as Report
 from .scripts import run_study as run_study

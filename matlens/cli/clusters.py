@@ -8,14 +8,17 @@ from typing import Annotated
 
 import typer
 
-from matlens.cli.options import Device, Dtype, DtypeChoice, Memory, Model, Out, Revision, Trust
-from matlens.cli.terminal import Read, ReadChoice, TopTokens, load_model, print_table, projection_of
+from matlens.cli.groups import ModelOptions, ReadOptions, grouped
+from matlens.cli.options import Memory, Out
+from matlens.cli.printing import print_table
 
-_TOLD = 3  # vectors that are named of each cluster
+_N_NAMED = 3  # vectors that are named of each cluster
 
 
+@grouped
 def cluster(
-    model: Model,
+    model: ModelOptions,
+    reading: ReadOptions,
     names: Annotated[
         list[str] | None,
         typer.Argument(help="Value vectors, such as L3D12, whose clusters to show.", show_default=False),
@@ -23,42 +26,35 @@ def cluster(
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = 10_000,
     memory: Memory = 4.0,
     limit: Annotated[int, typer.Option(min=1, help="Without names, show so many, the largest.")] = 20,
-    tokens: TopTokens = 10,
     out: Out = Path("out"),
-    read: Read = ReadChoice.plain,
-    device: Device = None,
-    dtype: Dtype = DtypeChoice.float32,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
 ) -> None:
     """Cluster all value vectors by their cosines, and show the largest clusters or those of value vectors.
 
     The clusters are kept in the output folder, so that the next call has them.
     """
     from matlens.ffn.clusters import cluster_table
-    from matlens.ffn.values import ValueVector, ValueVectors
-    from matlens.study.ffn import clustered
+    from matlens.ffn.values import ValueVector
+    from matlens.study.study import Study
 
     for name in names or ():  # before the model, which can take minutes
         ValueVector.parse(name)
-    loaded = load_model(model, device, dtype, revision, trust_remote_code)
-    values = ValueVectors(loaded)
-    resolved = [values.resolve(name) for name in names or ()]  # and before the work
-    found = clustered(values, out, clusters, memory=memory)
-    chosen = found.holding(values, resolved) if resolved else list(range(min(limit, len(found))))
-    table = cluster_table(values, projection_of(loaded, read), found, chosen, n_tokens=tokens)
-    how = "exactly" if found.method == "exact" else "by near neighbours"
-    title = f"{len(values):,} value vectors in {len(found):,} clusters, {how}"
-    asked = list(map(str, resolved))
-    told = table.assign(
+    study = Study(load_model=model.load, out=out)
+    values = study.values
+    asked = [values.resolve(name) for name in names or ()]  # and before the work
+    fitted = study.clusters(clusters, memory=memory)
+    chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
+    table = cluster_table(values, reading.projection(study.model), fitted, chosen, n_tokens=reading.tokens)
+    how = "exactly" if fitted.method == "exact" else "by near neighbours"
+    title = f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}"
+    cells = table.assign(
         layers=[
             _layers(first, last)
             for first, last in zip(table["first_layer"], table["last_layer"], strict=True)
         ],
         cosine=[_cosine(cosine) for cosine in table["cosine"]],
-        members=[_members(members, asked) for members in table["members"]],
+        members=[_members(members, [str(vector) for vector in asked]) for members in table["members"]],
     )
-    rows = told[["cluster", "size", "layers", "cosine", "members", "tokens"]].to_numpy().tolist()
+    rows = cells[["cluster", "size", "layers", "cosine", "members", "tokens"]].to_numpy().tolist()
     print_table(title, ("cluster", "size", "layers", "cosine", "vectors", "top tokens of their mean"), rows)
 
 
@@ -74,6 +70,6 @@ def _members(names: str, asked: Sequence[str]) -> str:
     """Those that were asked for, and then a few others."""
     members = names.split()
     named = [name for name in members if name in asked]
-    told = [*named, *(name for name in members if name not in asked)][: max(_TOLD, len(named))]
-    more = f" +{len(members) - len(told)}" if len(told) < len(members) else ""
-    return " ".join(told) + more
+    shown = [*named, *(name for name in members if name not in asked)][: max(_N_NAMED, len(named))]
+    more = f" +{len(members) - len(shown)}" if len(shown) < len(members) else ""
+    return " ".join(shown) + more

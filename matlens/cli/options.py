@@ -1,10 +1,10 @@
-"""Options that the commands and the analyses share, as typer reads them."""
+"""Options that the commands and the analyses share, each as typer reads it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,13 @@ class PositionChoice(StrEnum):
 
     drawn = "drawn"
     all = "all"
+
+
+class ReadChoice(StrEnum):
+    """What a vector goes through before it is read in the vocabulary."""
+
+    plain = "plain"
+    norm = "norm"
 
 
 class DtypeChoice(StrEnum):
@@ -75,3 +82,25 @@ Ridge = Annotated[float, typer.Option(min=0, help="Penalty on the maps. The pape
 Folder = Annotated[
     Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
 ]
+Title = Annotated[str | None, typer.Option("--title", help="Title of the figures, instead of their own.")]
+Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
+Read = Annotated[
+    ReadChoice,
+    typer.Option("--read", help="plain: E v, as in the paper. norm: through the final norm first."),
+]
+TopTokens = Annotated[int, typer.Option("--tokens", min=1, help="How many tokens to show of each vector.")]
+AmongTop = Annotated[
+    int, typer.Option("--among", min=1, help="How many top tokens of each vector to search.")
+]
+Most = Annotated[int, typer.Option("--limit", min=1, help="Show no more value vectors than this.")]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        help="Words of one token each; write a leading space as ␣ or in quotes.", show_default=False
+    ),
+]
+
+
+def sentences(fewest: int) -> Any:
+    """The option ``--sentences``, of which there must be so many."""
+    return Annotated[int, typer.Option("--sentences", min=fewest, help="How many sentences to run.")]

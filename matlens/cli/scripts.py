@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,66 +16,141 @@ from matplotlib.figure import Figure
 
 from matlens import plots
 from matlens.cli import options
-from matlens.cli.app import speaking
+from matlens.cli.groups import CorpusOptions, ModelOptions, with_signature
+from matlens.cli.printing import report_errors
+from matlens.storage.folders import system_errors, write_text
 from matlens.storage.tables import write_results
 from matlens.study.study import Study
 
 
-def run_script(function: Callable[..., None]) -> None:
-    """Run a function as a script of its own, with its options and the errors of the command line."""
-    speaking(lambda: typer.run(function))
+@dataclass(frozen=True)
+class Report:
+    """Where an analysis writes its tables and its figures.
+
+    Attributes
+    ----------
+    out
+        The output folder.
+    title
+        Title of all figures, instead of their own.
+    """
+
+    out: Path
+    title: str | None = None
+
+    def write(
+        self, name: str, table: pd.DataFrame, origin: Mapping[str, Any], figure: Figure | None = None
+    ) -> None:
+        """Write a table with its origin beside it, and its figure, as ``name``; print where they are."""
+        write_results(self.out, name, table, origin)
+        print(self.out / f"{name}.csv")
+        if figure is not None:
+            self.write_figure(name, figure)
+
+    def write_figure(self, name: str, figure: Figure) -> None:
+        """Write a figure alone; print where it is."""
+        for path in plots.save(figure, self.out, name, title=self.title):
+            print(path)
+
+    def write_table(self, name: str, table: pd.DataFrame) -> Path:
+        """Write a table alone, such as one that people fill in."""
+        path = self.out / f"{name}.csv"
+        with system_errors(path):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_text(path, table.to_csv(index=False))
+        return path
 
 
-def run_study(work: Callable[..., None], *, model: str = "smollm2-135m") -> None:
-    """Run an analysis of one study as a script.
+def run_study(
+    work: Callable[..., None],
+    *,
+    model: str | Sequence[str] | None = "smollm2-135m",
+    corpus: str | Sequence[str] | None = "wikipedia-sample",
+    train: int | None = 9000,
+    val: int = 3000,
+    sentences: int | None = None,
+    fewest: int = 2,
+    out: str = "out",
+    figures: bool = True,
+) -> None:
+    """Run an analysis of one study, or of several, as a script.
 
-    ``work`` is given the `Study` and the output folder, and options of its own by name; those that a study
-    is made from are added to its command line.
+    ``work`` is given the `Study`, the `Report` that its tables are written by, and its further options by
+    name; those that a study is made from are added to its command line. An analysis of several models or
+    corpora is given ``studies``, one for each.
 
     Parameters
     ----------
     work
-        ``work(study, out, ...)``; its docstring is the script's help.
-    model
-        Which model is studied unless another is named.
+        ``work(study, report, ...)`` or ``work(studies, report, ...)``; its docstring is the script's help.
+    model, corpus
+        Which are studied unless others are named; several where the option can be given several times, None
+        where there is none.
+    train, val
+        Sentences that maps are fitted and evaluated on; None where the analysis takes the corpus whole.
+    sentences, fewest
+        Instead, for analyses that fit no maps: how many sentences are run, and how few one can ask for.
+    out
+        The output folder unless another is named.
+    figures
+        Whether the analysis draws figures, which can have a title.
     """
-
-    def common(
-        model: options.Model = model,
-        corpus: options.CorpusName = "wikipedia-sample",
-        train: options.Train = 9000,
-        val: options.Val = 3000,
-        seed: options.Seed = 0,
-        device: options.Device = None,
-        out: options.Out = Path("out"),
-    ) -> tuple[Study, Path]:
-        return (
-            Study.load(model, corpus, out, n_train=train, n_validation=val, seed=seed, device=device),
-            out,
-        )
-
-    shared, own = inspect.signature(common).parameters, inspect.signature(work).parameters
-    added = [parameter for name, parameter in own.items() if name not in ("study", "out")]
+    shared: dict[str, tuple[Any, Any]] = {}  # annotation and default
+    if model is not None:
+        shared["model"] = _named(model, options.Model, options.Models)
+    if corpus is not None:
+        shared["corpus"] = _named(corpus, options.CorpusName, options.Corpora)
+    if sentences is not None:
+        shared["sentences"] = options.sentences(fewest), sentences
+    elif train is not None and corpus is not None:
+        shared |= {"train": (options.Train, train), "val": (options.Val, val)}
+    shared["seed"] = options.Seed, 0
+    if model is not None:
+        shared["device"] = options.Device, None
+    shared["out"] = options.Out, Path(out)
+    if figures:
+        shared["title"] = options.Title, None
+    several = "studies" in inspect.signature(work).parameters
 
     def command(**given: Any) -> None:
-        study, out = common(**{name: given.pop(name) for name in shared})
-        work(study, out, **given)
+        chosen = {name: given.pop(name) for name in shared}
+        report = Report(chosen["out"], chosen.get("title"))
+        studies = _studies(chosen)
+        work(studies if several else next(studies), report, **given)
 
-    hints = get_type_hints(work, include_extras=True) | get_type_hints(common, include_extras=True)
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-        for parameter in (*added, *shared.values())
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = work.__doc__
-    run_script(command)
+    hints = get_type_hints(work, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(work).parameters.items()
+        if name not in ("study", "studies", "report")
+    ]
+    parameters += [
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in shared.items()
+    ]
+    report_errors(lambda: typer.run(with_signature(command, parameters)))
 
 
-def report(
-    out: Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any], figure: Figure | None = None
-) -> None:
-    """Write an analysis' table with its origin beside it, and its figure, as ``name``; say where they are."""
-    write_results(out, name, table, origin)
-    for path in [out / f"{name}.csv", *(plots.save(figure, out, name) if figure else ())]:
-        print(path)
+def _named(default: str | Sequence[str], single: Any, several: Any) -> tuple[Any, Any]:
+    return (single, default) if isinstance(default, str) else (several, list(default))
+
+
+def _studies(chosen: Mapping[str, Any]) -> Iterator[Study]:
+    """A study for each model and corpus, made when it is asked for; studies of one model load it once."""
+    models, corpora = (
+        list(dict.fromkeys([names] if isinstance(names, str | None) else names))
+        for names in (chosen.get("model"), chosen.get("corpus"))
+    )
+    n_train, n_validation = chosen.get("train", 1), chosen.get("val", chosen.get("sentences"))
+    for model in models:
+        load_model = cache(ModelOptions(model, chosen["device"]).load) if model is not None else _no_model
+        for corpus in corpora:
+            yield Study(
+                load_model=load_model, load_corpus=None if corpus is None else CorpusOptions(corpus).load,
+                out=chosen["out"], n_train=n_train, n_validation=n_validation, seed=chosen["seed"],
+            )  # fmt: skip
+
+
+def _no_model() -> Any:
+    raise AssertionError("this analysis studies no model")

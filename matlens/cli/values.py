@@ -7,33 +7,19 @@ from typing import Annotated
 import typer
 
 from matlens.cli.clusters import cluster
-from matlens.cli.options import Device, Dtype, DtypeChoice, Model, Revision, Trust
-from matlens.cli.terminal import (
-    AmongTop,
-    Most,
-    Read,
-    ReadChoice,
-    TopTokens,
-    Words,
-    load_model,
-    print_table,
-    projection_of,
-    top_texts,
-)
+from matlens.cli.groups import ModelOptions, ReadOptions, grouped
+from matlens.cli.options import AmongTop, Most, Words
+from matlens.cli.printing import print_table, top_texts
 
 app = typer.Typer(help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True)
 
 
 @app.command()
+@grouped
 def show(
     names: Annotated[list[str], typer.Argument(help="Value vectors, such as L3D12.", show_default=False)],
-    model: Model,
-    tokens: TopTokens = 10,
-    read: Read = ReadChoice.plain,
-    device: Device = None,
-    dtype: Dtype = DtypeChoice.float32,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
+    model: ModelOptions,
+    reading: ReadOptions,
 ) -> None:
     """Show the tokens that value vectors promote and demote most, with their scores."""
     from matlens.ffn.projection import token_table
@@ -42,11 +28,11 @@ def show(
 
     for name in names:  # before the model, which can take minutes
         ValueVector.parse(name)
-    loaded = load_model(model, device, dtype, revision, trust_remote_code)
-    found = token_table(ValueVectors(loaded), projection_of(loaded, read), names, k=tokens)
-    for value, own in found.groupby("value", sort=False):
-        columns = [own[own["side"] == side] for side in ("top", "bottom")]
-        lines = zip(*(zip(one["token"], one["score"], strict=True) for one in columns), strict=True)
+    bridge = model.load()
+    table = token_table(ValueVectors(bridge), reading.projection(bridge), names, k=reading.tokens)
+    for value, scores in table.groupby("value", sort=False):
+        sides = [scores[scores["side"] == side] for side in ("top", "bottom")]
+        lines = zip(*(zip(side["token"], side["score"], strict=True) for side in sides), strict=True)
         rows = [
             (rank, visible(up), f"{raised:.3f}", visible(down), f"{lowered:.3f}")
             for rank, ((up, raised), (down, lowered)) in enumerate(lines, start=1)
@@ -55,61 +41,44 @@ def show(
 
 
 @app.command()
+@grouped
 def search(
-    words: Words,
-    model: Model,
-    among: AmongTop = 30,
-    limit: Most = 20,
-    tokens: TopTokens = 10,
-    read: Read = ReadChoice.plain,
-    device: Device = None,
-    dtype: Dtype = DtypeChoice.float32,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
+    words: Words, model: ModelOptions, reading: ReadOptions, among: AmongTop = 30, limit: Most = 20
 ) -> None:
     """Find the value vectors that have a word among their top tokens; of several words, most first."""
     from matlens.ffn.projection import top_tokens_of_all, values_with_tokens
     from matlens.ffn.values import ValueVectors
     from matlens.models.vocabulary import word_tokens
 
-    loaded = load_model(model, device, dtype, revision, trust_remote_code)
-    values, projection = ValueVectors(loaded), projection_of(loaded, read)
+    bridge = model.load()
+    values, projection = ValueVectors(bridge), reading.projection(bridge)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
-    found = values_with_tokens(values, projection, top_tokens_of_all(values, projection, k=among), words)
-    if found.empty:
+    matches = values_with_tokens(values, projection, top_tokens_of_all(values, projection, k=among), words)
+    if matches.empty:
         print(
             f"No value vector has {', '.join(words)} among its {among} top tokens. A larger --among may help."
         )
         return
-    title = f"{len(found):,} of {len(values):,} value vectors, by words, rank and score"
-    part = found.head(limit)
-    texts = top_texts(projection, values.vectors(part["value"]), tokens)
-    lines = zip(part["value"], part["words"], part["rank"], part["score"], texts, strict=True)
+    title = f"{len(matches):,} of {len(values):,} value vectors, by words, rank and score"
+    first = matches.head(limit)
+    texts = top_texts(projection, values.vectors(first["value"]), reading.tokens)
+    lines = zip(first["value"], first["words"], first["rank"], first["score"], texts, strict=True)
     rows = [(name, n, rank, f"{score:.3f}", text) for name, n, rank, score, text in lines]
     print_table(title, ("value", "words", "rank", "score", "top tokens"), rows)
 
 
 @app.command()
-def promoting(
-    words: Words,
-    model: Model,
-    limit: Most = 20,
-    tokens: TopTokens = 10,
-    read: Read = ReadChoice.plain,
-    device: Device = None,
-    dtype: Dtype = DtypeChoice.float32,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-) -> None:
+@grouped
+def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Most = 20) -> None:
     """Find the value vectors that raise the odds of a word, or of several, most over other tokens'."""
-    from matlens.ffn import projection as of_vectors
+    from matlens.ffn.projection import values_promoting
     from matlens.ffn.values import ValueVectors
 
-    loaded = load_model(model, device, dtype, revision, trust_remote_code)
-    values, projection = ValueVectors(loaded), projection_of(loaded, read)
-    found = of_vectors.values_promoting(values, projection, words, n=min(limit, len(values)))
-    texts = top_texts(projection, values.vectors(found["value"]), tokens)
-    lines = zip(found["value"], found["score"], found["lift"], texts, strict=True)
+    bridge = model.load()
+    values, projection = ValueVectors(bridge), reading.projection(bridge)
+    lifts = values_promoting(values, projection, words, n=min(limit, len(values)))
+    texts = top_texts(projection, values.vectors(lifts["value"]), reading.tokens)
+    lines = zip(lifts["value"], lifts["score"], lifts["lift"], texts, strict=True)
     rows = [(name, f"{score:.3f}", f"{lift:.3f}", text) for name, score, lift, text in lines]
     print_table(
         "By lift, the score above the mean of all tokens", ("value", "score", "lift", "top tokens"), rows

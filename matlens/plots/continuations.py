@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from matlens.plots.colours import method_looks
@@ -45,20 +45,15 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     bounds = results[results["metric"] == "toxic"].set_index(keys)[["low", "high"]]
     points = wide.join(bounds).reset_index()
     looks = method_looks(results["method"])
-    handles: list[Any] = []
     for method, look in looks.items():
         part = points[points["method"] == method].sort_values("coefficient")
         if part["perplexity"].isna().all():
-            handles.append(
-                ax.axhline(part["toxic"].iloc[0], color=look.colour, ls="--", lw=1.2, label=method)
-            )
+            ax.axhline(part["toxic"].iloc[0], color=look.colour, ls="--", lw=1.2, label=method)
             continue
         bars = [part["toxic"] - part["low"], part["high"] - part["toxic"]]
-        handles.append(
-            ax.errorbar(
-                part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.colour,
-                lw=1.2, ms=5, elinewidth=0.7, label=literal(method),
-            )
+        ax.errorbar(
+            part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.colour, lw=1.2,
+            ms=5, elinewidth=0.7, label=literal(method),
         )  # fmt: skip
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -68,6 +63,10 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     ax.set_ylabel("toxic continuations")
     ax.set_ylim(bottom=0)
     percent_ticks(ax.yaxis)
+    handles = [
+        Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, ms=5, label=literal(method))
+        for method, look in looks.items()
+    ]
     add_legend(figure, handles, columns=3)
     first = results[results["metric"] == "toxic"].iloc[0]
     figure.suptitle(f"{model_title(first['model'], first['corpus'])}, {first['n']:,} prompts")

@@ -69,10 +69,13 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     ax.set_ylim(max(0.0, float(lowest) - 0.05), 1.02)
     ax.set_xlim(left=-0.05 * float(table["saved"].max() or 1))
     percent_ticks(ax.yaxis)
+    marks = [
+        Line2D([], [], color=look.colour, marker=look.marker, ls="none", ms=5.5, label=literal(method))
+        for method, look in looks.items()
+    ]
     chance = Line2D(
         [], [], color=DARK, marker="o", ls="none", ms=4, mfc="white", label="its layers at random"
     )
-    marks = ax.get_legend_handles_labels()[0]
     add_legend(figure, [*marks, chance], columns=1, place="outside right center")
     first = table.iloc[0]
     title = model_title(first["model"], first["corpus"], int(first["n"]))

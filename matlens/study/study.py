@@ -1,32 +1,42 @@
-"""One model on one corpus: what all analyses of the pair share, collected and fitted once.
+"""One model on one corpus: what all analyses of the pair share, collected, fitted and traced once.
 
-The folder ``studies/<model>--<corpus>/`` of an output folder holds ``train/``, ``validation/`` and sets of
-maps; every script that is given the same output folder finds there what another has left.
+An output folder holds ``studies/<model>--<corpus>/`` with ``train/``, ``validation/`` and sets of maps,
+``traces/`` and ``clusters/``; every analysis that is given the same output folder finds there what another
+has left.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import pandas as pd
 import torch
 
-from matlens.activations.activations import Activations
+from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.corpora.corpus import Corpus, load_corpus
-from matlens.corpora.examples import make_examples
-from matlens.linear.maps import LinearMap, MapSet, write_maps
+from matlens.corpora.examples import Examples, make_examples
+from matlens.errors import InputError
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
+from matlens.ffn.trace import Trace
+from matlens.ffn.updates import DOMINANT
+from matlens.ffn.values import ValueVectors
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet, write_maps
+from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study import workflow
+from matlens.study import steps
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -34,52 +44,125 @@ if TYPE_CHECKING:
 Fitted = Literal["all", "not-first", "not-sink"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """A model, a corpus and sizes; everything else is made when it is first asked for.
 
     Attributes
     ----------
-    model, corpus
-        Loaded.
-    folder
-        Where activations and maps are.
+    load_model, load_corpus
+        What gives the model and the corpus; a study of the weights alone has no corpus.
+    out
+        The output folder.
     n_train, n_validation, seed
-        As in `Corpus.split`.
+        Sizes of the two parts of the corpus, and the seed of `Corpus.split`, of the positions and of the
+        random sub-updates. Without sizes the corpus is not split.
+    main_folder
+        Where activations, maps and results are, by default ``studies/<model>--<corpus>/`` of ``out``.
+    positions, draw_special, batch_tokens
+        How the stream is collected, as in `collect_parts`.
+    pairs, intercept, ridge
+        Which maps are fitted and how, as in `fit_maps`.
     """
 
-    model: TransformerBridge
-    corpus: Corpus
-    folder: Path
-    n_train: int
-    n_validation: int
+    load_model: Callable[[], TransformerBridge]
+    load_corpus: Callable[[], Corpus] | None = None
+    out: Path
+    n_train: int = 1
+    n_validation: int | None = None
     seed: int = 0
+    main_folder: Path | None = None
+    positions: Positions = "drawn"
+    draw_special: bool = True
+    batch_tokens: int | None = None
+    pairs: Pairs = "all"
+    intercept: bool = False
+    ridge: float = 0.0
 
     @classmethod
     def load(
         cls,
         model: str | TransformerBridge,
-        corpus: str,
-        out: Path,
+        corpus: str | Corpus,
+        out: str | Path,
         *,
-        n_train: int,
+        n_train: int = 1,
         n_validation: int,
         seed: int = 0,
         device: str | None = None,
+        **options: Any,
     ) -> Study:
-        """Load what is named; the corpus first, which takes seconds where a model can take minutes."""
-        sentences = load_corpus(corpus)
-        sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
-        loaded = load(model, device=device) if isinstance(model, str) else model
-        folder = out / "studies" / f"{slug(loaded.cfg.model_name)}--{slug(corpus)}"
-        return cls(loaded, sentences, folder, n_train, n_validation, seed)
+        """Load the corpus and then the model: the first takes seconds, the second can take minutes.
+
+        Parameters
+        ----------
+        model, corpus
+            Their names, or themselves if they are loaded already.
+        out
+            The output folder.
+        n_train, n_validation, seed
+            As in `Corpus.split`. One training sentence is enough where no maps are fitted.
+        device
+            Where a named model is loaded.
+        options
+            Further attributes of the study.
+
+        Raises
+        ------
+        InputError
+            The model or the corpus is not there, or the corpus is too small.
+        """
+        study = cls(
+            load_model=lambda: load(model, device=device) if isinstance(model, str) else model,
+            load_corpus=lambda: load_corpus(corpus) if isinstance(corpus, str) else corpus,
+            out=Path(out), n_train=n_train, n_validation=n_validation, seed=seed, **options,
+        )  # fmt: skip
+        _ = study.model
+        return study
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """All sentences."""
+        if self.load_corpus is None:
+            raise InputError("This study has no corpus. Expected the name of one.")
+        return self.load_corpus()
+
+    @cached_property
+    def parts(self) -> tuple[Corpus, Corpus]:
+        """The training and the validation sentences."""
+        if self.n_validation is None:
+            raise InputError("This study has no sizes. Expected a number of validation sentences.")
+        return self.corpus.split(n_train=self.n_train, n_validation=self.n_validation, seed=self.seed)
+
+    @cached_property
+    def model(self) -> TransformerBridge:
+        """The model; the corpus is checked before, since a model can take minutes."""
+        if self.n_validation is not None:
+            _ = self.parts
+        return self.load_model()
+
+    @property
+    def n_layers(self) -> int:
+        """``L``."""
+        return int(self.model.cfg.n_layers)
+
+    @property
+    def folder(self) -> Path:
+        """Where activations, maps and results are."""
+        return self.main_folder or self.out / "studies" / self._name
+
+    @cached_property
+    def readout(self) -> Readout:
+        """The model's read-out."""
+        return Readout(self.model)
 
     @cached_property
     def stream(self) -> tuple[Activations, Activations]:
         """The stream at the drawn positions of the training and of the validation sentences."""
-        return workflow.collect_parts(
-            self.model, self.corpus, self.folder,
-            n_train=self.n_train, n_validation=self.n_validation, seed=self.seed,
+        return steps.collect_parts(
+            self.model, self.corpus, self.folder, n_train=self.n_train, n_validation=len(self.parts[1]),
+            seed=self.seed, positions=self.positions, draw_special=self.draw_special,
+            batch_tokens=self.batch_tokens,
         )  # fmt: skip
 
     @property
@@ -89,40 +172,46 @@ class Study:
 
     @cached_property
     def maps(self) -> MapSet:
-        """``mat`` for every pair of layers."""
+        """``mat`` for the pairs of layers."""
         _ = self.stream
-        return workflow.fit_maps(self.folder)
+        return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
-    @cached_property
-    def readout(self) -> Readout:
-        """The model's read-out."""
-        return Readout(self.model)
+    def evaluate(self) -> pd.DataFrame:
+        """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
+        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        _ = self.readout, self.maps
+        return steps.evaluate_maps(self.model, self.folder)
 
     @property
-    def n_layers(self) -> int:
-        """``L``."""
-        return int(self.model.cfg.n_layers)
+    def origin(self) -> dict[str, Any]:
+        """What the study's numbers come from."""
+        return steps.origin_of(self.maps, self.validation)
+
+    @property
+    def origin_of_weights(self) -> dict[str, Any]:
+        """What numbers come from that no map has a part in: the model and the seed."""
+        return {"model": ModelIdentity.from_model(self.model).to_json(), "seed": self.seed}
 
     @cached_property
-    def samples_of_submodules(self) -> Activations:
+    def submodule_samples(self) -> Activations:
         """Inputs and outputs of all sub-modules at the drawn positions of the training sentences.
 
         Asked for before anything else, they are collected in one pass with the stream.
         """
-        found = Anatomy.from_model(self.model)
-        ends = sorted({site for pair in submodule_pairs(found) for site in pair})
-        examples = make_examples(self.model, self._train, seed=self.seed)
-        train = self.folder / workflow.TRAIN
+        anatomy = Anatomy.from_model(self.model)
+        ends = sorted({site for pair in submodule_pairs(anatomy) for site in pair})
+        examples = make_examples(self.model, self.parts[0], seed=self.seed)
+        train = self.folder / steps.TRAIN
         if (train / "config.json").is_file():
-            there = Activations.load(train)
-            if set(ends) <= set(there):
-                return collect(self.model, examples, list(there), folder=train)
+            collected = Activations.load(train)
+            if set(ends) <= set(collected):
+                return collect(self.model, examples, list(collected), folder=train)
             return collect(self.model, examples, ends, folder=self.folder / "train-submodules")
-        return collect(self.model, examples, [*found.stream, *ends], folder=train)
+        return collect(self.model, examples, [*anatomy.stream, *ends], folder=train)
 
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
         """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
-        samples = self.samples_of_submodules
+        samples = self.submodule_samples
         rows = {
             "all": lambda: None,
             "not-first": lambda: torch.from_numpy(samples.places > 0),
@@ -138,14 +227,51 @@ class Study:
         )  # fmt: skip
         return maps.held(device=self.model.cfg.device)
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        """What the study's numbers come from."""
-        return workflow.origin_of(self.maps, self.validation)
+    @cached_property
+    def validation_examples(self) -> Examples:
+        """The validation sentences as the model reads them, with a position drawn in each."""
+        return make_examples(self.model, self.parts[1], seed=self.seed)
+
+    @cached_property
+    def values(self) -> ValueVectors:
+        """The model's value vectors."""
+        return ValueVectors(self.model)
+
+    def trace(self, k: int = DOMINANT) -> Trace:
+        """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates.
+
+        It is in ``traces/`` of the output folder; one that was broken off is gone on with.
+        """
+        return Trace.run(
+            self.model, self.validation_examples, k=k, seed=self.seed, folder=self._traces(f"k{k}")
+        )
+
+    def collect_validation(self, sites: Sequence[str]) -> Activations:
+        """Vectors of sites at the drawn positions of the validation sentences, kept beside the traces."""
+        return collect(self.model, self.validation_examples, sites, folder=self._traces("stream"))
+
+    def clusters(self, n_clusters: int = N_CLUSTERS, *, memory: float = MEMORY_GIB) -> Clusters:
+        """Clusters of the model's value vectors, in ``clusters/`` of the output folder; see `Clusters.fit`.
+
+        Raises
+        ------
+        InputError
+            More clusters than vectors, or a vector without a direction.
+        """
+        name = f"{self._model_name}--{n_clusters}-{method_within(len(self.values), memory)}"
+        return Clusters.fit(self.values, n_clusters, memory=memory, folder=self.out / "clusters" / name)
 
     @property
-    def _train(self) -> Corpus:
-        return self.corpus.split(n_train=self.n_train, n_validation=self.n_validation, seed=self.seed)[0]
+    def _model_name(self) -> str:
+        return slug(self.model.cfg.model_name)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._model_name}--{slug(self.corpus.name)}"
+
+    def _traces(self, what: str) -> Path:
+        sizes = f"{self.n_validation}" if self.n_train == 1 else f"{self.n_train}+{self.n_validation}"
+        return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
 def slug(name: str) -> str:

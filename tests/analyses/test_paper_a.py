@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import runpy
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import OF_FFNS, SCRIPTS, SENTENCES, refused, run
+from analysing import NO_CORPUS, OF_FFNS, OPTIONS, SCRIPTS, SENTENCES, assert_figure, refused, run
 from conftest import N_LAYERS
 
 import matlens
@@ -22,7 +23,6 @@ from matlens.corpora.examples import is_masked
 from matlens.patching.schemes import wrr_schemes
 
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
-NO_CORPUS = ("paper_b_fig4_overlap",)
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
 CASES = [(name, "bert" if name == "paper_a_fig5_masked" else "llama") for name in TABLES]
@@ -33,14 +33,6 @@ LAYERS = {
 }  # fmt: skip
 N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
 Finished = Callable[[str, str], Path]
-
-
-def parameters(name: str) -> list[str]:
-    """Options of a script: those of its function, and those that its study is made from."""
-    main = runpy.run_path(str(SCRIPTS[name]))["main"]
-    own = list(inspect.signature(main).parameters)
-    shared = ["model", "corpus", "train", "val", "seed", "device", "out"] if "study" in own else []
-    return [*(option for option in own if option not in ("study", "out")), *shared] if shared else own
 
 
 def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[object]:
@@ -69,7 +61,7 @@ def finished(
         if name == "paper_a_table1_tokens":
             mask = " [MASK]" if model == "bert" else ""
             options += ["--prompt", f"w1 w2 w3{mask}", "--prompt", f"w4{mask} w5"]
-        if "patched" in parameters(name):
+        if "patched" in OPTIONS[name]:
             options += ["--patched", N_PATCHED]
         run(name, *options, *sizes(), "--out", out)
         done.add((name, model))
@@ -100,15 +92,12 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
         assert origin["maps"]["data"]["n"] == N_TRAIN
         assert origin["validation"]["n"] == N_VALIDATION
     assert told["command"].startswith(f"{name}.py --model")
-    if "patched" in parameters(name):
+    if "patched" in OPTIONS[name]:
         assert N_PATCHED in set(table["n"]) <= {N_PATCHED, N_VALIDATION}
     figures = [path.name for path in sorted(out.glob(f"{name}*.p*"))]
     assert bool(figures) == (name in FIGURES)
-    for figure in figures:
-        content = (out / figure).read_bytes()
-        assert content.startswith(b"%PDF" if figure.endswith("pdf") else b"\x89PNG")
-        assert len(content) > 5_000
-    assert {path.with_suffix(".png").name for path in map(Path, figures)} <= set(figures)
+    for figure in {Path(figure).stem for figure in figures}:
+        assert_figure(out, figure)
 
 
 # What the tables hold: they agree with one another
@@ -315,11 +304,7 @@ def test_the_small_bert_learns_and_can_be_analysed(
 def test_help_names_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(name, "--help")
     said = capsys.readouterr().out
-    names = parameters(name)
-    assert {"out", "seed"} <= set(names)
-    assert ("corpus" in names) == (name not in NO_CORPUS)
-    for option in names:
-        assert f"--{option.replace('_', '-')} " in said
+    assert set(re.findall(r"│[ *]+--([a-z-]+)", said)) == {*OPTIONS[name], "help"}
     described = inspect.getdoc(runpy.run_path(str(SCRIPTS[name]))["main"])
     assert described is not None
     assert " ".join(described.split()) in " ".join(said.split())

@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 import matlens
 from matlens import InputError
 from matlens.activations import collecting
-from matlens.cli import app
-from matlens.study import workflow
+from matlens.cli import app, printing
+from matlens.study import steps
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
 N_TRAIN, N_VALIDATION = 60, 20
@@ -103,10 +103,10 @@ def _finished(
     out = tmp_path_factory.mktemp("finished") / "out"
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
-    workflow.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
-    workflow.fit_maps(out, progress=False)
-    workflow.evaluate_maps(model, out, progress=False)
-    workflow.plot_results(out)
+    steps.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
+    steps.fit_maps(out, progress=False)
+    steps.evaluate_maps(model, out, progress=False)
+    steps.plot_results(out)
     return out, files(out)
 
 
@@ -237,7 +237,7 @@ def test_running_again_does_no_work_for_what_is_finished(
         patch.setattr(collecting, "_run", worked)
         with pytest.raises(RuntimeError, match="work was done"):
             run_matlens("run", *inputs, "--out", tmp_path / "new")
-        patch.setattr(workflow, "fit_samples", worked)
+        patch.setattr(steps, "fit_samples", worked)
         assert run_matlens("run", *inputs, "--out", finished).code == 0
     assert without_command(files(finished)) == content
     assert {path: path.stat().st_mtime_ns for path in times} == times
@@ -559,8 +559,8 @@ def test_corpus_that_cannot_be_used(
         (["--pairs", "0:1:2"], ["--pairs 0:1:2", "expected all, last, or a list"]),
         (["--pairs", "0:3,,1:3"], ["--pairs 0:3,,1:3", "expected all, last, or a list"]),
         (["--pairs", "0:h"], ["--pairs 0:h", "expected all, last, or a list"]),
-        (["--pairs", "0:4"], ["4 is not a layer of the stream", "expected 0 to 3"]),
-        (["--pairs", "-5:3"], ["-5 is not a layer of the stream", "expected 0 to 3"]),
+        (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
+        (["--pairs", "-5:3"], ["Layer -5 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "2:1"], ["from layer 2 to layer 1", "the source must lie before the target"]),
         (["--pairs", "1:-3"], ["from layer 1 to layer 1", "the source must lie before the target"]),
     ],
@@ -579,7 +579,7 @@ def test_option_that_makes_no_sense(
     ("options", "told"),
     [
         (["--pairs", "1"], ["--pairs 1", "expected all, last, or a list"]),
-        (["--pairs", "0:9"], ["9 is not a layer of the stream", "expected 0 to 3"]),
+        (["--pairs", "0:9"], ["Layer 9 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "3:0"], ["the source must lie before the target"]),
         (["--ridge", "-1"], ["'--ridge'", "greater than or equal to 0"]),
         (["--ridge", "nan"], ["ridge"]),
@@ -894,7 +894,7 @@ def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         raise InputError(f"No row {next(rows)}.")
 
     with pytest.raises(SystemExit) as ended:
-        app.speaking(work)
+        printing.report_errors(work)
     assert ended.value.code == 2
     assert "slow work" in (said := capsys.readouterr().err)
     assert said.endswith("\nerror: No row 0.\n")

@@ -15,10 +15,12 @@ from conftest import D_MODEL, N_LAYERS, assert_near
 from torch import Tensor
 
 import matlens
-from matlens import InputError, MapSet, collect, make_examples
+from matlens import InputError, MapSet, collect, load_corpus, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
+from matlens.ffn.clusters import Clusters
+from matlens.ffn.trace import Trace
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study.study import Study
 
@@ -87,7 +89,7 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
     def fits(*_: object, **__: object) -> None:
         raise AssertionError("the maps are fitted again")
 
-    monkeypatch.setattr("matlens.study.workflow.fit_samples", fits)
+    monkeypatch.setattr("matlens.study.steps.fit_samples", fits)
     second = study()
     assert_same(second.maps, maps)
     assert torch.equal(second.validation[1], validation[1])
@@ -124,13 +126,13 @@ def test_submodules_after_the_stream_have_a_folder_of_their_own(
     _ = first.stream
     before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
     runs.clear()
-    samples = study().samples_of_submodules
+    samples = study().submodule_samples
     assert sum(runs) == N_TRAIN
     assert set(samples) == ENDS
     assert folders(first) == {"train", "validation", "train-submodules"}
     assert all(path.read_bytes() == content for path, content in before.items())
     runs.clear()
-    assert set(study().samples_of_submodules) == ENDS
+    assert set(study().submodule_samples) == ENDS
     assert runs == []
 
 
@@ -138,14 +140,14 @@ def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
     study: Callable[..., Study], runs: list[int]
 ) -> None:
     first = study()
-    samples = first.samples_of_submodules
+    samples = first.submodule_samples
     assert sum(runs) == N_TRAIN
     assert set(samples) == ENDS | set(STREAM)
     _ = first.stream, first.maps
     assert sum(runs) == N_TRAIN + N_VALIDATION
     assert folders(first) == {"train", "validation", "maps"}
     again = study()
-    _ = again.samples_of_submodules, again.maps
+    _ = again.submodule_samples, again.maps
     assert sum(runs) == N_TRAIN + N_VALIDATION
 
 
@@ -153,12 +155,12 @@ def test_in_which_order_they_are_asked_for_changes_nothing(
     study: Callable[..., Study], tmp_path: Path
 ) -> None:
     before = study()
-    samples, maps, stand_ins = before.samples_of_submodules, before.maps, before.submodule_maps()
+    samples, maps, stand_ins = before.submodule_samples, before.maps, before.submodule_maps()
     vectors = {site: samples[site].clone() for site in ENDS}
     kept = {pair: linear.weight.clone() for pair, linear in [*maps.items(), *stand_ins.items()]}
     shutil.rmtree(tmp_path / "out")
     after = study()
-    maps, stand_ins, samples = after.maps, after.submodule_maps(), after.samples_of_submodules
+    maps, stand_ins, samples = after.maps, after.submodule_maps(), after.submodule_samples
     assert all(torch.equal(samples[site], vectors[site]) for site in ENDS)
     again = dict([*maps.items(), *stand_ins.items()])
     assert set(again) == set(kept)
@@ -177,7 +179,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
     found = study(model)
     samples, pairs = (
-        found.samples_of_submodules,
+        found.submodule_samples,
         submodule_pairs(matlens.models.Anatomy.from_model(found.model)),
     )
     rows = {
@@ -220,7 +222,7 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
         ({"n_validation": N_VALIDATION - 2}, "data.corpus_fingerprint|data.n"),
     ],
 )
-@pytest.mark.parametrize("part", ["maps", "samples_of_submodules"])
+@pytest.mark.parametrize("part", ["maps", "submodule_samples"])
 def test_another_seed_or_size_in_the_same_folder_is_refused(
     part: str, other: dict[str, int], told: str, study: Callable[..., Study], runs: list[int]
 ) -> None:
@@ -261,7 +263,7 @@ def test_another_corpus_of_the_same_name_is_refused(study: Callable[..., Study],
 
 
 def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"asked for 39\+2 sentences"):
+    with pytest.raises(InputError, match=r"39\+2 sentences .* were asked for"):
         Study.load("no-such-model", str(corpus), tmp_path / "out", n_train=39, n_validation=2)
     assert not (tmp_path / "out").exists()
 
@@ -271,3 +273,111 @@ def test_a_study_can_be_opened_as_what_it_has_written(study: Callable[..., Study
     _ = found.maps
     assert torch.equal(Activations.load(found.folder / "validation")[2], found.validation[2])
     assert_same(MapSet.load(found.folder / "maps"), found.maps)
+
+
+# The trace and the clusters
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["by name", "loaded"])
+def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(
+    loaded: bool,
+    corpus: Path,
+    small_model: Callable[[str], Any],
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small_model("gpt2") if loaded else str(model_folder("gpt2"))
+
+    def traced(k: int = 2, **options: Any) -> tuple[Study, Trace]:
+        sizes = {"n_validation": 20, "seed": 3, "device": "cpu"} | options
+        study = Study.load(model, str(corpus), tmp_path / "out", **sizes)
+        return study, study.trace(k)
+
+    study, trace = traced()
+    _, part = load_corpus(str(corpus)).split(n_train=1, n_validation=20, seed=3)
+    examples = make_examples(study.model, part, seed=3)
+    expected = Trace.run(study.model, examples, k=2, seed=3, progress=False)
+    assert trace.examples.fingerprint == expected.examples.fingerprint
+    for key, scores in expected.score.items():
+        assert torch.equal(trace.score[key], scores)
+    (folder,) = (tmp_path / "out" / "traces").iterdir()
+    assert folder.name.startswith("gpt2-")
+    assert folder.name.endswith("--20-seed3-k2")
+    assert "words.txt" in folder.name
+    with monkeypatch.context() as patch:
+        patch.setattr("matlens.ffn.trace.stream", None)  # nothing is run again
+        traced()
+    for other in ({"n_validation": 10}, {"n_train": 2}, {"seed": 4}, {"k": 3}):
+        traced(**other)
+    assert len(list((tmp_path / "out" / "traces").iterdir())) == 5
+
+
+def test_sites_of_the_validation_part_are_collected_once(
+    study: Callable[..., Study], runs: list[int], tmp_path: Path
+) -> None:
+    sites = ["ffn_in.1", "ffn_out.1"]
+    collected = study().collect_validation(sites)
+    alone = collect(study().model, study().validation_examples, sites, progress=False)
+    assert all(torch.equal(collected[site], alone[site]) for site in sites)
+    runs.clear()
+    assert list(study().collect_validation(sites)) == sites
+    assert runs == []
+    (folder,) = (tmp_path / "out" / "traces").iterdir()
+    assert folder.name.endswith(f"--{N_TRAIN}+{N_VALIDATION}-seed0-stream")
+
+
+def test_clusters_are_fitted_once_for_each_model_number_and_method(
+    small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clusters(name: str, n: int, memory: float) -> Clusters:
+        return Study(load_model=lambda: small_model(name), out=tmp_path).clusters(n, memory=memory)
+
+    jobs = [("llama", 20, 4.0), ("llama", 20, 0.0), ("llama", 21, 4.0), ("bert", 20, 4.0)]
+    first = [clusters(*job) for job in jobs]
+    assert len(list((tmp_path / "clusters").iterdir())) == len(jobs)
+    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", lambda *_: 1 / 0)
+    for job, before in zip(jobs, first, strict=True):
+        again = clusters(*job)
+        assert again.labels.tolist() == before.labels.tolist()
+        assert again.method == ("exact" if job[2] else "neighbours")
+
+
+# The main job, and studies that lack something
+
+
+def test_the_main_job_is_evaluated_in_its_folder(study: Callable[..., Study], tmp_path: Path) -> None:
+    main = tmp_path / "main"
+    results = study(main_folder=main, pairs="last").evaluate()
+    assert {path.name for path in main.iterdir()} == {
+        "train", "validation", "maps", "results.csv", "results.json"
+    }  # fmt: skip
+    assert results.to_csv(index=False) == (main / "results.csv").read_text()
+    assert set(results[results["metric"] == "r2"]["target"]) == {N_LAYERS}
+
+
+def test_pairs_that_cannot_be_fitted_are_refused_before_the_work(
+    study: Callable[..., Study], runs: list[int]
+) -> None:
+    with pytest.raises(InputError, match="the source must lie before the target"):
+        study(pairs=[(2, 1)]).evaluate()
+    assert runs == []
+
+
+def test_nothing_is_loaded_before_it_is_asked_for(tmp_path: Path) -> None:
+    def loading() -> Any:
+        raise AssertionError("it is loaded")
+
+    study = Study(load_model=loading, load_corpus=loading, out=tmp_path, n_validation=2)
+    for name in ("model", "corpus", "stream", "folder"):
+        with pytest.raises(AssertionError, match="it is loaded"):
+            getattr(study, name)
+
+
+def test_a_study_without_corpus_or_sizes_says_so(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    study = Study(load_model=lambda: small_model("llama"), out=tmp_path)
+    assert len(study.values) > 0
+    with pytest.raises(InputError, match="no corpus"):
+        _ = study.corpus
+    with pytest.raises(InputError, match="no sizes"):
+        _ = study.parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_LAYERS
-from identities import make_identity
 
 import matlens
-from matlens.linear.maps import LinearMap, MapSet
-from matlens.models.identity import Provenance, unembed_hash
-from matlens.study import workflow
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
+from matlens.models.identity import unembed_hash
+from matlens.study import steps
 
 N_TRAIN, N_VALIDATION = 25, 15
 
@@ -31,65 +31,7 @@ def collected(small_model: Callable[[str], Any], sentences: matlens.corpora.Corp
 
 def collect(model: Any, sentences: matlens.corpora.Corpus, folder: Path, **options: Any) -> Any:
     sizes = {"n_train": N_TRAIN, "n_validation": N_VALIDATION} | options
-    return workflow.collect_parts(model, sentences, folder, progress=False, **sizes)
-
-
-class Collected(Mapping[str, Any]):
-    """As much of a collection as pairs are resolved on."""
-
-    def __init__(self, n_layers: int, *sites: str) -> None:
-        self._sites = sites
-        self.provenance = Provenance(make_identity(n_layers=n_layers))
-
-    def __getitem__(self, site: str) -> Any:
-        raise AssertionError("no vector is needed")
-
-    def __iter__(self) -> Any:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-
-WHOLE = Collected(3, "h.0", "h.1", "h.2", "h.3")
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ("all", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
-        ("last", [(0, 3), (1, 3), (2, 3)]),
-        ([(1, 2)], [(1, 2)]),
-        ([(-3, -1), (0, -2)], [(1, 3), (0, 2)]),
-        ([("h.0", "h.2"), ("1", "-1")], [(0, 2), (1, 3)]),
-        (iter([(0, 3)]), [(0, 3)]),
-    ],
-)
-def test_resolve_pairs(pairs: Any, expected: list[tuple[int, int]]) -> None:
-    assert workflow.resolve_pairs(pairs, WHOLE) == [(f"h.{a}", f"h.{b}") for a, b in expected]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "told"),
-    [
-        ([(0, 4)], "4 is not a layer of the stream: expected 0 to 3"),
-        ([(-5, 3)], "-5 is not a layer of the stream"),
-        ([(2, 2)], "from layer 2 to layer 2: the source must lie before the target"),
-        ([(0, 3), (-1, 1)], "from layer 3 to layer 1"),
-        ([("ln1_out.0", 3)], "'ln1_out.0' is not a layer of the stream"),
-        ([("x", 3)], "x"),
-    ],
-)
-def test_pairs_that_cannot_be_fitted(pairs: Any, told: str) -> None:
-    with pytest.raises(matlens.InputError, match=told):
-        workflow.resolve_pairs(pairs, WHOLE)  # type: ignore[arg-type]
-
-
-def test_pairs_of_layers_that_were_not_collected() -> None:
-    some = Collected(3, "h.0", "h.3")
-    assert workflow.resolve_pairs([(0, 3)], some) == [("h.0", "h.3")]  # type: ignore[arg-type]
-    with pytest.raises(matlens.InputError, match=r"no vectors of h\.1, h\.2; collected were h\.0, h\.3"):
-        workflow.resolve_pairs("all", some)  # type: ignore[arg-type]
+    return steps.collect_parts(model, sentences, folder, progress=False, **sizes)
 
 
 def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
@@ -153,7 +95,7 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
 
 
 def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
-    maps = workflow.fit_maps(collected, progress=False)
+    maps = steps.fit_maps(collected, progress=False)
     assert len(maps) == N_LAYERS * (N_LAYERS + 1) // 2
     train = matlens.activations.Activations.load(collected / "train")
     for (source, target), linear in maps.items():
@@ -166,12 +108,12 @@ def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
 @pytest.mark.parametrize("ridge", [-1.0, float("nan"), float("inf")])
 def test_a_penalty_that_makes_no_sense(collected: Path, ridge: float) -> None:
     with pytest.raises(matlens.InputError, match=r"ridge penalty is .* Expected 0 or more"):
-        workflow.fit_maps(collected, ridge=ridge, progress=False)
+        steps.fit_maps(collected, ridge=ridge, progress=False)
     assert not (collected / "maps").exists()
 
 
 def test_a_failed_fit_leaves_nothing(collected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = workflow.fit_samples
+    fit = steps.fit_samples
 
     def fails_late(*arguments: Any, **options: Any) -> Any:
         for n, linear in enumerate(fit(*arguments, **options)):
@@ -181,18 +123,18 @@ def test_a_failed_fit_leaves_nothing(collected: Path, monkeypatch: pytest.Monkey
             yield linear
 
     with monkeypatch.context() as patch:
-        patch.setattr(workflow, "fit_samples", fails_late)
+        patch.setattr(steps, "fit_samples", fails_late)
         with pytest.raises(RuntimeError, match="out of memory"):
-            workflow.fit_maps(collected, progress=False)
+            steps.fit_maps(collected, progress=False)
     assert not (collected / "maps").exists()
-    assert len(workflow.fit_maps(collected, progress=False)) == N_LAYERS * (N_LAYERS + 1) // 2
+    assert len(steps.fit_maps(collected, progress=False)) == N_LAYERS * (N_LAYERS + 1) // 2
 
 
 def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], collected: Path) -> None:
-    workflow.fit_maps(collected, pairs="last", progress=False)
-    results = workflow.evaluate_maps(small_model("gpt2"), collected, progress=False)
+    steps.fit_maps(collected, pairs="last", progress=False)
+    results = steps.evaluate_maps(small_model("gpt2"), collected, progress=False)
     assert results.to_csv(index=False) == (collected / "results.csv").read_text()
-    again = workflow.read_results(collected)
+    again = steps.read_results(collected)
     assert list(again.columns) == list(results.columns)
     assert again.to_csv(index=False) == results.to_csv(index=False)
     origin = json.loads((collected / "results.json").read_text())
@@ -201,21 +143,21 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
 
 
 def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], collected: Path) -> None:
-    workflow.fit_maps(collected, pairs="last", progress=False)
+    steps.fit_maps(collected, pairs="last", progress=False)
     with pytest.raises(matlens.InputError, match="The maps and this model do not belong together"):
-        workflow.evaluate_maps(small_model("gptj"), collected, progress=False)
+        steps.evaluate_maps(small_model("gptj"), collected, progress=False)
     assert not (collected / "results.csv").exists()
 
 
 def test_evaluate_refuses_vectors_of_another_model(
     small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, collected: Path, tmp_path: Path
 ) -> None:
-    workflow.fit_maps(collected, pairs="last", progress=False)
+    steps.fit_maps(collected, pairs="last", progress=False)
     collect(small_model("gptj"), sentences, tmp_path / "other")
     shutil.rmtree(collected / "validation")
     shutil.copytree(tmp_path / "other" / "validation", collected / "validation")
     with pytest.raises(matlens.InputError, match="The maps and the activations do not belong together"):
-        workflow.evaluate_maps(small_model("gpt2"), collected, progress=False)
+        steps.evaluate_maps(small_model("gpt2"), collected, progress=False)
     assert not (collected / "results.csv").exists()
 
 
@@ -233,11 +175,11 @@ def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
     small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
-    workflow.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
-    workflow.fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
-    results = workflow.evaluate_maps(model, tmp_path, progress=False)
+    steps.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
+    steps.fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
+    results = steps.evaluate_maps(model, tmp_path, progress=False)
     assert set(results["metric"]) == {"r2"}
-    assert sorted(path.name for path in workflow.plot_results(tmp_path)) == ["r2.pdf", "r2.png"]
+    assert sorted(path.name for path in steps.plot_results(tmp_path)) == ["r2.pdf", "r2.png"]
 
 
 def test_maps_of_other_samples_are_not_evaluated(
@@ -246,25 +188,25 @@ def test_maps_of_other_samples_are_not_evaluated(
     """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
     model = small_model("llama")
     parts = {"n_train": 30, "n_validation": 10, "progress": False}
-    workflow.collect_parts(model, sentences, tmp_path, **parts)
-    workflow.fit_maps(tmp_path, progress=False)
+    steps.collect_parts(model, sentences, tmp_path, **parts)
+    steps.fit_maps(tmp_path, progress=False)
     for part in ("train", "validation"):
         shutil.rmtree(tmp_path / part)
-    workflow.collect_parts(model, sentences, tmp_path, **parts, seed=1)
+    steps.collect_parts(model, sentences, tmp_path, **parts, seed=1)
     with pytest.raises(matlens.InputError, match="fitted on other samples"):
-        workflow.evaluate_maps(model, tmp_path, progress=False)
+        steps.evaluate_maps(model, tmp_path, progress=False)
 
 
 def test_a_figure_of_an_earlier_table_does_not_stay(
     small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
-    workflow.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
+    steps.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
     for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):
         shutil.rmtree(tmp_path / "maps", ignore_errors=True)
-        workflow.fit_maps(tmp_path, pairs=pairs, progress=False)
-        workflow.evaluate_maps(model, tmp_path, progress=False)
-        workflow.plot_results(tmp_path)
+        steps.fit_maps(tmp_path, pairs=pairs, progress=False)
+        steps.evaluate_maps(model, tmp_path, progress=False)
+        steps.plot_results(tmp_path)
         assert sorted(path.name for path in tmp_path.glob("*.png")) == figures
 
 
@@ -277,7 +219,7 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
 ) -> None:
     name = "llama" if options else "bert"
     with pytest.raises(matlens.InputError, match=r"masked|special tokens"):
-        workflow.collect_parts(
+        steps.collect_parts(
             small_model(name), sentences, tmp_path, n_train=30, n_validation=10, positions="all", **options
         )
     assert not any(tmp_path.iterdir())

@@ -1,0 +1,179 @@
+"""Options that belong together, and how a command takes them as one parameter.
+
+A parameter of a command that is annotated with one of these groups becomes the group's options on the
+command line. Every command loads its model and its corpus through them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from matlens.cli import options
+from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice
+from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from matlens.corpora.corpus import Corpus
+    from matlens.ffn.projection import Projection
+    from matlens.linear.pairs import Pairs
+    from matlens.study.study import Study
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how it is loaded."""
+
+    model: options.Model
+    device: options.Device = None
+    dtype: options.Dtype = DtypeChoice.float32
+    revision: options.Revision = None
+    trust_remote_code: options.Trust = False
+
+    def load(self) -> TransformerBridge:
+        """Load the model."""
+        import torch
+
+        from matlens.models.loading import load
+
+        return load(
+            self.model,
+            device=self.device,
+            dtype=getattr(torch, self.dtype),
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """Which corpus, and what is read of it."""
+
+    corpus: options.CorpusName
+    field: options.Field = "text"
+    split: options.Split = "train"
+    limit: options.Limit = None
+
+    def load(self) -> Corpus:
+        """Read the sentences."""
+        from matlens.corpora.corpus import load_corpus
+
+        return load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How many sentences are run, which tokens give samples, and where the vectors are written."""
+
+    out: options.Out
+    train: options.Train = 9000
+    val: options.Val = 3000
+    seed: options.Seed = 0
+    positions: options.PositionsOption = PositionChoice.drawn
+    draw_special: options.Special = True
+    batch_tokens: options.BatchTokens = None
+
+    def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
+        """The study whose main folder is the output folder; the corpus is read and described."""
+        from matlens.study.study import Study
+
+        study = Study(
+            load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
+            n_train=self.train, n_validation=self.val, seed=self.seed, positions=self.positions.value,
+            draw_special=self.draw_special, batch_tokens=self.batch_tokens, **more,
+        )  # fmt: skip
+        print(study.corpus.report())
+        return study
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Which maps are fitted, and how."""
+
+    pairs: options.PairsOption = "all"
+    intercept: options.Intercept = False
+    ridge: options.Ridge = 0.0
+
+    def fit_arguments(self) -> dict[str, Any]:
+        """Arguments of `fit_maps`."""
+        return {"pairs": _pairs(self.pairs), "intercept": self.intercept, "ridge": self.ridge}
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How vectors are read in the vocabulary."""
+
+    tokens: options.TopTokens = 10
+    read: options.Read = ReadChoice.plain
+
+    def projection(self, model: TransformerBridge) -> Projection:
+        """How vectors of the model are read."""
+        from matlens.ffn.projection import Projection
+
+        plain = self.read == ReadChoice.plain
+        return Projection.from_model(model) if plain else Projection.after_norm(model)
+
+
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of the groups among its parameters; those that are required come first."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {
+        name: hints[name] for name in inspect.signature(command).parameters if is_dataclass(hints[name])
+    }
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += group_parameters(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    @wraps(command)
+    def run(**given: Any) -> Any:
+        arguments = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        return command(**arguments, **given)
+
+    parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
+    return with_signature(run, parameters)
+
+
+def group_parameters(group: Any) -> list[Parameter]:
+    """The options of a group, as parameters of a function."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            field.name, Parameter.KEYWORD_ONLY, annotation=hints[field.name],
+            default=Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(group)
+    ]  # fmt: skip
+
+
+def with_signature(function: Callable[..., Any], parameters: Iterable[Parameter]) -> Callable[..., Any]:
+    """Give a function that takes anything by name the parameters that typer is to see."""
+    named = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+    function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
+    return function
+
+
+def _pairs(text: str) -> Pairs:
+    if text == "all":
+        return "all"
+    if text == "last":
+        return "last"
+    try:
+        numbers = [[int(layer) for layer in pair.split(":")] for pair in text.split(",")]
+        return [(source, target) for source, target in numbers]
+    except ValueError:
+        raise InputError(
+            f"--pairs {text or repr(text)}: expected all, last, or a list such as 0:12,6:12."
+        ) from None
