@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from matlens.activations.collecting import Rows, default_batch_tokens, stream
