@@ -166,8 +166,10 @@ def with_signature(function: Callable[..., Any], parameters: Iterable[Parameter]
 
 
 def _pairs(text: str) -> Pairs:
-    if text == "all" or text == "last":
-        return text
+    if text == "all":
+        return "all"
+    if text == "last":
+        return "last"
     try:
         numbers = [[int(layer) for layer in pair.split(":")] for pair in text.split(",")]
         return [(source, target) for source, target in numbers]

@@ -118,7 +118,7 @@ def fit_rows(
             f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
         )
     chosen = slice(None) if rows is None else rows.nonzero()[:, 0]
-    n = samples.n_rows if rows is None else len(chosen)
+    n = samples.n_rows if rows is None else int(rows.sum())
     if not n:
         raise InputError("No sample is left to fit on. Expected at least one true value in 'rows'.")
     vectors = {site: samples[site][chosen] for site in dict.fromkeys(itertools.chain(*pairs))}
