@@ -234,9 +234,9 @@ def number_pairs(pairs: Pairs, n_layers: int) -> list[tuple[int, int]]:
 
 
 def _layer(site: int | str, n_layers: int) -> int:
-    found = Site.parse(int(site) if isinstance(site, str) and site.lstrip("-").isdigit() else site)
-    if found.kind != STREAM or not -n_layers - 1 <= found.layer <= n_layers:
+    place = Site.parse(int(site) if isinstance(site, str) and site.lstrip("-").isdigit() else site)
+    if place.kind != STREAM or not -n_layers - 1 <= place.layer <= n_layers:
         raise InputError(
             f"{site!r} is not a layer of the stream: expected 0 to {n_layers}, or negative from the end."
         )
-    return found.layer % (n_layers + 1)
+    return place.layer % (n_layers + 1)

@@ -70,7 +70,7 @@ def test_resolve_pairs(pairs: Any, expected: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "told"),
+    ("pairs", "message"),
     [
         ([(0, 4)], "4 is not a layer of the stream: expected 0 to 3"),
         ([(-5, 3)], "-5 is not a layer of the stream"),
@@ -80,8 +80,8 @@ def test_resolve_pairs(pairs: Any, expected: list[tuple[int, int]]) -> None:
         ([("x", 3)], "x"),
     ],
 )
-def test_pairs_that_cannot_be_fitted(pairs: Any, told: str) -> None:
-    with pytest.raises(matlens.InputError, match=told):
+def test_pairs_that_cannot_be_fitted(pairs: Any, message: str) -> None:
+    with pytest.raises(matlens.InputError, match=message):
         steps.resolve_pairs(pairs, WHOLE)  # type: ignore[arg-type]
 
 
@@ -288,6 +288,6 @@ def test_negative_layers_are_those_of_the_model(
 ) -> None:
     model = small_model("llama")
     vectors = matlens.collect(model, matlens.make_examples(model, sentences), progress=False)
-    (found,) = matlens.linear.fit_samples(vectors, [(0, -1)])
-    assert (found.source, found.target) == ("h.0", f"h.{N_LAYERS}")
+    (linear,) = matlens.linear.fit_samples(vectors, [(0, -1)])
+    assert (linear.source, linear.target) == ("h.0", f"h.{N_LAYERS}")
     assert torch.equal(vectors[-1], vectors[N_LAYERS])
