@@ -10,6 +10,9 @@ TRAIN ?= 3000
 VAL ?= 750
 OUT ?= out/demo
 
+# Tests run in this many processes, each of which computes with one thread.
+WORKERS ?= 2
+
 # The analyses' job, paper A: under 40 minutes on two cores. Sizes of the paper: STUDY_TRAIN=9000 STUDY_VAL=3000 PATCHED=3000.
 ANALYSES_OUT ?= out/analyses
 STUDY_TRAIN ?= 3000
@@ -34,8 +37,9 @@ FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table1_conce
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
 
+# A file's tests run in one process, which trains and loads its models once.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
@@ -84,6 +88,7 @@ $(BERT)/config.json: | install
 	$(BIN)/python analyses/small_bert.py --out $(BERT)
 
 bench: install
+	$(BIN)/python benchmarks/starting.py
 	$(BIN)/python benchmarks/collecting.py
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/memory.py

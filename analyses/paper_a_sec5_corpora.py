@@ -46,6 +46,8 @@ def main(studies: Iterator[Study], report: Report) -> None:
 
 def in_proportion(study: Study) -> Study:
     """The study itself, or one that splits a corpus which is too small in the same proportion."""
+    if study.n_validation is None:  # whatever is left is for validation
+        return study
     share = min(1, len(study.corpus) / (study.n_train + study.n_validation))
     n_train, n_validation = int(study.n_train * share), int(study.n_validation * share)
     return replace(study, n_train=n_train, n_validation=n_validation)

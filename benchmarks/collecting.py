@@ -11,11 +11,10 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import fastest, plain_smollm2
+from turns import fastest, plain_smollm2, print_times, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens
-from matlens.models import SMOLLM2
 
 
 def main(
@@ -24,9 +23,7 @@ def main(
 ) -> None:
     """Print the ratio of collecting to bare forward passes of SmolLM2."""
     plain = plain_smollm2()
-    model = matlens.load(SMOLLM2, device="cpu")
-    corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
-    examples = matlens.make_examples(model, corpus)
+    model, examples = smollm2_examples(sentences)
     batches = list(examples.batches(default_batch_tokens(model)))
 
     @torch.inference_mode()
@@ -43,12 +40,7 @@ def main(
         matlens.collect(model, examples, progress=False)
 
     best = fastest({"bare": bare, "trunk": trunk, "ours": ours}, rounds)
-    n_tokens = len(examples.tokens)
-    print(
-        f"{sentences} sentences, {n_tokens} tokens, {len(batches)} batches, {torch.get_num_threads()} threads"
-    )
-    for name, seconds in best.items():
-        print(f"{name:6} {seconds:7.2f} s  {n_tokens / seconds:6.0f} tokens/s")
+    print_times(best, f"{sentences} sentences, {len(examples.tokens)} tokens, {len(batches)} batches")
     print(f"collecting / bare forward: {best['ours'] / best['bare']:.2f} (aim: at most 1.15)")
     print(f"collecting / forward without the unembedding: {best['ours'] / best['trunk']:.2f}")
 

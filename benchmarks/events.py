@@ -12,13 +12,11 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import fastest, plain_smollm2
+from turns import fastest, plain_smollm2, print_times, smollm2_examples
 
-import matlens
 from matlens.activations import default_batch_tokens
 from matlens.corpora import Examples
 from matlens.ffn import Trace, event_scores
-from matlens.models import SMOLLM2
 
 
 def main(
@@ -27,9 +25,7 @@ def main(
 ) -> None:
     """Print the ratio of tracing, events included, to bare forward passes of SmolLM2."""
     plain = plain_smollm2()
-    model = matlens.load(SMOLLM2, device="cpu")
-    corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
-    examples = matlens.make_examples(model, corpus)
+    model, examples = smollm2_examples(sentences)
 
     @torch.inference_mode()
     def bare(read: Examples) -> None:
@@ -44,10 +40,7 @@ def main(
         },
         rounds,
     )
-    n_tokens = len(examples.tokens)
-    print(f"{sentences} sentences, {n_tokens} tokens, {torch.get_num_threads()} threads")
-    for name, seconds in best.items():
-        print(f"{name:16} {seconds:7.2f} s")
+    print_times(best, f"{sentences} sentences, {len(examples.tokens)} tokens")
     print(f"events / forward passes: {best['events'] / best['whole sentences']:.2f} (aim: at most 1.5)")
     print(f"events / forward passes cut at positions: {best['events'] / best['cut at positions']:.2f}")
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 from sklearn.linear_model import LinearRegression
-from turns import fastest
+from turns import fastest, print_times
 
 from matlens.linear import fit_samples
 
@@ -49,9 +49,7 @@ def main(
 
     best = fastest({"floor": floor, "ours": ours, "scikit_learn": scikit_learn}, rounds)
     best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
-    print(f"{len(pairs)} pairs of {samples} samples, d = {width}, {torch.get_num_threads()} threads")
-    for name, seconds in best.items():
-        print(f"{name:12} {seconds:7.2f} s")
+    print_times(best, f"{len(pairs)} pairs of {samples} samples, d = {width}")
     print(f"fitting / floor: {best['ours'] / best['floor']:.2f} (aim: at most 1.5)")
     print(f"scikit-learn / fitting: {best['scikit_learn'] / best['ours']:.1f} (aim: at least 8)")
 

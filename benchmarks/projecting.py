@@ -8,12 +8,12 @@ process holds with the model loaded.
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from turns import fastest
 
 import matlens
 from matlens.ffn import Projection, ValueVectors, top_tokens_of_all
@@ -59,18 +59,19 @@ def main(
     """Print the time as a ratio to the bare product, and the memory above the model."""
     loaded = matlens.load(model, device="cpu")
     values, projection = ValueVectors(loaded), Projection.from_model(loaded)
-    ours, bare, above = float("inf"), float("inf"), 0.0
-    for _ in range(rounds):
-        before, start = _resident(), time.perf_counter()
+    above: list[float] = []
+
+    def project() -> None:
+        before = _resident()
         with _Peak() as peak:
             top_tokens_of_all(values, projection, k=top, progress=False)
-        ours, above = min(ours, time.perf_counter() - start), max(above, peak.value - before)
-        start = time.perf_counter()
-        _bare(values, projection)
-        bare = min(bare, time.perf_counter() - start)
+        above.append(peak.value - before)
+
+    best = fastest({"ours": project, "bare": lambda: _bare(values, projection)}, rounds)
     print(
         f"top {top} of {len(values):,} value vectors in {len(projection.unembedding):,} tokens: "
-        f"{ours:.1f} s, {ours / bare:.2f} of the bare product ({bare:.1f} s), {above:.0f} MiB above the model"
+        f"{best['ours']:.1f} s, {best['ours'] / best['bare']:.2f} of the bare product "
+        f"({best['bare']:.1f} s), {max(above):.0f} MiB above the model"
     )
 
 

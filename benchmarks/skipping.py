@@ -11,11 +11,9 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import fastest
+from turns import fastest, smollm2_examples
 
-import matlens
 from matlens import LinearMap, MapSet
-from matlens.models import SMOLLM2
 from matlens.patching import Scheme, Variant, run_variants
 
 
@@ -24,9 +22,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
 ) -> None:
     """Print the time of schemes as a ratio to that of the whole model."""
-    model = matlens.load(SMOLLM2, device="cpu")
-    corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
-    examples = matlens.make_examples(model, corpus)
+    model, examples = smollm2_examples(sentences)
     last = model.cfg.n_layers
     schemes = {
         "all blocks": Scheme((0, last), "blocks"),
@@ -35,9 +31,9 @@ def main(
         "the second half": Scheme((0, last // 2, last), "mat"),
     }
     torch.manual_seed(0)
-    some = torch.eye(model.cfg.d_model) + 1e-3 * torch.randn(model.cfg.d_model, model.cfg.d_model)
+    nearly_identity = torch.eye(model.cfg.d_model) + 1e-3 * torch.randn(model.cfg.d_model, model.cfg.d_model)
     jumps = {pair for scheme in schemes.values() for pair in scheme.jumps}
-    maps = MapSet(LinearMap(some, None, f"h.{a}", f"h.{b}") for a, b in jumps)
+    maps = MapSet(LinearMap(nearly_identity, None, f"h.{a}", f"h.{b}") for a, b in jumps)
     variants = {name: Variant(0, scheme.replacements(model, maps)) for name, scheme in schemes.items()}
     works = {
         name: partial(run_variants, model, examples, {name: variant}, progress=False)

@@ -1,4 +1,4 @@
-"""What benchmarks share: works that are timed by turns in one process, and the plain model to run against."""
+"""What benchmarks share: works that are timed by turns in one process, a model and sentences to run it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from matlens.models import smollm2_path
+import matlens
+from matlens.corpora import Examples
+from matlens.models import SMOLLM2, smollm2_path
 
 
 def fastest(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -21,6 +23,20 @@ def fastest(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
             work()
             best[name] = min(best[name], time.perf_counter() - start)
     return best
+
+
+def print_times(best: Mapping[str, float], job: str) -> None:
+    """Print what was done, and the seconds of each work."""
+    print(f"{job}, {torch.get_num_threads()} threads")
+    for name, seconds in best.items():
+        print(f"{name:{max(map(len, best))}} {seconds:7.2f} s")
+
+
+def smollm2_examples(sentences: int) -> tuple[Any, Examples]:
+    """SmolLM2 as matlens loads it, and so many sentences of Wikipedia."""
+    model = matlens.load(SMOLLM2, device="cpu")
+    corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
+    return model, matlens.make_examples(model, corpus)
 
 
 def plain_smollm2() -> Any:

@@ -18,7 +18,7 @@ from .corpora.examples import make_examples as make_examples
 from .corpora.examples import make_prompts as make_prompts
 from .errors import InputError as InputError
 from .linear.maps import LinearMap as LinearMap
-from .linear.maps import MapSet as MapSet
+from .linear.mapsets import MapSet as MapSet
 from .models.loading import load as load
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site

@@ -17,6 +17,7 @@ import matlens
 
 ROOT = Path(matlens.__file__).parent
 PROJECT = ROOT.parent
+TESTS = Path(__file__).parent
 
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
@@ -113,7 +114,7 @@ def test_mathematics_needs_no_language_model() -> None:
         if module.partition(".")[0] in ("errors", "metrics", "linear"):
             packages = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
             foreign = packages - set(sys.stdlib_module_names) - {"matlens"}
-            assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors"}, module
+            assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors", "tqdm"}, module
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_mathematics_needs_no_language_model() -> None:
     ],
 )
 def test_importing_loads_no_more_than_is_needed(modules: str, expected: list[str]) -> None:
-    heavy = ("torch", "transformer_lens", "transformers")
+    heavy = ("torch", "transformer_lens", "transformers", "datasets", "sklearn", "pandas", "matplotlib")
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(expected)
@@ -180,6 +181,24 @@ def test_a_face_exports_what_its_stub_lists(package: str) -> None:
 
 def test_the_top_has_about_fifteen_names() -> None:
     assert 12 <= len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 18
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_no_list_of_names_is_written_twice(path: Path) -> None:
+    """A package's names are read off its stub; beside that, it has one sentence, and matlens its version."""
+    names = face_of(".".join(path.parent.relative_to(PROJECT).parts))
+    assert not names.keys() & set(strings(ast.parse(path.read_text())))
+    assert len(list(imported(ast.parse(path.read_text())))) <= 2
+    written = [line for line in path.with_suffix(".pyi").read_text().splitlines() if line.startswith("from ")]
+    assert len(names) >= len(set(written)) == len(written) > 0
+
+
+def test_folders_of_tests_are_rooms_and_no_test_is_imported_by_another() -> None:
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    assert folders - {"analyses", "documentation"} == set(ROOMS)
+    for path in TESTS.rglob("*.py"):
+        modules = {name.rpartition(".")[0] for name in imported(ast.parse(path.read_text()))}
+        assert not [name for name in modules if name.rpartition(".")[2].startswith("test_")], path.name
 
 
 def python_of_users() -> list[Path]:

@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.corpora.examples import ARRAYS, Examples
+from matlens.errors import InputError
 from matlens.models.identity import Provenance
-from matlens.models.sites import STREAM, Site
+from matlens.models.sites import Site
 from matlens.storage.rows import read_rows
 
 Positions = Literal["drawn", "all"]
@@ -45,11 +46,13 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         self.examples, self.positions, self.provenance = examples, positions, provenance
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
-        name = self.resolve(site)
         try:
-            return self._vectors[name]
-        except KeyError:
-            raise KeyError(f"{name} was not collected; there are {', '.join(self)}") from None
+            name = str(self.resolve(site))
+        except InputError as error:
+            raise KeyError(f"{error} There are {', '.join(self)}.") from None
+        if name not in self._vectors:
+            raise KeyError(f"{name} was not collected; there are {', '.join(self)}")
+        return self._vectors[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._vectors)
@@ -57,13 +60,10 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     def __len__(self) -> int:
         return len(self._vectors)
 
-    def resolve(self, site: str | int | Site) -> str:
-        """Name of a site; a negative layer counts from the end."""
-        site = Site.parse(site)
-        if site.layer < 0:
-            n_layers = self.provenance.identity.n_layers
-            site = Site(site.kind, site.layer + n_layers + (site.kind == STREAM))
-        return str(site)
+    def resolve(self, site: str | int | Site) -> Site:
+        """The site of this model; a negative layer counts from the end, see `Site.parse`."""
+        model = self.provenance.model
+        return Site.parse(site, None if model is None else model.n_layers)
 
     @property
     def n_rows(self) -> int:

@@ -102,7 +102,8 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
         part = instances if layer is None else instances.xs(layer, level="layer", drop_level=False)
         counts = {method: part.xs(method, level="method") for method in METHODS}
         for method, count in counts.items():
-            tokens = np.repeat([1, 0], [count["sum"].sum(), (count["size"] - count["sum"]).sum()])
+            accepted, judged = int(count["sum"].sum()), int(count["size"].sum())
+            tokens = np.repeat([1, 0], [accepted, judged - accepted])
             rows.append(_rate(method, layer, "tokens", tokens == 1))
             rows.append(_rate(method, layer, "instances", count["sum"].to_numpy() > 0))
         read, mapped = (counts[method]["sum"] for method in ("id", "mat"))

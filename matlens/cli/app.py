@@ -85,7 +85,7 @@ def evaluate(
     """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
     import torch
 
-    from matlens.linear.maps import MapSet
+    from matlens.linear.mapsets import MapSet
     from matlens.models.loading import load
     from matlens.study.steps import MAPS, RESULTS, evaluate_maps
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from matlens.corpora.corpus import Corpus
     from matlens.ffn.projection import Projection
-    from matlens.study.steps import Pairs
+    from matlens.linear.pairs import Pairs
     from matlens.study.study import Study
 
 
@@ -166,8 +166,10 @@ def with_signature(function: Callable[..., Any], parameters: Iterable[Parameter]
 
 
 def _pairs(text: str) -> Pairs:
-    if text == "all" or text == "last":
-        return text
+    if text == "all":
+        return "all"
+    if text == "last":
+        return "last"
     try:
         numbers = [[int(layer) for layer in pair.split(":")] for pair in text.split(",")]
         return [(source, target) for source, target in numbers]

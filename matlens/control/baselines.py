@@ -106,7 +106,7 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.strip()
-        variants = [_tokens(tokenizer, space + form) for form in _forms(bare) for space in ("", " ")]
+        variants = [_encode(tokenizer, space + form) for form in _forms(bare) for space in ("", " ")]
         known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
         if not bare or not known:
             raise InputError(
@@ -121,11 +121,11 @@ def _forms(word: str) -> tuple[str, ...]:
     return word, word.lower(), word.capitalize(), word.upper()
 
 
-def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def announced_tokens(tokenizer: Any, prefix: str, tokens: Sequence[int]) -> list[int]:
     """A text's tokens with a prefix before them, after the token that the tokenizer begins texts with."""
     start = 1 if len(tokens) and tokens[0] == tokenizer.bos_token_id else 0
-    return [*tokens[:start], *_tokens(tokenizer, prefix), *tokens[start:]]
+    return [*tokens[:start], *_encode(tokenizer, prefix), *tokens[start:]]

@@ -81,7 +81,7 @@ def continue_prompts(
     _require(model, prompts, n_tokens=n_tokens, n_samples=n_samples, batch_size=batch_size)
     prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
     rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
-    tokens = [_tokens(model, prompt, prefixes, n_tokens) for prompt in prompts]
+    tokens = [_prompt_variants(model, prompt, prefixes, n_tokens) for prompt in prompts]
     rows.sort(key=lambda row: -len(tokens[row[0]][0]))  # alike in length together, the longest first
     config = GenerationConfig(
         max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=1, use_cache=use_cache,
@@ -138,7 +138,9 @@ def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | 
             raise InputError(f"{name} is {number}. Expected at least 1.")
 
 
-def _tokens(model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int) -> list[list[int]]:
+def _prompt_variants(
+    model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int
+) -> list[list[int]]:
     """Tokens of a prompt as it is, and after each prefix."""
     tokens = list(model.tokenizer(prompt)["input_ids"])
     if not tokens:

@@ -97,7 +97,13 @@ def perplexity_estimate(losses: SentenceLosses) -> Estimate:
 def perplexity_ratio(losses: SentenceLosses, unchanged: SentenceLosses) -> Estimate:
     """Perplexity of a changed model over that of the unchanged one, with its 95% interval over sentences.
 
-    Both have read the same sentences, so the interval is far narrower than those of the two perplexities.
+    Both models have read the same sentences, so the interval is far narrower than those of the two
+    perplexities.
+
+    Parameters
+    ----------
+    losses, unchanged
+        Losses of the changed and of the unchanged model, see `sentence_losses`.
     """
     return _exp_of_mean(losses.total - unchanged.total, unchanged.n_tokens)
 

@@ -36,14 +36,14 @@ from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
 from matlens.storage.rows import Column, keep_rows, read_rows
 
-HOLDS, _LABELS = "clusters", "labels"
+CLUSTERS, _LABELS = "clusters", "labels"
 N_CLUSTERS = 10_000
 """How many clusters there are unless another number is given, as in the paper."""
 MEMORY_GIB = 4.0
 """Memory in GiB that exact clusters may take unless another limit is given."""
 EXACT, NEIGHBOURS = "exact", "neighbours"
 NEAR = 10  # neighbours of each vector in the graph
-_DOES = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
+_IN_WORDS = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
 _BLOCK = 256  # rows whose distances are made at once
 _COPIES = 2  # of the distances, in float64: scipy works on one of its own
 
@@ -61,7 +61,7 @@ class Clusters:
     sizes
         ``[n_clusters]``, how many value vectors each cluster has.
     provenance
-        The model and what was asked for.
+        Where the clusters come from: the model, their number and the method.
     """
 
     def __init__(self, labels: Int[np.ndarray, " n"], provenance: Provenance) -> None:
@@ -116,37 +116,37 @@ class Clusters:
         method = method_within(n, memory)
         provenance = Provenance(values.identity, details={"n_clusters": n_clusters, "method": method})
 
-        def labels(_: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        def cluster(_: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
             if progress:
-                size = "more than" if method == NEIGHBOURS else "at most"
+                relation = "over" if method == NEIGHBOURS else "within"
                 tqdm.write(
-                    f"Clustering {n:,} value vectors, {_DOES[method]}: the distances of exact clusters take "
-                    f"{distances_gib(n):.1f} GiB, {size} the {memory:g} they may.",
+                    f"Clustering {n:,} value vectors, {_IN_WORDS[method]}: the distances of exact clusters "
+                    f"take {distances_gib(n):.1f} GiB, {relation} the limit of {memory:g} GiB.",
                     file=sys.stderr,
                 )
-            of_vectors = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
-            yield np.arange(n), {_LABELS: of_vectors[:, None]}
+            labels = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
+            yield np.arange(n), {_LABELS: labels[:, None]}
 
         config, rows = keep_rows(
-            HOLDS,
+            CLUSTERS,
             {"provenance": provenance.to_json()},
             {_LABELS: Column(1, "int64")},
             n,
-            labels,
+            cluster,
             folder=folder,
         )
         return cls._from_rows(config, rows)
 
     @classmethod
     def load(cls, folder: str | Path) -> Clusters:
-        """Open what `fit` has kept.
+        """Open clusters that `fit` has kept in a folder.
 
         Raises
         ------
         InputError
             The folder holds no clusters, or they are damaged.
         """
-        config, _, rows = read_rows(folder, HOLDS)
+        config, _, rows = read_rows(folder, CLUSTERS)
         return cls._from_rows(config, rows)
 
     @classmethod

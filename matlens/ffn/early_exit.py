@@ -57,6 +57,11 @@ def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
     For each layer a matrix ``[n, n_clusters]``, 1 where a dominant sub-update of the example is of the
     cluster.
 
+    Parameters
+    ----------
+    trace, clusters
+        A trace, and clusters of the value vectors of the model that was traced.
+
     Raises
     ------
     InputError

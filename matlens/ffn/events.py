@@ -236,6 +236,11 @@ def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
 
     The scores have the keys and shapes of `Trace.score`.
 
+    Parameters
+    ----------
+    trace, model
+        A trace, and the model that was traced.
+
     Raises
     ------
     InputError
@@ -251,6 +256,11 @@ def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
     token is the candidate before. Where reference and rival are one token, this is 0. The scores have the
     keys and shapes of `Trace.score`.
+
+    Parameters
+    ----------
+    trace, model
+        A trace, and the model that was traced.
 
     Raises
     ------

@@ -131,6 +131,15 @@ def top_tokens_of_all(
 
     ``values.at(row)`` says which value vector a row is. The paper looks at 30 tokens of each (section 4).
 
+    Parameters
+    ----------
+    values, projection
+        Value vectors of the model, and how they are read.
+    k
+        How many tokens of each value vector.
+    progress
+        Whether to show a bar over the layers.
+
     Raises
     ------
     InputError
@@ -149,6 +158,17 @@ def values_promoting(
     Columns are ``value, layer, index, score, lift``, the largest lift first. The score is ``e_w . v``, the
     lift how far it lies above the vector's mean score over the vocabulary: what is added to all scores alike
     moves no probability. Of several words both are means.
+
+    Parameters
+    ----------
+    values, projection
+        Value vectors of the model, and how they are read.
+    words
+        Words to look for, each a single token.
+    n
+        How many value vectors to list.
+    progress
+        Whether to show a bar over the layers.
 
     Raises
     ------
@@ -291,6 +311,8 @@ def norm_overlap(
         Length of the lists.
     seed
         Seed of the random vectors.
+    progress
+        Whether to show a bar over the layers.
 
     Raises
     ------

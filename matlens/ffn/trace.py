@@ -32,14 +32,14 @@ from matlens.storage.rows import Column, keep_rows, read_rows
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-HOLDS = "trace"
+TRACE = "trace"  # what a folder of a trace says that it holds
 GROUPS = ("dominant", "random")
 REFERENCES = ("before", "final")
-_READ = 512  # rows that are read out at once
+_READOUT_ROWS = 512  # rows that are read out at once
 
 
 class Trace:
-    """Candidates and sub-updates at every layer, for ``n`` examples.
+    """Candidates and sub-updates at every layer, for ``n`` examples (section 5).
 
     A token, a rank and an index are whole numbers; layers are those of the FFNs, ``0 .. n_layers - 1``.
 
@@ -53,14 +53,15 @@ class Trace:
     norm
         ``[n, n_layers]``, the length of ``x~``, by which attention sinks are known.
     index, coefficient
-        By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, which sub-updates, and their ``m_i``.
+        By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, the index of each sub-update's value
+        vector in its layer, and its coefficient ``m_i``.
     score
         By group and reference, such as ``("dominant", "before")``: ``[n, n_layers, k]``, the scores
         ``e_w . m_i v_i`` of the reference token.
     examples
-        What the model was run on.
+        The examples that the model was run on.
     provenance
-        The model, the corpus and the seed.
+        Where the trace comes from: the model, the corpus, the number of sub-updates and the seed.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Trace:
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
         self.before, self.after, self.rank = (rows[name].long() for name in ("before", "after", "rank"))
         self.norm = rows["norm"]
-        self.index = {group: self._apart(rows[f"index.{group}"]).long() for group in GROUPS}
-        self.coefficient = {group: self._apart(rows[f"coefficient.{group}"]) for group in GROUPS}
+        self.index = {group: self._by_layer(rows[f"index.{group}"]).long() for group in GROUPS}
+        self.coefficient = {group: self._by_layer(rows[f"coefficient.{group}"]) for group in GROUPS}
         self.score = {
-            (group, reference): self._apart(rows[f"score.{group}.{reference}"])
+            (group, reference): self._by_layer(rows[f"score.{group}.{reference}"])
             for group in GROUPS
             for reference in REFERENCES
         }
@@ -83,18 +84,19 @@ class Trace:
 
     @property
     def final(self) -> Int[Tensor, " n"]:
-        """The token that the model predicts."""
+        """The token that the model predicts for each example."""
         return self.after[:, -1]
 
     @property
     def sinks(self) -> Bool[Tensor, " n"]:
         """Which examples are read at an attention sink, by the rule of `matlens.activations.sinks`.
 
-        Their sub-updates are hundreds of times those of all others, and means over all examples are theirs.
+        Their sub-updates are hundreds of times as large as all others, so they decide means over all
+        examples.
         """
         return outlying_rows(self.norm)
 
-    def _apart(self, rows: Tensor) -> Tensor:
+    def _by_layer(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), self.n_layers, self.k)
 
     @classmethod
@@ -114,16 +116,18 @@ class Trace:
         Parameters
         ----------
         model, examples
-            What is run on what.
+            The model to run, and the examples that it is run on.
         k
             How many sub-updates count as dominant, and how many random ones stand beside them.
         seed
-            Of the random sub-updates; they do not depend on the batches.
+            Seed of the random sub-updates; they do not depend on the batches.
         folder
-            Write there instead of keeping all in memory. A killed run goes on where it was; a finished
-            folder is opened without running anything.
+            Where to write the trace instead of keeping all in memory. A killed run goes on where it was; a
+            finished folder is opened without running anything.
         batch_tokens
             Most tokens in a batch, padding counted.
+        progress
+            Whether to show a bar over the examples.
 
         Raises
         ------
@@ -131,21 +135,21 @@ class Trace:
             The model has no value vectors, no known stream before its FFNs, or fewer than ``k`` value
             vectors in a layer; or the folder belongs to another job.
         """
-        watch = _Watch(model, examples, k, seed)
+        reader = _BatchReader(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)
-        origin = Provenance(watch.model, examples.provenance, examples.fingerprint).with_details(
+        origin = Provenance(reader.model, examples.provenance, examples.fingerprint).with_details(
             k=k, seed=seed
         )
         request = {"provenance": origin.to_json(), "batch_tokens": size}
 
         def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
             for batch in stream(
-                model, examples, watch.sites, batch_tokens=size, progress=progress, skip=skip
+                model, examples, reader.sites, batch_tokens=size, progress=progress, skip=skip
             ):
-                yield batch.index, watch.rows(batch)
+                yield batch.index, reader.rows(batch)
 
         config, rows = keep_rows(
-            HOLDS, request, watch.columns, len(examples), batches,
+            TRACE, request, reader.columns, len(examples), batches,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         )  # fmt: skip
         return cls(rows, examples, Provenance.from_config(config))
@@ -159,32 +163,32 @@ class Trace:
         InputError
             The folder holds no finished trace.
         """
-        config, arrays, rows = read_rows(folder, HOLDS, ARRAYS)
+        config, arrays, rows = read_rows(folder, TRACE, ARRAYS)
         provenance = Provenance.from_config(config)
         return cls(rows, Examples(**arrays, provenance=dict(provenance.data or {})), provenance)
 
 
 def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
-    """Sites that add up to the stream before the FFN of a layer.
+    """Sites whose vectors add up to the stream before the FFN of a layer.
 
     Raises
     ------
     InputError
-        There are none that are known.
+        No such sites are known for the blocks of this model.
     """
-    found = Anatomy.from_model(model)
-    if "mid" in found.kinds:
+    anatomy = Anatomy.from_model(model)
+    if "mid" in anatomy.kinds:
         return [str(Site("mid", layer))]
-    if found.family is PARALLEL:
+    if anatomy.family is PARALLEL:
         return [str(Site(kind, layer)) for kind in (STREAM, "attn_out")]  # as if attention came first
     raise InputError(
-        f"The blocks of {model.cfg.architecture} ({found.family.name}) have no place that is known to be the "
-        "stream before the FFN, so its updates cannot be traced."
+        f"The blocks of {model.cfg.architecture} ({anatomy.family.name}) have no place that is known to be "
+        "the stream before the FFN, so its updates cannot be traced."
     )
 
 
-class _Watch:
-    """What is read off a batch, in the layout of the rows that are stored."""
+class _BatchReader:
+    """Reads the rows of a trace off batches of vectors, in the layout in which they are stored."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
         self._values, self._readout, self._embedding = ValueVectors(model), Readout(model), unembedding(model)
@@ -194,8 +198,8 @@ class _Watch:
         self._before = [sites_before_ffn(model, layer) for layer in layers]
         self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
-        one = {site for sites in self._before for site in sites}
-        self.sites = sorted(one | {*self._after, *self._coefficients})
+        before = {site for sites in self._before for site in sites}
+        self.sites = sorted(before | {*self._after, *self._coefficients})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
         self._drawn = random_sub_updates(self._values, len(examples), k, seed=seed)
         n = self._values.n_layers
@@ -210,23 +214,23 @@ class _Watch:
 
     @torch.inference_mode()
     def rows(self, batch: Rows) -> dict[str, Tensor]:
-        """What there is to keep of a batch."""
+        """The rows of a trace for the examples of a batch."""
         n, n_layers = len(batch.index), self._values.n_layers
-        found = {
+        columns = {
             name: torch.empty(n, n_layers, column.width // n_layers, dtype=column.in_memory)
             for name, column in self.columns.items()
         }
-        for part in torch.arange(n).split(_READ):
+        for part in torch.arange(n).split(_READOUT_ROWS):
             for layer in range(n_layers):
                 x = sum((batch.vectors[site][part] for site in self._before[layer]), start=torch.zeros(()))
                 before = self._readout.logits(x).argmax(-1)
                 logits = self._readout.logits(batch.vectors[self._after[layer]][part])
                 above = logits > logits.gather(1, before[:, None])
-                found["before"][part, layer, 0] = before.int().cpu()
-                found["after"][part, layer, 0] = logits.argmax(-1).int().cpu()
-                found["rank"][part, layer, 0] = above.sum(1).int().cpu()
-                found["norm"][part, layer, 0] = batch.vectors[self._after[layer]][part].norm(dim=1)
-        final = found["after"][:, -1, 0].long()
+                columns["before"][part, layer, 0] = before.int().cpu()
+                columns["after"][part, layer, 0] = logits.argmax(-1).int().cpu()
+                columns["rank"][part, layer, 0] = above.sum(1).int().cpu()
+                columns["norm"][part, layer, 0] = batch.vectors[self._after[layer]][part].norm(dim=1)
+        final = columns["after"][:, -1, 0].long()
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]
             contribution = m.abs() * self._norms[layer]
@@ -234,14 +238,14 @@ class _Watch:
                 "dominant": contribution.topk(self._k).indices,
                 "random": self._drawn[layer][torch.from_numpy(batch.index)],
             }
-            tokens = {"before": found["before"][:, layer, 0].long(), "final": final}
-            for group, own in index.items():
-                coefficient = m.gather(1, own)
-                found[f"index.{group}"][:, layer] = own
-                found[f"coefficient.{group}"][:, layer] = coefficient
-                vectors = self._values.layer(layer)[own.to(self._values.device)]
+            tokens = {"before": columns["before"][:, layer, 0].long(), "final": final}
+            for group, of_group in index.items():
+                coefficient = m.gather(1, of_group)
+                columns[f"index.{group}"][:, layer] = of_group
+                columns[f"coefficient.{group}"][:, layer] = coefficient
+                vectors = self._values.layer(layer)[of_group.to(self._values.device)]
                 for reference, token in tokens.items():
                     e = self._embedding[token.to(self._embedding.device)]
                     static = torch.einsum("nkd,nd->nk", vectors, e).cpu()
-                    found[f"score.{group}.{reference}"][:, layer] = coefficient * static
-        return {name: values.flatten(1) for name, values in found.items()}
+                    columns[f"score.{group}.{reference}"][:, layer] = coefficient * static
+        return {name: values.flatten(1) for name, values in columns.items()}

@@ -20,7 +20,7 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
 from matlens.lens.quality import Substitute, chunks, validation_row
-from matlens.linear.maps import MapSet
+from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.storage.tables import result_table
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
-from matlens.linear.maps import MapSet
+from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import visible
 from matlens.storage.tables import read_table

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
-from matlens.linear.maps import MapSet
+from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.storage.tables import result_row, result_table

@@ -1,9 +1,8 @@
-from .fitting import by_source as by_source
+from .fitting import fit_rows as fit_rows
 from .fitting import fit_samples as fit_samples
 from .fitting import fit_stream as fit_stream
 from .maps import LinearMap as LinearMap
-from .maps import MapSet as MapSet
-from .maps import site_name as site_name
-from .maps import write_maps as write_maps
+from .mapsets import MapSet as MapSet
+from .mapsets import write_maps as write_maps
 from .moments import Moments as Moments
-from .moments import require_finite as require_finite
+from .pairs import resolve_pairs as resolve_pairs

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.linear.maps import LinearMap, site_name
+from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments, require_finite
+from matlens.linear.pairs import Pair, by_source, require_collected
 from matlens.models.identity import Provenance
+from matlens.models.sites import Site
 
-Pair = tuple[str | int, str | int]
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 _KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
@@ -49,8 +51,8 @@ def fit_samples(
     """
     if provenance is None:
         provenance = getattr(samples, "provenance", None)
-    name = getattr(samples, "resolve", site_name)  # Activations know which layer is the last
-    named = [(name(source), name(target)) for source, target in pairs]
+    resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
+    named = [(str(resolve(source)), str(resolve(target))) for source, target in pairs]
     wanted = {site: samples[site] for pair in named for site in pair}
     for site, vectors in wanted.items():
         require_finite(vectors, site)
@@ -62,6 +64,66 @@ def fit_samples(
             rows = slice(start, start + size)
             moments.update(wanted[source][rows], kept.blocks(targets, rows))
         yield from _maps(moments, wanted, source, targets, intercept, ridge, provenance)
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """As much of `Activations` as a fit needs."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the vectors come from."""
+
+    @property
+    def n_rows(self) -> int:
+        """The number of vectors of each site."""
+
+    def __getitem__(self, site: Any, /) -> Tensor:
+        """The vectors of a site."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The sites."""
+
+
+def fit_rows(
+    samples: Samples,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    rows: Bool[Tensor, " n"] | None = None,
+    intercept: bool = False,
+    ridge: float = 0.0,
+) -> Iterator[LinearMap]:
+    """Fit maps on collected samples or some of them, and write into the maps how many they were.
+
+    Parameters
+    ----------
+    samples
+        Vectors by site, such as `matlens.collect` gives.
+    pairs
+        Names of the sites of each map.
+    rows
+        True for the samples to fit on, by default all. An attention sink's activations are so large that a
+        fit follows little else: ``~sink_rows(...)`` leaves them out.
+    intercept, ridge
+        See `Moments.solve`.
+
+    Raises
+    ------
+    InputError
+        A site was not collected, or rows are too few or too many, or none is chosen.
+    """
+    require_collected(pairs, samples)
+    if rows is not None and len(rows) != samples.n_rows:
+        raise InputError(
+            f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
+        )
+    chosen = slice(None) if rows is None else rows.nonzero()[:, 0]
+    n = samples.n_rows if rows is None else int(rows.sum())
+    if not n:
+        raise InputError("No sample is left to fit on. Expected at least one true value in 'rows'.")
+    vectors = {site: samples[site][chosen] for site in dict.fromkeys(itertools.chain(*pairs))}
+    provenance = samples.provenance.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
+    yield from fit_samples(vectors, pairs, intercept=intercept, ridge=ridge, provenance=provenance)
 
 
 class _SideBySide:
@@ -122,14 +184,6 @@ def fit_stream(
         raise InputError("There are no samples to fit maps on.")
     for source, targets in grouped.items():
         yield from _maps(moments.pop(source), last, source, targets, intercept, ridge, provenance)
-
-
-def by_source(pairs: Sequence[tuple[Any, Any]]) -> dict[str, list[str]]:
-    """Targets of each source, both in the order in which they first occur."""
-    grouped: dict[str, list[str]] = {}
-    for source, target in dict.fromkeys((site_name(a), site_name(b)) for a, b in pairs):
-        grouped.setdefault(source, []).append(target)
-    return grouped
 
 
 def _moments(example: Mapping[str, Tensor], source: str, targets: list[str]) -> Moments:

@@ -82,7 +82,7 @@ class Anatomy:
         InputError
             The kind or the layer does not exist here; the message names the nearest that does.
         """
-        site = Site.parse(site)
+        site = Site.parse(site, self.n_layers)
         kinds = (STREAM, *self.kinds)
         if site.kind not in kinds:
             near = difflib.get_close_matches(site.kind, kinds, n=1, cutoff=0.0)[0]
@@ -90,13 +90,7 @@ class Anatomy:
                 f"This model has no site {site.kind!r} (its blocks are {self.family.name}). "
                 f"The nearest is {near!r}; it has {', '.join(kinds)}."
             )
-        count = self.n_layers + (site.kind == STREAM)
-        if not -count <= site.layer < count:
-            raise InputError(
-                f"Layer {site.layer} of site {site.kind!r} is out of range: "
-                f"this model has {site.kind}.0 to {site.kind}.{count - 1}."
-            )
-        return Site(site.kind, site.layer % count)
+        return site
 
     def width(self, site: str | int | Site) -> int:
         """How many coordinates a site's vectors have."""

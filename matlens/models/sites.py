@@ -44,8 +44,41 @@ class Site:
         return f"{self.kind}.{self.layer}"
 
     @classmethod
-    def parse(cls, text: str | int | Site) -> Site:
-        """Read ``"attn_out.3"``; a bare number is a layer of the stream."""
+    def parse(cls, text: str | int | Site, n_layers: int | None = None) -> Site:
+        """Read ``"attn_out.3"``; a bare number is a layer of the stream.
+
+        Parameters
+        ----------
+        text
+            The site.
+        n_layers
+            The number of blocks of the model. Where it is known, negative layers count from the end, and
+            layers that the model does not have are refused.
+
+        Raises
+        ------
+        InputError
+            It is not a site, its layer is out of range, or its layer counts from the end of a model that is
+            not known.
+        """
+        site = cls._read(text)
+        if n_layers is None:
+            if site.layer < 0:
+                raise InputError(
+                    f"The layer of {site} counts from the end of a model that is not known here. Expected a "
+                    "layer that counts from 0."
+                )
+            return site
+        count = n_layers + (site.kind == STREAM)
+        if not -count <= site.layer < count:
+            raise InputError(
+                f"Layer {site.layer} of site {site.kind!r} is out of range: "
+                f"this model has {site.kind}.0 to {site.kind}.{count - 1}."
+            )
+        return site if site.layer >= 0 else cls(site.kind, site.layer % count)
+
+    @classmethod
+    def _read(cls, text: str | int | Site) -> Site:
         if isinstance(text, Site):
             return text
         if isinstance(text, Integral) and not isinstance(text, bool):

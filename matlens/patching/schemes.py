@@ -18,7 +18,7 @@ from matlens.patching.replacements import Replacement, jump
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-    from matlens.linear.maps import MapSet
+    from matlens.linear.mapsets import MapSet
 
 Kind = Literal["blocks", "mat"]
 

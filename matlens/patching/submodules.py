@@ -17,8 +17,10 @@ from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
-from matlens.linear.fitting import fit_samples
-from matlens.linear.maps import LinearMap, MapSet
+from matlens.linear.fitting import fit_rows
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
+from matlens.linear.pairs import require_collected
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
 from matlens.patching.replacements import mat_attn, resolve_replacements
@@ -82,22 +84,10 @@ def fit_submodules(
     InputError
         A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
     """
-    if rows is not None and len(rows) != samples.n_rows:
-        raise InputError(
-            f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
-        )
-    taken = torch.arange(samples.n_rows) if rows is None else rows.nonzero()[:, 0]
-    if not len(taken):
-        raise InputError("No sample is left to fit on. Expected at least one true value in 'rows'.")
-    absent = sorted({site for pair in pairs for site in pair} - set(samples))
-    if absent:
-        raise InputError(f"There are no vectors of {absent[0]} and {len(absent) - 1} other sites to fit on.")
-    origin = samples.provenance.with_details(n_fitted=len(taken), intercept=intercept, ridge=ridge)
-    for source, target in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
-        vectors = {site: samples[site][taken] for site in (source, target)}
-        yield from fit_samples(
-            vectors, [(source, target)], intercept=intercept, ridge=ridge, provenance=origin
-        )
+    require_collected(pairs, samples)
+    for pair in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
+        # One by one: only the two sites of a pair are held in float64.
+        yield from fit_rows(samples, [pair], rows=rows, intercept=intercept, ridge=ridge)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
 _NAMED = 8  # clusters of each panel that are named
 _APART, _LONGEST = 0.14, 38  # of the names: least distance on the axis, and characters
 _LOWER = 0.55  # of the layers: the names of clusters below stand beside their dots
+_REACH = 0.35  # of the layers: how far such a name goes, about
 _BESIDE = 1.07  # of the layers: where the other names start, right of the panel
 _WIDTH, _LETTER = 230, 3.8  # points of a panel and of a letter, about
 _LEADER = {"arrowstyle": "-", "color": DARK, "lw": 0.5, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
@@ -48,7 +49,7 @@ def extremes_figure(clusters: pd.DataFrame, title: str) -> Figure:
         last = int(clusters["last_layer"].max())
         ax.set_xlim(-0.04 * last, 1.04 * last)
         ax.set_xticks(layer_ticks(last))
-        _name_largest(ax, extreme.head(_NAMED), last)
+        _name_largest(ax, extreme, last)
     panels[0].set_ylabel("share of common tokens less share of unseen tokens")
     handles = [
         panels[0].scatter([], [], s=30, color=colour, alpha=0.6, lw=0, label=label)
@@ -76,13 +77,16 @@ def _heights(clusters: pd.DataFrame) -> pd.Series:
     return clusters["common"] - clusters["unseen"]
 
 
-def _name_largest(ax: Axes, largest: pd.DataFrame, last: int) -> None:
+def _name_largest(ax: Axes, extreme: pd.DataFrame, last: int) -> None:
     """Write names of clusters of lower layers beside their dots, and the others right of the panel."""
-    dots = np.column_stack([largest["layer"].to_numpy() / last, _heights(largest).to_numpy()])
+    largest = extreme.head(_NAMED)
+    every = np.column_stack([extreme["layer"].to_numpy() / last, _heights(extreme).to_numpy()])
+    dots = every[: len(largest)]
     low, high = np.flatnonzero(dots[:, 0] < _LOWER), np.flatnonzero(dots[:, 0] >= _LOWER)
     radii = 0.02 + np.sqrt(_AREA * largest["share"].to_numpy() / np.pi) / _WIDTH
     places = [
-        (i, dots[i, 0] + radii[i], height) for i, height in zip(low, _free_heights(dots[low]), strict=True)
+        (i, dots[i, 0] + radii[i], height)
+        for i, height in zip(low, _free_heights(dots[low], every), strict=True)
     ]
     rows, heights = _leaders(dots[high], _spread(dots[high, 1]))
     places += [(i, _BESIDE, height) for i, height in zip(high[rows], heights, strict=True)]
@@ -106,14 +110,15 @@ def _name(cluster: pd.Series, longest: int) -> str:
     return literal(name[:_LONGEST])
 
 
-def _free_heights(dots: np.ndarray) -> list[float]:
-    """Heights of names that start at dots: the nearest where no dot and no other name is."""
+def _free_heights(dots: np.ndarray, every: np.ndarray) -> list[float]:
+    """Heights of names that start at dots: the nearest where none of every dot and no other name is."""
     heights: list[float] = []
-    for i, (x, y) in enumerate(dots):
-        taken = [*heights, *(other[1] for other in np.delete(dots, i, axis=0) if other[0] > x)]
-        free = (y + side * step * _APART for step in range(len(dots) + 1) for side in (1, -1))
+    for x, y in dots:
+        behind = every[(every[:, 0] > x) & (every[:, 0] < x + _REACH)]
+        taken = [*heights, *behind[:, 1]]
+        free = (y + side * step * _APART for step in range(len(dots) + 2) for side in (1, -1))
         heights.append(
-            next((h for h in free if abs(h) <= 1 and all(abs(h - t) >= 0.8 * _APART for t in taken)), y)
+            next((h for h in free if abs(h) <= 1 and all(abs(h - t) >= 0.7 * _APART for t in taken)), y)
         )
     return heights
 

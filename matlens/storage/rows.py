@@ -35,7 +35,7 @@ class Column(NamedTuple):
     @property
     def in_memory(self) -> torch.dtype:
         """The kind of numbers as torch names it."""
-        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+        return getattr(torch, self.dtype)
 
     @property
     def on_disk(self) -> np.dtype[Any]:

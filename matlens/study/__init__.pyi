@@ -1,11 +1,9 @@
 from .steps import collect_parts as collect_parts
 from .steps import evaluate_maps as evaluate_maps
 from .steps import fit_maps as fit_maps
-from .steps import number_pairs as number_pairs
 from .steps import origin_of as origin_of
 from .steps import plot_results as plot_results
 from .steps import read_results as read_results
-from .steps import resolve_pairs as resolve_pairs
 from .study import Fitted as Fitted
 from .study import Study as Study
 from .study import slug as slug

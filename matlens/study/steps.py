@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from tqdm.auto import tqdm
@@ -23,18 +23,18 @@ from matlens.corpora.examples import is_masked, make_examples
 from matlens.errors import InputError
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
-from matlens.linear.maps import LinearMap, MapSet, write_maps
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet, write_maps
+from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.models.sites import STREAM, Site
 from matlens.storage.tables import COLUMNS, read_table, write_results
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
-Pairs = Literal["all", "last"] | Iterable[tuple[int | str, int | str]]
 
 
 def collect_parts(
@@ -97,7 +97,8 @@ def fit_maps(
     train = Activations.load(Path(folder) / TRAIN)
     if not 0 <= ridge < float("inf"):
         raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
-    wanted = resolve_pairs(pairs, train)
+    wanted = resolve_pairs(pairs, train.provenance.identity.n_layers)
+    require_collected(wanted, train)
     d_model = train.provenance.identity.d_model
     if train.n_rows < 2 * d_model and not ridge:
         tqdm.write(
@@ -189,54 +190,3 @@ def read_results(folder: str | Path) -> pd.DataFrame:
             "mat and id. 'matlens evaluate' writes it."
         )
     return results
-
-
-def resolve_pairs(pairs: Pairs, collected: Activations) -> list[tuple[str, str]]:
-    """Spell out which maps are meant, and check that there are samples for them.
-
-    Raises
-    ------
-    InputError
-        A layer is out of range or was not collected, or a source does not lie before its target.
-    """
-    named = [
-        (f"{STREAM}.{a}", f"{STREAM}.{b}")
-        for a, b in number_pairs(pairs, collected.provenance.identity.n_layers)
-    ]
-    absent = sorted({site for pair in named for site in pair} - set(collected))
-    if absent:
-        raise InputError(
-            f"There are no vectors of {', '.join(absent)}; collected were {', '.join(collected)}."
-        )
-    return named
-
-
-def number_pairs(pairs: Pairs, n_layers: int) -> list[tuple[int, int]]:
-    """Spell out which layers are meant in a model that has so many.
-
-    Raises
-    ------
-    InputError
-        A layer is out of range, or a source does not lie before its target.
-    """
-    if pairs == "all":
-        numbers = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
-    elif pairs == "last":
-        numbers = [(a, n_layers) for a in range(n_layers)]
-    else:
-        numbers = [(_layer(a, n_layers), _layer(b, n_layers)) for a, b in pairs]
-    for source, target in numbers:
-        if source >= target:
-            raise InputError(
-                f"A map from layer {source} to layer {target}: the source must lie before the target."
-            )
-    return numbers
-
-
-def _layer(site: int | str, n_layers: int) -> int:
-    place = Site.parse(int(site) if isinstance(site, str) and site.lstrip("-").isdigit() else site)
-    if place.kind != STREAM or not -n_layers - 1 <= place.layer <= n_layers:
-        raise InputError(
-            f"{site!r} is not a layer of the stream: expected 0 to {n_layers}, or negative from the end."
-        )
-    return place.layer % (n_layers + 1)

@@ -28,7 +28,9 @@ from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
-from matlens.linear.maps import LinearMap, MapSet, write_maps
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet, write_maps
+from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
@@ -73,7 +75,7 @@ class Study:
     positions: Positions = "drawn"
     draw_special: bool = True
     batch_tokens: int | None = None
-    pairs: steps.Pairs = "all"
+    pairs: Pairs = "all"
     intercept: bool = False
     ridge: float = 0.0
 
@@ -176,7 +178,7 @@ class Study:
 
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
-        steps.number_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         _ = self.readout, self.maps
         return steps.evaluate_maps(self.model, self.folder)
 

@@ -36,6 +36,7 @@ from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Batch, Examples
+from matlens.models import identity
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import require_finite
 from matlens.storage.rows import RowFiles
@@ -775,6 +776,24 @@ def test_one_number_that_is_not_finite_is_enough(value: float) -> None:
     vectors[4, 3] = value
     with pytest.raises(InputError, match=r"at h\.1 are not finite"):
         require_finite(vectors, "h.1")
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_model_is_asked_once_who_it_is_and_how_it_is_wired(
+    disk: bool, llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def counting(module: Any, name: str) -> None:
+        question = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda model: asked.append(name) or question(model))
+
+    counting(identity, "fingerprint")
+    counting(identity, "unembed_hash")
+    counting(collecting, "require_raw")
+    counting(Anatomy, "from_model")
+    collect(*llama, batch_tokens=BUDGET["drawn"], folder=tmp_path / "out" if disk else None, progress=False)
+    assert sorted(asked) == ["fingerprint", "from_model", "require_raw", "unembed_hash"]
 
 
 def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:

@@ -32,21 +32,21 @@ def test_every_row_has_the_probabilities_of_the_formula(
     """Prompts first, then all of them after each announcement in turn; rows of one prompt go on alike."""
     one = SelfDebiasing(names, decay=decay, floor=floor)
     scores = 3 * torch.randn((1 + len(names)) * n, 7, generator=torch.Generator().manual_seed(seed))
-    found = one(torch.zeros(len(scores), 1, dtype=torch.long), scores).softmax(-1)
+    probabilities = one(torch.zeros(len(scores), 1, dtype=torch.long), scores).softmax(-1)
     for row in range(n):
         announced = [scores[row + n * (1 + i)].tolist() for i in range(len(names))]
         expected = torch.tensor(debiased_probabilities(scores[row].tolist(), announced, decay, floor))
         for variant in range(1 + len(names)):
-            torch.testing.assert_close(found[row + n * variant], expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(probabilities[row + n * variant], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_least_delta_of_all_attributes_counts() -> None:
     """The first announcement raises token 0 and the second token 1: both lose, and the third token gains."""
     plain = torch.zeros(3)
     announced = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    found = SelfDebiasing(["threat", "profanity"]).log_probs(plain, announced).exp()
-    assert found[0] == pytest.approx(float(found[1]))
-    assert float(found[2]) > 0.95
+    probabilities = SelfDebiasing(["threat", "profanity"]).log_probs(plain, announced).exp()
+    assert probabilities[0] == pytest.approx(float(probabilities[1]))
+    assert float(probabilities[2]) > 0.95
 
 
 def test_without_a_difference_nothing_changes_and_the_floor_is_the_least_factor() -> None:
@@ -68,13 +68,13 @@ def test_by_default_all_six_attributes_are_announced_with_the_authors_constants(
 
 def test_masked_logits_stay_impossible() -> None:
     scores = torch.tensor([[1.0, -math.inf, 2.0], [3.0, -math.inf, 0.0]])
-    found = SelfDebiasing(["threat"])(torch.zeros(2, 1, dtype=torch.long), scores)
-    assert not found.isnan().any()
-    assert (found[:, 1] == -math.inf).all()
+    log_probs = SelfDebiasing(["threat"])(torch.zeros(2, 1, dtype=torch.long), scores)
+    assert not log_probs.isnan().any()
+    assert (log_probs[:, 1] == -math.inf).all()
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"attributes": []}, "Nothing.*cannot be announced. Expected some of toxicity, severe_toxicity"),
         ({"attributes": ["threat", "wine"]}, "'wine' cannot be announced"),
@@ -84,8 +84,8 @@ def test_masked_logits_stay_impossible() -> None:
         ({"decay": math.nan}, "decay nan"),
     ],
 )
-def test_what_is_no_self_debiasing_is_told(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_what_is_no_self_debiasing_is_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         SelfDebiasing(**given)
 
 
@@ -133,7 +133,7 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "No words to ban are given"),
         ("damn", "No words to ban are given"),
@@ -141,8 +141,8 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
         (["  "], "The word '  ' cannot be banned"),
     ],
 )
-def test_words_that_cannot_be_banned_are_told(words: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_words_that_cannot_be_banned_are_told(words: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         word_filter(Spelled(), words)
 
 
@@ -154,5 +154,7 @@ def test_no_continuation_has_a_banned_word(small_model: Callable[[str], Any]) ->
     said = {word for text in free["text"] for word in text.split() if word.startswith("w")}
     assert said
     processor = word_filter(model.tokenizer, sorted(said))
-    found = continue_prompts(model, ["w3 w14", "w5"], n_tokens=12, processor=processor, progress=False)
-    assert not said & {word for text in found["text"] for word in text.split()}
+    continuations = continue_prompts(
+        model, ["w3 w14", "w5"], n_tokens=12, processor=processor, progress=False
+    )
+    assert not said & {word for text in continuations["text"] for word in text.split()}

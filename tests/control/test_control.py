@@ -29,8 +29,8 @@ TEXTS = ["w4 w40 w11 w0 w29 w9", "w17", "w8 w8 w30 w21 w2 w35 w45 w13 w7 w26 w1 
 def hand_vectors(name: str, plain: Any, chosen: Mapping[str, float]) -> list[dict[str, Tensor]]:
     """Vectors and logits of every sentence read alone."""
     with controlled_by_hand(name, plain, chosen):
-        found = [plain_vectors(name, plain, torch.tensor(sentence)) for sentence in SENTENCES]
-    return [{site: value[0] for site, value in one.items()} for one in found]
+        by_sentence = [plain_vectors(name, plain, torch.tensor(sentence)) for sentence in SENTENCES]
+    return [{site: value[0] for site, value in one.items()} for one in by_sentence]
 
 
 def logits(model: Any) -> list[Tensor]:
@@ -50,8 +50,8 @@ def test_it_is_the_plain_model_with_its_coefficients_overwritten(
     before = vectors(model)
     with controlled(model, CHOSEN, CHOSEN) as same:
         assert same is model
-        found = vectors(model, side=side)
-    for ours, theirs, unchanged in zip(found, expected, before, strict=True):
+        controlled_vectors = vectors(model, side=side)
+    for ours, theirs, unchanged in zip(controlled_vectors, expected, before, strict=True):
         for site in {*ours} & {*theirs}:
             assert_near(ours[site], theirs[site])
         assert float((ours["logits"] - unchanged["logits"]).abs().max()) > 1e-3
@@ -65,8 +65,8 @@ def test_the_ffns_output_changes_by_value_less_coefficient_times_the_value_vecto
     weight = output_layer(name, plain, 1).weight.detach()
     v = (weight if name == "gpt2" else weight.T)[9]
     with controlled(model, ["L1D9"], 3.0):
-        found = vectors(model)
-    for ours, sentence in zip(found, SENTENCES, strict=True):
+        controlled_vectors = vectors(model)
+    for ours, sentence in zip(controlled_vectors, SENTENCES, strict=True):
         theirs = {
             site: value[0] for site, value in plain_vectors(name, plain, torch.tensor(sentence)).items()
         }
@@ -88,14 +88,14 @@ def test_a_coefficient_set_to_what_it_is_changes_no_bit(name: str, small_model: 
     ]
     with torch.inference_mode():
         before = model.run_with_hooks(token, fwd_hooks=hooks)
-        own = {
+        coefficients = {
             f"L{layer}D{index}": float(seen[Anatomy.from_model(model).hook(f"ffn_post.{layer}")][0, 0, index])
             for layer in range(N_LAYERS)
             for index in (0, 13, 47)
         }
-        with controlled(model, own, own):
+        with controlled(model, coefficients, coefficients):
             assert torch.equal(model(token), before)
-        with controlled(model, own, {**own, "L1D13": own["L1D13"] + 1}):
+        with controlled(model, coefficients, {**coefficients, "L1D13": coefficients["L1D13"] + 1}):
             assert not torch.equal(model(token), before)
 
 
@@ -112,16 +112,18 @@ def test_names_may_be_written_in_any_way_and_count_from_the_end(small_model: Mod
     with controlled(
         model, [(0, 5), "L-3D11", matlens.ffn.ValueVector(2, 7)], {"l0d5": 3, "L0D11": -2.5, (2, 7): 4}
     ):
-        found = logits(model)
+        at_first = logits(model)
     with controlled(model, CHOSEN, CHOSEN):
-        assert all(torch.equal(a, b) for a, b in zip(logits(model), found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(logits(model), at_first, strict=True))
 
 
 def test_half_precision_is_kept(model_folder: Callable[[str], Any], plain_model: Models) -> None:
     model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
     with controlled(model, CHOSEN, CHOSEN):
-        found = vectors(model)
-    for ours, theirs in zip(found, hand_vectors("llama", plain_model("llama"), CHOSEN), strict=True):
+        controlled_vectors = vectors(model)
+    for ours, theirs in zip(
+        controlled_vectors, hand_vectors("llama", plain_model("llama"), CHOSEN), strict=True
+    ):
         assert ours["logits"].dtype == torch.bfloat16
         assert_near(ours["logits"].float(), theirs["logits"], 0.1)
 
@@ -144,8 +146,8 @@ def test_the_cache_of_activations_holds_what_is_set(
 ) -> None:
     model, expected = small_model(name), hand_vectors(name, plain_model(name), CHOSEN)[0]
     with controlled(model, CHOSEN, CHOSEN), torch.inference_mode():
-        found, cache = model.run_with_cache(torch.tensor(SENTENCES[:1]))
-    assert_near(found[0], expected["logits"])
+        logits_of_model, cache = model.run_with_cache(torch.tensor(SENTENCES[:1]))
+    assert_near(logits_of_model[0], expected["logits"])
     for layer, index, number in parsed(CHOSEN):
         assert (cache[Anatomy.from_model(model).hook(f"ffn_post.{layer}")][0, :, index] == number).all()
 
@@ -157,17 +159,17 @@ def test_prompts_of_different_lengths_go_on_as_the_plain_model_finds_likeliest(
 ) -> None:
     model, plain = small_model(name), plain_model(name)
     with controlled(model, CHOSEN, CHOSEN):
-        found = model.generate(
+        generated = model.generate(
             TEXTS, N_NEW, use_past_kv_cache=cached, output_logits=True, return_type="tokens",
             stop_at_eos=False, do_sample=False, verbose=False,
         )  # fmt: skip
-    ours = torch.stack(found.logits, dim=1)
-    for row, own, text in zip(found.sequences, ours, TEXTS, strict=True):
+    ours = torch.stack(generated.logits, dim=1)
+    for row, logits_of_row, text in zip(generated.sequences, ours, TEXTS, strict=True):
         sentence = row[-len(text.split()) - N_NEW :]
         with controlled_by_hand(name, plain, CHOSEN), torch.inference_mode():
             theirs = plain(sentence[None]).logits[0, -N_NEW - 1 : -1]
-        assert_near(own, theirs)
-        assert torch.equal(sentence[-N_NEW:], own.argmax(-1))
+        assert_near(logits_of_row, theirs)
+        assert torch.equal(sentence[-N_NEW:], logits_of_row.argmax(-1))
 
 
 def test_hooks_around_it_keep_the_coefficients_that_the_model_had(small_model: Models) -> None:
@@ -242,12 +244,12 @@ def test_it_goes_together_with_replacements_of_other_parts(patched_first: bool, 
         alone = vectors(model)
         if patched_first:
             with controlled(model, ["L1D9"], 3.0):
-                found = vectors(model)
+                controlled_vectors = vectors(model)
     if not patched_first:
         with controlled(model, ["L1D9"], 3.0), patched(model, [jump, attn]):
-            found = vectors(model)
+            controlled_vectors = vectors(model)
     v = ValueVectors(model).vectors(["L1D9"])
-    for ours, theirs in zip(found, alone, strict=True):
+    for ours, theirs in zip(controlled_vectors, alone, strict=True):
         assert_near(ours["ffn_in.1"], theirs["ffn_in.1"])
         added = (3.0 - theirs["ffn_post.1"][:, 9])[:, None] * v
         assert_near(ours["ffn_out.1"] - theirs["ffn_out.1"], added)
@@ -281,7 +283,7 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_whichever_comes_first(
 
 
 @pytest.mark.parametrize(
-    ("names", "value", "told"),
+    ("names", "value", "message"),
     [
         ([], 3.0, "No value vectors are named"),
         ("L0D1", 3.0, "'L0D1' is one name. Expected a list"),
@@ -298,11 +300,11 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_whichever_comes_first(
     ],
 )
 def test_what_is_no_control_is_told_and_nothing_is_hooked(
-    names: Any, value: Any, told: str, small_model: Models
+    names: Any, value: Any, message: str, small_model: Models
 ) -> None:
     model = small_model("llama")
     before = state(model)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         controlled(model, names, value).__enter__()
     assert_as_before(model, before)
 

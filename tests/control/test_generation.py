@@ -109,12 +109,12 @@ def test_draws_follow_the_models_distribution(small_model: Models, plain_model: 
     from scipy import stats
 
     model, n = small_model("llama"), 3000
-    found = continue_prompts(
+    continuations = continue_prompts(
         model, ["w17 w4"], n_tokens=1, n_samples=n, seed=1, batch_size=500, progress=False
     )
     p = np.array(plain_probabilities(plain_model("llama"), model.tokenizer("w17 w4")["input_ids"]))
     words = [model.tokenizer.decode([token]) for token in range(60)]
-    counts = pd.Series(found["text"]).value_counts()
+    counts = pd.Series(continuations["text"]).value_counts()
     expected = pd.Series(n * p, index=words).groupby(level=0).sum()
     observed = counts.reindex(expected.index, fill_value=0)
     assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 0.01
@@ -136,8 +136,8 @@ def test_self_debiasing_goes_on_by_the_formula(name: str, small_model: Models, p
 
         def choose(tokens: list[int], step: int) -> int:
             p = [np.log(plain_probabilities(plain, [*prefix, *tokens])).tolist() for prefix in variants]
-            found = debiased_probabilities(p[0], p[1:], debiasing.decay, debiasing.floor)
-            return int(np.argmax(np.log(found) + chance.gumbel(size=len(found))))
+            probabilities = debiased_probabilities(p[0], p[1:], debiasing.decay, debiasing.floor)
+            return int(np.argmax(np.log(probabilities) + chance.gumbel(size=len(probabilities))))
 
         return choose
 
@@ -180,7 +180,7 @@ def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "told"),
+    ("prompts", "options", "message"),
     [
         ([], {}, "No prompts are given"),
         ("w1 w2", {}, "No prompts are given"),
@@ -193,9 +193,9 @@ def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are
     ],
 )
 def test_prompts_that_cannot_be_continued_are_told(
-    prompts: Any, options: dict[str, Any], told: str, small_model: Models
+    prompts: Any, options: dict[str, Any], message: str, small_model: Models
 ) -> None:
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         continue_prompts(small_model("llama"), prompts, **{"n_tokens": 5} | options)
 
 

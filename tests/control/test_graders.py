@@ -23,12 +23,12 @@ def test_profanity_check_tells_rude_texts_from_kind_ones() -> None:
     grader = make_grader("profanity-check")
     assert (grader.name, grader.attributes) == ("profanity-check", ("toxicity",))
     rude, kind = ["You stupid idiot", "shut up, you moron"], ["Thank you, my dear friend", "", "zxqv"]
-    found = grader.grade([*rude, *kind])
-    assert set(found) == {"toxicity"}
-    assert found["toxicity"].dtype == np.float64
-    assert (found["toxicity"][:2] > 0.9).all()
-    assert (found["toxicity"][2:] < 0.1).all()
-    np.testing.assert_allclose(grader.grade(kind)["toxicity"], found["toxicity"][2:])
+    scores = grader.grade([*rude, *kind])
+    assert set(scores) == {"toxicity"}
+    assert scores["toxicity"].dtype == np.float64
+    assert (scores["toxicity"][:2] > 0.9).all()
+    assert (scores["toxicity"][2:] < 0.1).all()
+    np.testing.assert_allclose(grader.grade(kind)["toxicity"], scores["toxicity"][2:])
     assert grader.grade([])["toxicity"].shape == (0,)
 
 
@@ -61,10 +61,10 @@ def test_detoxify_is_asked_in_parts_and_its_attributes_get_the_tables_names(
     Scored.asked = []
     grader = make_grader("detoxify")
     texts = ["x" * n for n in range(33)]
-    found = grader.grade(texts)
+    graded = grader.grade(texts)
     assert [len(one) for one in Scored.asked] == [32, 1]
-    assert grader.attributes == tuple(ATTRIBUTES) == tuple(found)
-    for name, scores in found.items():
+    assert grader.attributes == tuple(ATTRIBUTES) == tuple(graded)
+    for name, scores in graded.items():
         expected = np.arange(33) / 100
         np.testing.assert_allclose(scores, 1 - expected if name == "profanity" else expected)
     assert all(scores.shape == (0,) for scores in grader.grade([]).values())
@@ -80,7 +80,7 @@ def test_weights_of_detoxify_that_cannot_be_had_are_told(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "told"),
+    ("name", "module", "message"),
     [
         ("profanity-check", "profanity_check", r"'matlens\[graders\]', or: pip install alt-profanity-check"),
         ("detoxify", "detoxify", r"'matlens\[detoxify\]', or: pip install detoxify"),
@@ -88,26 +88,26 @@ def test_weights_of_detoxify_that_cannot_be_had_are_told(monkeypatch: pytest.Mon
     ],
 )
 def test_a_package_that_is_not_there_is_told_with_how_to_get_it(
-    name: str, module: str, told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, module: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERSPECTIVE_API_KEY", SECRET)
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "matlens.control.perspective")
-    with pytest.raises(InputError, match=told) as raised:
+    with pytest.raises(InputError, match=message) as raised:
         make_grader(name)
     assert SECRET not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("wine", r"There is no grader 'wine'\. Expected one of profanity-check, detoxify, perspective\.$"),
         ("perspectve", r"Did you mean 'perspective'\?"),
         ("Detoxify", r"Did you mean 'detoxify'\?"),
     ],
 )
-def test_an_unknown_grader_is_told_with_the_names_there_are(name: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_an_unknown_grader_is_told_with_the_names_there_are(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         make_grader(name)
 
 

@@ -51,12 +51,14 @@ def test_it_is_hugging_faces_loss(
     with controlled_by_hand(name, plain, CHOSEN if control else {}):
         expected = plain_losses(plain, model.tokenizer, sentences)
     with controlled(model, CHOSEN, CHOSEN) if control else nullcontext():
-        found = [sentence_losses(model, sentences, batch_tokens=n, progress=False) for n in (1, 70, 10_000)]
-    for ours in found:
+        by_batch_size = [
+            sentence_losses(model, sentences, batch_tokens=n, progress=False) for n in (1, 70, 10_000)
+        ]
+    for ours in by_batch_size:
         assert_alike(ours, expected)
     total = math.exp(expected.total.sum() / expected.n_tokens.sum())
-    assert perplexity_estimate(found[0]).value == pytest.approx(total, rel=1e-4)
-    assert perplexity_estimate(found[0]).n == 40
+    assert perplexity_estimate(by_batch_size[0]).value == pytest.approx(total, rel=1e-4)
+    assert perplexity_estimate(by_batch_size[0]).n == 40
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
@@ -87,9 +89,9 @@ def test_under_self_debiasing_it_is_that_of_the_formulas_probabilities(
 
 def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, sentences: Corpus) -> None:
     model = small_model("neox")
-    own = sentence_losses(model, sentences, progress=False)
+    losses = sentence_losses(model, sentences, progress=False)
     debiased = sentence_losses(model, sentences, debiasing=SelfDebiasing(decay=0.0), progress=False)
-    np.testing.assert_allclose(own.total, debiased.total, rtol=1e-5)
+    np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
 
 
 # Intervals
@@ -101,8 +103,8 @@ def test_the_interval_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
     for _ in range(n):
         counted = rng.integers(5, 40, 60)
         lost = rng.normal(3 * counted, 2 * np.sqrt(counted) + 0.2 * counted)
-        found = perplexity_estimate(SentenceLosses(lost, counted))
-        hits += found.low < math.exp(3) < found.high
+        estimate = perplexity_estimate(SentenceLosses(lost, counted))
+        hits += estimate.low < math.exp(3) < estimate.high
     assert stats.binomtest(hits, n, 0.95).pvalue > 0.01
 
 
@@ -143,6 +145,6 @@ def test_half_precision_is_read_in_full(
     model_folder: Callable[[str], Any], plain_model: Models, sentences: Corpus
 ) -> None:
     model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.bfloat16)
-    found = sentence_losses(model, sentences, progress=False)
+    losses = sentence_losses(model, sentences, progress=False)
     expected = plain_losses(plain_model("gpt2"), model.tokenizer, sentences)
-    assert_near(torch.from_numpy(found.total), torch.from_numpy(expected.total), 1e-2)
+    assert_near(torch.from_numpy(losses.total), torch.from_numpy(expected.total), 1e-2)

@@ -85,10 +85,10 @@ def test_every_text_is_asked_for_with_all_six_attributes(
     server: Server, ask: Callable[..., Perspective]
 ) -> None:
     grader = ask()
-    found = grader.grade(["abc", "", "  ", "hello world"])
-    assert grader.attributes == tuple(ATTRIBUTES) == tuple(found)
+    graded = grader.grade(["abc", "", "  ", "hello world"])
+    assert grader.attributes == tuple(ATTRIBUTES) == tuple(graded)
     for i, name in enumerate(sorted(ATTRIBUTES)):
-        assert found[name].tolist() == [(i + 3) / 100, 0, 0, (i + 11) / 100]
+        assert graded[name].tolist() == [(i + 3) / 100, 0, 0, (i + 11) / 100]
     assert [body["comment"]["text"] for _, body in server.asked] == ["abc", "hello world"]
     for headers, body in server.asked:
         assert headers["x-goog-api-key"] == SECRET
@@ -139,7 +139,7 @@ def test_no_more_requests_are_sent_in_a_second_than_allowed(
 
 
 @pytest.mark.parametrize(
-    ("first", "told"),
+    ("first", "message"),
     [
         ((400, {}, {"error": {"message": "Not valid."}}), r"status 400 \(Not valid.\)\. Is the key valid"),
         ((403, {}, {"error": {"message": f"{SECRET} is off"}}), r"status 403 \(\.\.\. is off\).*enabled"),
@@ -152,10 +152,10 @@ def test_no_more_requests_are_sent_in_a_second_than_allowed(
     ],
 )  # fmt: skip
 def test_what_the_api_refuses_is_told_without_the_key(
-    first: Any, told: str, server: Server, ask: Callable[..., Perspective]
+    first: Any, message: str, server: Server, ask: Callable[..., Perspective]
 ) -> None:
     server.first = [first]
-    with pytest.raises(InputError, match=told) as raised:
+    with pytest.raises(InputError, match=message) as raised:
         ask().grade(["abc"])
     assert_silent(raised.value)
     assert len(server.asked) == 1

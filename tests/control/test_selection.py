@@ -70,8 +70,8 @@ def test_the_harmless_are_drawn_below_the_threshold_by_the_seed(graded: pd.DataF
 
 
 def test_the_most_harmless_come_in_their_order(graded: pd.DataFrame) -> None:
-    found = most_harmless(graded.sample(frac=1, random_state=2), 3)
-    assert found["value"].tolist() == ["L0D0", "L0D1", "L0D2"]
+    chosen = most_harmless(graded.sample(frac=1, random_state=2), 3)
+    assert chosen["value"].tolist() == ["L0D0", "L0D1", "L0D2"]
 
 
 def test_more_than_there_are_cannot_be_chosen(

@@ -39,14 +39,14 @@ def test_texts_are_graded_without_their_prompts_and_counted_from_a_half_on() -> 
     ours = grade_continuations(continuations(["aa", "bbbb", "ccccc", ""], 2), Lengths())
     assert base["toxicity"].tolist() == [0.5, 0.4, 0.1, 0.8]
     assert base["threat"].tolist() == [0.5, 0, 0, 0]
-    found = dict(toxicity_estimates(ours, base, "toxicity"))
-    assert list(found) == ["toxic", "score", "score_change"]
-    assert found["toxic"].value == 0.25
-    assert found["score"].value == pytest.approx((0.2 + 0.4 + 0.5 + 0.0) / 4)
-    assert found["score_change"].value == pytest.approx(((-0.3 + 0) / 2 + (0.4 - 0.8) / 2) / 2)
+    estimates = dict(toxicity_estimates(ours, base, "toxicity"))
+    assert list(estimates) == ["toxic", "score", "score_change"]
+    assert estimates["toxic"].value == 0.25
+    assert estimates["score"].value == pytest.approx((0.2 + 0.4 + 0.5 + 0.0) / 4)
+    assert estimates["score_change"].value == pytest.approx(((-0.3 + 0) / 2 + (0.4 - 0.8) / 2) / 2)
     expected = metrics.mean(torch.tensor([-0.15, -0.2]))
-    assert found["score_change"].low == pytest.approx(expected.low)
-    assert {one.n for one in found.values()} == {2}
+    assert estimates["score_change"].low == pytest.approx(expected.low)
+    assert {one.n for one in estimates.values()} == {2}
     itself = dict(toxicity_estimates(base, base, "toxicity"))
     assert itself["toxic"].value == 0.5
     assert tuple(itself["score_change"][:3]) == (0, 0, 0)
@@ -93,6 +93,6 @@ def test_it_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
     hits, n = 0, 600
     for _ in range(n):
         rates = rng.beta(1, 3, 80)  # prompts differ in how toxic they make a model
-        found = share_estimate(rng.random((80, 4)) < rates[:, None])
-        hits += found.low < 0.25 < found.high
+        estimate = share_estimate(rng.random((80, 4)) < rates[:, None])
+        hits += estimate.low < 0.25 < estimate.high
     assert stats.binomtest(hits, n, 0.95).pvalue > 0.01

@@ -65,8 +65,8 @@ def same(ours: np.ndarray, theirs: np.ndarray) -> bool:
 def average_linkage(unit: np.ndarray, n_clusters: int) -> np.ndarray:
     if n_clusters == len(unit):
         return np.arange(len(unit))
-    found = AgglomerativeClustering(n_clusters=n_clusters, metric="cosine", linkage="average")
-    return found.fit_predict(unit)
+    linkage = AgglomerativeClustering(n_clusters=n_clusters, metric="cosine", linkage="average")
+    return linkage.fit_predict(unit)
 
 
 def ward_of_neighbours(unit: np.ndarray, n_clusters: int) -> np.ndarray:
@@ -79,8 +79,8 @@ def ward_of_neighbours(unit: np.ndarray, n_clusters: int) -> np.ndarray:
             graph[row, other] = graph[other, row] = 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph.tocsr())
-        return found.fit_predict(unit.astype(np.float32))
+        ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph.tocsr())
+        return ward.fit_predict(unit.astype(np.float32))
 
 
 @settings(deadline=None, max_examples=80)
@@ -191,11 +191,11 @@ def test_clusters_of_a_model_are_those_of_its_plain_weights(
     assert alone.labels.tolist() == list(range(len(values)))
 
 
-@pytest.mark.parametrize(("n_clusters", "told"), [(0, "0 clusters of 384"), (385, "385 clusters of 384")])
+@pytest.mark.parametrize(("n_clusters", "message"), [(0, "0 clusters of 384"), (385, "385 clusters of 384")])
 def test_clusters_are_one_to_as_many_as_vectors(
-    n_clusters: int, told: str, small_model: Callable[[str], Any], tmp_path: Path
+    n_clusters: int, message: str, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=rf"{told} value vectors: expected 1 to 384"):
+    with pytest.raises(InputError, match=rf"{message} value vectors: expected 1 to 384"):
         Clusters.fit(ValueVectors(small_model("gpt2")), n_clusters, folder=tmp_path / "clusters")
     assert not (tmp_path / "clusters").exists()
 
@@ -209,10 +209,10 @@ def test_the_method_and_its_reason_are_told_before_the_work(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("Clustering 384 value vectors, exactly: the distances of exact clusters take ")
-    assert f"GiB, at most the {needed:g} they may." in said.err
+    assert f"GiB, within the limit of {needed:g} GiB." in said.err
     near = Clusters.fit(values, 9, memory=0)
     assert "by near neighbours" in (said := capsys.readouterr().err)
-    assert "more than the 0 they may" in said
+    assert "over the limit of 0 GiB" in said
     assert (exact.method, near.method) == ("exact", "neighbours")
     assert adjusted_rand_score(exact.labels, near.labels) < 1
     monkeypatch.setattr(COMPUTING, lambda *_: 1 / 0)
@@ -225,11 +225,12 @@ def test_the_method_and_its_reason_are_told_before_the_work(
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [(0.0, "L1D5 is zero or not finite"), (float("nan"), "L1D5"), (float("inf"), "L1D5")]
+    ("value", "message"),
+    [(0.0, "L1D5 is zero or not finite"), (float("nan"), "L1D5"), (float("inf"), "L1D5")],
 )
 def test_a_vector_without_a_direction_is_named(
     value: float,
-    told: str,
+    message: str,
     small_model: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -245,7 +246,7 @@ def test_a_vector_without_a_direction_is_named(
         return vectors
 
     monkeypatch.setattr(ValueVectors, "layer", layer)
-    with pytest.raises(InputError, match=rf"{told}.*nor do {0 if value == 0 else 1} more"):
+    with pytest.raises(InputError, match=rf"{message}.*nor do {0 if value == 0 else 1} more"):
         Clusters.fit(values, 9, folder=tmp_path / "new" / "clusters", progress=False)
     assert not (tmp_path / "new").exists()
 
@@ -283,21 +284,21 @@ def test_what_is_kept_is_not_computed_again(
         assert other.method == first.method == "exact"
         assert other.provenance == first.provenance
     assert first.provenance.model == values.identity
-    told = json.loads((folder / "config.json").read_text())
-    assert told["software"]["scikit-learn"]
-    assert told["command"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["software"]["scikit-learn"]
+    assert config["command"]
 
 
 def test_a_folder_of_another_job_is_refused(small_model: Callable[[str], Any], tmp_path: Path) -> None:
     values = ValueVectors(small_model("llama"))
     Clusters.fit(values, 20, folder=tmp_path / "clusters", progress=False)
     before = (tmp_path / "clusters" / "labels.npy").read_bytes()
-    for other, n, gib, told in [
+    for other, n, gib, message in [
         (ValueVectors(small_model("gpt2")), 20, 4, "belongs to another job .*fingerprint"),
         (values, 21, 4, "belongs to another job .n_clusters: 20 there, 21 now"),
         (values, 20, 0, "belongs to another job .method: exact there, neighbours now"),
     ]:
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             Clusters.fit(other, n, memory=gib, folder=tmp_path / "clusters", progress=False)
     assert (tmp_path / "clusters" / "labels.npy").read_bytes() == before
 
@@ -366,18 +367,18 @@ def test_the_table_is_the_one_written_out(
     labels[7] = labels[values.d_mlp + 2] = labels[values.d_mlp + 5] = 1
     labels[-1] = 2
     clusters = make_clusters(labels, values.identity)
-    found = cluster_table(values, Projection.from_model(model), clusters, [2, 1], n_tokens=4)
-    assert found["cluster"].tolist() == [2, 1]
-    assert found["size"].tolist() == [1, 3]
-    assert found["layers"].tolist() == [1, 2]
-    assert found[["first_layer", "last_layer"]].values.tolist() == [[N_LAYERS - 1] * 2, [0, 1]]
-    assert found["members"].tolist() == [f"L{N_LAYERS - 1}D{values.d_mlp - 1}", "L0D7 L1D2 L1D5"]
-    own = unit[[7, values.d_mlp + 2, values.d_mlp + 5]]
-    pairs = [own[i] @ own[j] for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert np.isnan(found["cosine"][0])
-    assert found["cosine"][1] == pytest.approx(np.mean(pairs), abs=1e-6)
+    table = cluster_table(values, Projection.from_model(model), clusters, [2, 1], n_tokens=4)
+    assert table["cluster"].tolist() == [2, 1]
+    assert table["size"].tolist() == [1, 3]
+    assert table["layers"].tolist() == [1, 2]
+    assert table[["first_layer", "last_layer"]].values.tolist() == [[N_LAYERS - 1] * 2, [0, 1]]
+    assert table["members"].tolist() == [f"L{N_LAYERS - 1}D{values.d_mlp - 1}", "L0D7 L1D2 L1D5"]
+    members = unit[[7, values.d_mlp + 2, values.d_mlp + 5]]
+    pairs = [members[i] @ members[j] for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert np.isnan(table["cosine"][0])
+    assert table["cosine"][1] == pytest.approx(np.mean(pairs), abs=1e-6)
     embedding = plain.get_output_embeddings().weight.detach().double().numpy()
-    for vector, texts in zip((unit[-1], own.mean(0)), found["tokens"], strict=True):
+    for vector, texts in zip((unit[-1], members.mean(0)), table["tokens"], strict=True):
         best = np.argsort(-(embedding @ vector))[:4].tolist()
         names = zip(best, model.tokenizer.convert_ids_to_tokens(best), strict=True)
         assert texts == ", ".join(f"<{token}>" if name is None else name for token, name in names)

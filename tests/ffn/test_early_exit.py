@@ -27,9 +27,9 @@ from matlens.ffn.early_exit import (
 MODEL = make_identity("none", "one")
 
 
-def layer_left(own: list[set[int]], sets: list[list[set[int]]], made_at: list[int], others: str) -> int:
+def layer_left(example: list[set[int]], sets: list[list[set[int]]], made_at: list[int], others: str) -> int:
     """Where one example leaves, given its sets by layer, and those of the training examples."""
-    for layer, (mine, known) in enumerate(zip(own, sets, strict=True)):
+    for layer, (mine, known) in enumerate(zip(example, sets, strict=True)):
         inside = [len(mine & each) for each, made in zip(known, made_at, strict=True) if made == layer]
         groups = [[made for made in set(made_at) if made != layer]]
         if others == "by-layer":
@@ -44,7 +44,7 @@ def layer_left(own: list[set[int]], sets: list[list[set[int]]], made_at: list[in
             for each in outside
         ):
             return layer
-    return len(own) - 1
+    return len(example) - 1
 
 
 @st.composite
@@ -97,7 +97,9 @@ def signals(
     """
     filler = itertools.count(50)
     every = [*sets, new]
-    dominant = [[[*own, *(next(filler) for _ in range(3 - len(own)))] for own in one] for one in every]
+    dominant = [
+        [[*clusters, *(next(filler) for _ in range(3 - len(clusters)))] for clusters in one] for one in every
+    ]
     array = np.array(dominant)
     clusters = make_clusters(np.arange(len(new) * 400), MODEL)
     active = active_clusters(make_trace_of_dominant(array, "one"), clusters)
@@ -168,9 +170,9 @@ def test_an_example_leaves_at_its_first_signal_and_at_the_last_layer_without_one
 
 def test_layers_saved_are_those_of_right_examples() -> None:
     right = np.array([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)
-    found = judge_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
-    assert (found.accuracy, found.left) == (0.75, 0.75)
-    assert found.saved == pytest.approx((2 + 3 + 0) / 3)
+    exits = judge_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
+    assert (exits.accuracy, exits.left) == (0.75, 0.75)
+    assert exits.saved == pytest.approx((2 + 3 + 0) / 3)
     nobody = judge_exits(np.array([0, 1]), right[:2])
     assert nobody.accuracy == 0
     assert np.isnan(nobody.saved)
@@ -188,11 +190,11 @@ def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers() -> None:
 
 
 def test_the_summary_is_mean_and_deviation_over_seeds() -> None:
-    found = {
+    judged = {
         "a": [JudgedExits(0.8, 3, 0.5, 0.2), JudgedExits(0.9, 5, 0.7, 0.3)],
         "b": [JudgedExits(1, 0, 0, 1)],
     }
-    a, b = summarize_exits(found, 16).to_dict("records")
+    a, b = summarize_exits(judged, 16).to_dict("records")
     assert a == {
         "method": "a", "accuracy": pytest.approx(0.85), "accuracy_sd": pytest.approx(0.1 / 2**0.5),
         "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "left": pytest.approx(0.6),

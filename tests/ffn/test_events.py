@@ -82,18 +82,18 @@ def eliminated_at(trace: Trace, example: int) -> int | None:
 
 
 def all_updates(trace: Trace) -> dict[str, list[tuple[int, int]]]:
-    found: dict[str, list[tuple[int, int]]] = {name: [] for name in REFERENCE}
+    updates: dict[str, list[tuple[int, int]]] = {name: [] for name in REFERENCE}
     for example in range(len(trace)):
         for layer in range(trace.n_layers):
-            found["update"].append((example, layer))
-            found["falls" if int(trace.rank[example, layer]) > 0 else "stays"].append((example, layer))
+            updates["update"].append((example, layer))
+            updates["falls" if int(trace.rank[example, layer]) > 0 else "stays"].append((example, layer))
         layer, by = made_at(trace, example)
         if by == "ffn":
-            found["saturation"].append((example, layer))
+            updates["saturation"].append((example, layer))
         eliminated = eliminated_at(trace, example)
         if eliminated is not None:
-            found["elimination"].append((example, eliminated))
-    return found
+            updates["elimination"].append((example, eliminated))
+    return updates
 
 
 @settings(deadline=None, max_examples=300)
@@ -110,11 +110,11 @@ def test_predictions_are_made_where_a_loop_finds_it(trace: Trace) -> None:
 @given(traces())
 def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
     expected = all_updates(trace)
-    found = updates_by_effect(trace)
-    assert list(found) == list(REFERENCE)
-    for name, own in found.items():
-        assert list(zip(own.example.tolist(), own.layer.tolist(), strict=True)) == expected[name]
-        assert own.reference == REFERENCE[name]
+    updates = updates_by_effect(trace)
+    assert list(updates) == list(REFERENCE)
+    for name, events in updates.items():
+        assert list(zip(events.example.tolist(), events.layer.tolist(), strict=True)) == expected[name]
+        assert events.reference == REFERENCE[name]
     assert list(find_events(trace)) == ["saturation", "elimination"]
 
 
@@ -128,11 +128,11 @@ def test_an_example_that_can_be_followed_by_eye() -> None:
     made = find_saturation(trace)
     assert made.layer.tolist() == [1, 0, 2, 1]
     assert made.by_ffn.tolist() == [True, False, False, True]
-    found = find_events(trace)
-    assert found["saturation"].example.tolist() == [0, 3]
-    assert found["saturation"].layer.tolist() == [1, 1]
-    assert found["elimination"].example.tolist() == [0, 2, 3]
-    assert found["elimination"].layer.tolist() == [0, 0, 1]  # the first of equals in the second of them
+    events = find_events(trace)
+    assert events["saturation"].example.tolist() == [0, 3]
+    assert events["saturation"].layer.tolist() == [1, 1]
+    assert events["elimination"].example.tolist() == [0, 2, 3]
+    assert events["elimination"].layer.tolist() == [0, 0, 1]  # the first of equals in the second of them
 
 
 # Tables
@@ -151,18 +151,18 @@ def some(rows: list[bool] | None, places: list[tuple[int, int]]) -> list[tuple[i
 @settings(deadline=None, max_examples=150)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
 def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | None) -> None:
-    places = {name: some(rows, found) for name, found in all_updates(trace).items()}
+    places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
     assume(places["saturation"] and places["elimination"])
     table = event_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
     assert list(table) == ["event", *COLUMNS]
     assert len(table) == 2 * 2 * 3
     assert not table.duplicated(["event", "method", "metric"]).any()
     for row in table.itertuples():
-        own = places[row.event]
-        values = expected_value(trace, own, row.method, REFERENCE[row.event], row.metric)
+        of_event = places[row.event]
+        values = expected_value(trace, of_event, row.method, REFERENCE[row.event], row.metric)
         assert row.value == pytest.approx(sum(values) / len(values), rel=1e-5, abs=1e-6)
-        assert row.layer == pytest.approx(sum(layer for _, layer in own) / len(own))
-        assert (row.n, row.k, row.experiment) == (len(own), trace.k, "events")
+        assert row.layer == pytest.approx(sum(layer for _, layer in of_event) / len(of_event))
+        assert (row.n, row.k, row.experiment) == (len(of_event), trace.k, "events")
         assert (row.model, row.corpus) == ("some/model", "words")
         assert np.isnan(row.low) if row.n == 1 else row.low <= row.value <= row.high
 
@@ -174,21 +174,21 @@ def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
 ) -> None:
     assume(rows is None or any(rows[: len(trace)]))
     table = update_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
-    places = {name: some(rows, found) for name, found in all_updates(trace).items()}
-    there = {(name, layer) for name, found in places.items() for _, layer in found}
+    places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
+    there = {(name, layer) for name, places_of_kind in places.items() for _, layer in places_of_kind}
     assert set(zip(table["event"], table["layer"], strict=True)) == there
     assert not table.duplicated(["event", "layer", "method", "metric"]).any()
     for row in table.itertuples():
         metric, _, percent = row.metric.partition("_p")
-        own = [place for place in places[row.event] if place[1] == row.layer]
-        values = expected_value(trace, own, row.method, REFERENCE[row.event], metric)
+        of_event = [place for place in places[row.event] if place[1] == row.layer]
+        values = expected_value(trace, of_event, row.method, REFERENCE[row.event], metric)
         if percent:
             assert row.event == "update"
             expected = float(np.percentile(values, int(percent)))
         else:
             expected = sum(values) / len(values)
         assert row.value == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert (row.n, row.target) == (len(own), row.layer)
+        assert (row.n, row.target) == (len(of_event), row.layer)
     quantiles = {f"{metric}_p{percent}" for metric in METRICS for percent in ("05", "50", "95")}
     assert set(table[table["event"] == "update"]["metric"]) == {*METRICS, *quantiles}
 

@@ -80,10 +80,10 @@ def by_loops(
 
     tried = []
     for kind, strength in itertools.product(kinds, STRENGTHS):
-        found = []
+        precisions = []
         for train, held in StratifiedKFold(folds, shuffle=True, random_state=seed).split(x, truth):
-            found.append(average_precision_score(truth[held], fitted(train, kind, strength)[held]))
-        tried.append((np.mean(found), kind, strength))
+            precisions.append(average_precision_score(truth[held], fitted(train, kind, strength)[held]))
+        tried.append((np.mean(precisions), kind, strength))
     _, kind, strength = max(tried, key=lambda each: each[0])
     return f"{('ridge', 'lasso')[kind]} {strength:g}", fitted(np.arange(len(x)), kind, strength)
 
@@ -110,9 +110,9 @@ def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int,
 
 
 def test_different_data_choose_different_penalties() -> None:
-    found = [by_loops(*one_of_many(seed), (RIDGE, LASSO), 4, seed)[0] for seed in range(9)]
-    assert {name.split()[0] for name in found} == {"ridge", "lasso"}
-    assert len(set(found)) > 2, "the comparison of choices proves little"
+    penalties = [by_loops(*one_of_many(seed), (RIDGE, LASSO), 4, seed)[0] for seed in range(9)]
+    assert {name.split()[0] for name in penalties} == {"ridge", "lasso"}
+    assert len(set(penalties)) > 2, "the comparison of choices proves little"
 
 
 def test_rare_events_weigh_as_much_as_all_others() -> None:
@@ -147,8 +147,8 @@ def test_the_threshold_has_the_largest_f1_of_all(pairs: list[tuple[int, bool]]) 
 def test_neighbouring_numbers_have_nothing_between_them() -> None:
     lower = 0.5
     upper = float(np.nextafter(lower, 1))
-    found = best_threshold(np.array([lower, upper, 0.1]), np.array([False, True, False]))
-    assert found == upper
+    threshold = best_threshold(np.array([lower, upper, 0.1]), np.array([False, True, False]))
+    assert threshold == upper
 
 
 def test_the_threshold_is_set_on_the_calibration_part() -> None:
@@ -179,11 +179,11 @@ def test_layers_without_enough_of_a_class_are_not_learnt() -> None:
         (5, 5, True, False), (4, 5, False, False), (5, 4, False, False), (0, 0, False, False),
         (55, 5, True, False), (56, 5, False, True), (60, 20, False, True), (60, 4, False, False),
     ):  # fmt: skip
-        found = learnt(events, calibrating)
-        assert (found.models_[0] is not None) == model
-        assert len(found.penalties) == model
+        classifiers = learnt(events, calibrating)
+        assert (classifiers.models_[0] is not None) == model
+        assert len(classifiers.penalties) == model
         if not model:
-            assert found.signals([x], split.test)[:, 0].tolist() == [always] * 20
+            assert classifiers.signals([x], split.test)[:, 0].tolist() == [always] * 20
 
 
 @pytest.mark.parametrize("events", [8, 9, 52])

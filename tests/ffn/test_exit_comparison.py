@@ -63,7 +63,7 @@ def corpus(n: int) -> Corpus:
     return Corpus("words", texts, n, 0, 0, 0)
 
 
-class Made:
+class ComparedModel:
     """Everything that `compare_exits` is given, and what it gives."""
 
     def __init__(self, model: Any, n: int) -> None:
@@ -71,9 +71,9 @@ class Made:
         self.trace = Trace.run(model, examples, k=4, progress=False)
         self.clusters = Clusters.fit(ValueVectors(model), 30)
         self.activations = collect(model, examples, classifier_sites(model), progress=False)
-        self.found = self.compare()
-        made = find_saturation(self.trace)
-        self.layer, self.by_ffn = made.layer.numpy(), made.by_ffn.numpy()
+        self.comparison = self.compare()
+        saturation = find_saturation(self.trace)
+        self.layer, self.by_ffn = saturation.layer.numpy(), saturation.by_ffn.numpy()
         self.right = (self.trace.after == self.trace.after[:, -1:]).numpy()
 
     def compare(self, **changed: Any) -> ExitComparison:
@@ -83,12 +83,12 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(small_model: Callable[[str], Any]) -> Callable[[str, int], Made]:
-    known: dict[tuple[str, int], Made] = {}
+def made(small_model: Callable[[str], Any]) -> Callable[[str, int], ComparedModel]:
+    known: dict[tuple[str, int], ComparedModel] = {}
 
-    def make(name: str, n: int) -> Made:
+    def make(name: str, n: int) -> ComparedModel:
         if (name, n) not in known:
-            known[name, n] = Made(small_model(name), n)
+            known[name, n] = ComparedModel(small_model(name), n)
         return known[name, n]
 
     return make
@@ -108,15 +108,15 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
         plain = plain_vectors(name, plain_model(name), torch.from_numpy(examples.tokens[start:end]))
         at = examples.positions[row]
         for layer in range(N_LAYERS):
-            own = torch.stack([plain[f"{kind}.{layer}"][0, at] for kind in before]).sum(0)
-            assert_near(torch.from_numpy(x[layer][row]), own)
+            before_ffn = torch.stack([plain[f"{kind}.{layer}"][0, at] for kind in before]).sum(0)
+            assert_near(torch.from_numpy(x[layer][row]), before_ffn)
             assert_near(torch.from_numpy(o[layer][row]), plain[f"ffn_out.{layer}"][0, at])
             assert both[layer][row].tolist() == [*x[layer][row], *o[layer][row]]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gptj"])
-def test_every_method_is_judged_once_a_split(name: str, made: Callable[[str, int], Made]) -> None:
-    judged = made(name, MANY).found.judged
+def test_every_method_is_judged_once_a_split(name: str, made: Callable[[str, int], ComparedModel]) -> None:
+    judged = made(name, MANY).comparison.judged
     rules, ends = (
         (exit_comparison.RULE, exit_comparison.EITHER, exit_comparison.BY_LAYER),
         (exit_comparison.FIXED, exit_comparison.ORACLE),
@@ -128,17 +128,19 @@ def test_every_method_is_judged_once_a_split(name: str, made: Callable[[str, int
 
 @pytest.mark.parametrize("name", ["gemma2", "gptj", "gpt2"])
 def test_leaving_where_the_prediction_is_made_is_always_right(
-    name: str, made: Callable[[str, int], Made]
+    name: str, made: Callable[[str, int], ComparedModel]
 ) -> None:
     study = made(name, MANY)
-    for seed, found in enumerate(study.found.judged[exit_comparison.ORACLE]):
+    for seed, exits in enumerate(study.comparison.judged[exit_comparison.ORACLE]):
         test = split_examples(MANY, seed=seed).test
-        assert found.accuracy == 1
-        assert found.saved == pytest.approx(np.mean([N_LAYERS - 1 - study.layer[row] for row in test]))
+        assert exits.accuracy == 1
+        assert exits.saved == pytest.approx(np.mean([N_LAYERS - 1 - study.layer[row] for row in test]))
     assert len(set(study.layer)) == N_LAYERS, "all are made at one layer, which proves little"
 
 
-def by_rule(study: Made, learn: np.ndarray, rows: np.ndarray, *, attention: bool = False) -> list[int]:
+def by_rule(
+    study: ComparedModel, learn: np.ndarray, rows: np.ndarray, *, attention: bool = False
+) -> list[int]:
     """Where the rule leaves, example by example."""
     d_mlp = len(study.clusters.labels) // N_LAYERS
     index = study.trace.index["dominant"].numpy()
@@ -165,7 +167,7 @@ def by_rule(study: Made, learn: np.ndarray, rows: np.ndarray, *, attention: bool
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gptj", "gpt2"])
-def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, int], Made]) -> None:
+def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, int], ComparedModel]) -> None:
     study, early = made(name, MANY), 0.0
     for seed in range(SEEDS):
         train, calibration, test = split_examples(MANY, seed=seed)
@@ -173,17 +175,17 @@ def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, in
         for method, attention in ((exit_comparison.RULE, False), (exit_comparison.EITHER, True)):
             left = by_rule(study, learn, test, attention=attention)
             hits = [bool(study.right[row, layer]) for row, layer in zip(test, left, strict=True)]
-            found = study.found.judged[method][seed]
-            assert found.accuracy == pytest.approx(np.mean(hits))
+            exits = study.comparison.judged[method][seed]
+            assert exits.accuracy == pytest.approx(np.mean(hits))
             saved = [N_LAYERS - 1 - layer for layer, hit in zip(left, hits, strict=True) if hit]
-            assert found.saved == pytest.approx(np.mean(saved))
-            early += found.left
+            assert exits.saved == pytest.approx(np.mean(saved))
+            early += exits.left
     assert early > 0, "nobody leaves, which proves little"
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gptj", "gpt2"])
 def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
-    name: str, made: Callable[[str, int], Made]
+    name: str, made: Callable[[str, int], ComparedModel]
 ) -> None:
     """The least lam and the first layer that are; `mat` fitted by LAPACK on the training part alone."""
     study = made(name, MANY)
@@ -196,7 +198,7 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
         wanted = np.mean([study.right[row, layer] for row, layer in zip(calibration, left, strict=True)])
         layers = [layer for layer in range(N_LAYERS) if study.right[calibration, layer].mean() >= wanted]
         expected = judge_exits(np.full(len(test), layers[0]), study.right[test])
-        assert study.found.judged[exit_comparison.FIXED][seed] == expected
+        assert study.comparison.judged[exit_comparison.FIXED][seed] == expected
         mean_length = sum(positions[row] + 1 for row in train) / len(train)
         for method in ("id", "mat"):
             said = {}
@@ -221,33 +223,35 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
                     break
             left = [leave(row, lam) for row in test]
             hits = [said[row, layer][1] for row, layer in zip(test, left, strict=True)]
-            found = study.found.judged[f"confidence, {method}"][seed]
-            assert found.accuracy == pytest.approx(np.mean(hits))
+            exits = study.comparison.judged[f"confidence, {method}"][seed]
+            assert exits.accuracy == pytest.approx(np.mean(hits))
             saved = [N_LAYERS - layer for layer, hit in zip(left, hits, strict=True) if hit]
-            assert found.saved == pytest.approx(np.mean(saved))
+            assert exits.saved == pytest.approx(np.mean(saved))
 
 
-def test_classifiers_learn_events_of_ffns_from_the_training_part(made: Callable[[str, int], Made]) -> None:
+def test_classifiers_learn_events_of_ffns_from_the_training_part(
+    made: Callable[[str, int], ComparedModel],
+) -> None:
     study = made("gptj", MANY)
     made_at = np.where(study.by_ffn, study.layer, -1)
     counted: dict[str, int] = {}
     for seed in range(SEEDS):
         split = split_examples(MANY, seed=seed)
-        for method, own in classifier_features(study.model, study.activations).items():
+        for method, features in classifier_features(study.model, study.activations).items():
             learnt = ExitClassifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, fewest=2, seed=seed)
-            learnt.fit(own, made_at, split, progress=False)
-            left = first_exit(learnt.signals(own, split.test))
-            assert study.found.judged[method][seed] == judge_exits(left, study.right[split.test])
+            learnt.fit(features, made_at, split, progress=False)
+            left = first_exit(learnt.signals(features, split.test))
+            assert study.comparison.judged[method][seed] == judge_exits(left, study.right[split.test])
             counted[method] = counted.get(method, 0) + len(learnt.penalties)
     assert all(counted.values()), "nothing is learnt, which proves little"
-    assert study.found.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}
+    assert study.comparison.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}
 
 
 def test_mat_is_left_out_where_examples_are_too_few(
-    made: Callable[[str, int], Made], capsys: pytest.CaptureFixture[str]
+    made: Callable[[str, int], ComparedModel], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 0.8 * FEW < 2 * D_MODEL < 0.8 * MANY
-    judged = made("llama", FEW).found.judged
+    judged = made("llama", FEW).comparison.judged
     assert "confidence, id" in judged
     assert "confidence, mat" not in judged
     capsys.readouterr()
@@ -255,14 +259,14 @@ def test_mat_is_left_out_where_examples_are_too_few(
     assert capsys.readouterr().err.count("mat is left out: 56 training examples for 32 dimensions") == 1
 
 
-def test_the_same_splits_give_the_same_numbers(made: Callable[[str, int], Made]) -> None:
+def test_the_same_splits_give_the_same_numbers(made: Callable[[str, int], ComparedModel]) -> None:
     study = made("llama", FEW)
     again = study.compare()
-    for method, each in study.found.judged.items():
+    for method, each in study.comparison.judged.items():
         assert [same(one) for one in each] == [same(one) for one in again.judged[method]]
     alone = study.compare(seeds=1)
     assert [same(each[0]) for each in alone.judged.values()] == [
-        same(each[0]) for each in study.found.judged.values()
+        same(each[0]) for each in study.comparison.judged.values()
     ]
 
 
@@ -271,7 +275,7 @@ def same(one: JudgedExits) -> list[str]:
     return list(map(str, one))
 
 
-def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Made]) -> None:
+def test_activations_of_other_examples_are_refused(made: Callable[[str, int], ComparedModel]) -> None:
     study = made("llama", FEW)
     other: Activations = collect(
         study.model,

@@ -43,7 +43,7 @@ def draw_clusters(values: ValueVectors, n_clusters: int) -> Clusters:
 
 
 def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int, int, int, float, float]]:
-    found = []
+    rows = []
     for example in range(len(trace)):
         for layer in range(trace.n_layers):
             for i in range(trace.k):
@@ -51,12 +51,12 @@ def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int
                 if score > threshold or score < -threshold:
                     row = layer * D_MLP + int(trace.index["dominant"][example, layer, i])
                     coefficient = float(trace.coefficient["dominant"][example, layer, i])
-                    found.append((example, layer, row, coefficient, score))
-    return found
+                    rows.append((example, layer, row, coefficient, score))
+    return rows
 
 
-def as_rows(found: Any) -> list[tuple[Any, ...]]:
-    return [tuple(row) for row in zip(*(column.tolist() for column in found), strict=True)]
+def as_rows(sub_updates: Any) -> list[tuple[Any, ...]]:
+    return [tuple(row) for row in zip(*(column.tolist() for column in sub_updates), strict=True)]
 
 
 @pytest.fixture
@@ -153,9 +153,9 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     plain_model: Callable[[str], Any],
 ) -> None:
     trace, clusters = make_trace_of_model(values, seed=seed), draw_clusters(values, 6)
-    found = extreme_sub_updates(trace, values, threshold=0.9)
+    extreme = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
-    ours = cluster_activity(found, clusters, trace, values, projection, commonness)
+    ours = cluster_activity(extreme, clusters, trace, values, projection, commonness)
     unit = plain_unit_vectors("llama", plain_model("llama"))
     embedding = plain_model("llama").get_output_embeddings().weight.detach().double().numpy()
     by_loop: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
@@ -166,25 +166,25 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
     order = sorted(by_loop, key=lambda key: (-len(by_loop[key]), *key))
     assert list(zip(ours["cluster"], ours["sign"], strict=True)) == order
     assert {sign for _, sign in order} == {1, -1}
-    for told, (cluster, sign) in zip(ours.itertuples(), order, strict=True):
-        own = by_loop[cluster, sign]
+    for actual, (cluster, sign) in zip(ours.itertuples(), order, strict=True):
+        triples = by_loop[cluster, sign]
         rows = [row for row in range(len(values)) if clusters.labels[row] == cluster]
-        assert (told.size, told.extremes) == (len(rows), len(own))
-        assert told.share == pytest.approx(len(own) / len(expected))
-        assert told.raised == pytest.approx(sum(score > 0 for *_, score in own) / len(own))
-        assert told.at_sinks == pytest.approx(sum(example < 2 for example, *_ in own) / len(own))
-        assert told.examples == pytest.approx(len({example for example, *_ in own}) / N)
-        layers = [layer for _, layer, _ in own]
-        assert told.layer == pytest.approx(sum(layers) / len(layers))
-        assert (told.first_layer, told.last_layer) == (min(layers), max(layers))
-        assert told.members == " ".join(f"L{row // D_MLP}D{row % D_MLP}" for row in rows)
+        assert (actual.size, actual.extremes) == (len(rows), len(triples))
+        assert actual.share == pytest.approx(len(triples) / len(expected))
+        assert actual.raised == pytest.approx(sum(score > 0 for *_, score in triples) / len(triples))
+        assert actual.at_sinks == pytest.approx(sum(example < 2 for example, *_ in triples) / len(triples))
+        assert actual.examples == pytest.approx(len({example for example, *_ in triples}) / N)
+        layers = [layer for _, layer, _ in triples]
+        assert actual.layer == pytest.approx(sum(layers) / len(layers))
+        assert (actual.first_layer, actual.last_layer) == (min(layers), max(layers))
+        assert actual.members == " ".join(f"L{row // D_MLP}D{row % D_MLP}" for row in rows)
         pairs = [unit[a] @ unit[b] for a in rows for b in rows if a < b]
-        assert told.cosine == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
+        assert actual.cosine == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
         top = np.argsort(-(embedding @ (sign * unit[rows].mean(0))))[:TOP].tolist()
-        assert told.common == pytest.approx(sum(token < 6 for token in top) / TOP)
-        assert told.unseen == pytest.approx(sum(token >= 30 for token in top) / TOP)
-        assert told.tokens.split(", ")[0] == small_model("llama").tokenizer.convert_ids_to_tokens(top[0])
-        assert told.kind == frequency_kinds(np.array([told.common]), np.array([told.unseen]))[0]
+        assert actual.common == pytest.approx(sum(token < 6 for token in top) / TOP)
+        assert actual.unseen == pytest.approx(sum(token >= 30 for token in top) / TOP)
+        assert actual.tokens.split(", ")[0] == small_model("llama").tokenizer.convert_ids_to_tokens(top[0])
+        assert actual.kind == frequency_kinds(np.array([actual.common]), np.array([actual.unseen]))[0]
 
 
 # Groups
@@ -195,15 +195,15 @@ def test_groups_are_told_as_a_loop_finds_them(
 ) -> None:
     trace, clusters = make_trace_of_model(values, seed=3), draw_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
-    found, beside = extreme_sub_updates(trace, values, threshold=1.4), draw_sub_updates(trace, values, 25)
+    extreme, beside = extreme_sub_updates(trace, values, threshold=1.4), draw_sub_updates(trace, values, 25)
     tables = [
-        cluster_activity(each, clusters, trace, values, projection, commonness) for each in (found, beside)
+        cluster_activity(each, clusters, trace, values, projection, commonness) for each in (extreme, beside)
     ]
     names = np.array(["unlikely", "common", "other"])
     kind_of = pd.concat(tables)
     kind_of["kind"] = names[(kind_of["cluster"] + (kind_of["sign"] > 0)) % 3]
     confident = torch.linspace(0.1, 0.9, N)
-    ours = group_table(found, beside, kind_of, clusters, values, trace, confident)
+    ours = group_table(extreme, beside, kind_of, clusters, values, trace, confident)
     assert list(ours.columns) == list(COLUMNS)
     assert set(ours["method"]) == {"all", *FREQUENCY_KINDS}
     assert set(ours["model"]) == {"some/model"}
@@ -213,30 +213,30 @@ def test_groups_are_told_as_a_loop_finds_them(
     def kind(row: int, coefficient: float) -> str:
         return str(names[(clusters.labels[row] + (coefficient > 0)) % 3])
 
-    every = [(*one, kind(one[2], one[3])) for one in as_rows(found)]
+    every = [(*one, kind(one[2], one[3])) for one in as_rows(extreme)]
     others = [kind(row, coefficient) for _, _, row, coefficient, _ in as_rows(beside)]
     for method in ("all", *FREQUENCY_KINDS):
         part = ours[ours["method"] == method]
-        told = part.set_index("metric")
-        own = [one for one in every if method in ("all", one[-1])]
-        chosen = sorted({int(clusters.labels[row]) for _, _, row, *_ in own})
+        values_of_metric = part.set_index("metric")
+        of_kind = [one for one in every if method in ("all", one[-1])]
+        chosen = sorted({int(clusters.labels[row]) for _, _, row, *_ in of_kind})
         sizes = [int((clusters.labels == cluster).sum()) for cluster in chosen]
         cosines = [
             float(tables[0].set_index("cluster")["cosine"].groupby(level=0).first()[c]) for c in chosen
         ]
-        layers = [layer for _, layer, *_ in own]
+        layers = [layer for _, layer, *_ in of_kind]
         assert part["layer"].tolist() == pytest.approx([sum(layers) / len(layers)] * len(part))
         expected = {
-            "share": (len(own) / len(every), len(every)),
+            "share": (len(of_kind) / len(every), len(every)),
             "share_drawn": (sum(method in ("all", other) for other in others) / len(others), 25),
             "clusters": (len(chosen), len(chosen)),
             "vectors": (sum(sizes) / len(values), len(chosen)),
             "cosine": (float(np.median(cosines)), len(chosen)),
-            "active": (len({row for _, _, row, *_ in own}) / len(values), len(own)),
-            "raised": (sum(score > 0 for _, _, _, _, score, _ in own) / len(own), len(own)),
-            "at_sinks": (sum(example < 2 for example, *_ in own) / len(own), len(own)),
+            "active": (len({row for _, _, row, *_ in of_kind}) / len(values), len(of_kind)),
+            "raised": (sum(score > 0 for _, _, _, _, score, _ in of_kind) / len(of_kind), len(of_kind)),
+            "at_sinks": (sum(example < 2 for example, *_ in of_kind) / len(of_kind), len(of_kind)),
         }
-        active = {(example, layer) for example, layer, *_ in own if example >= 2}
+        active = {(example, layer) for example, layer, *_ in of_kind if example >= 2}
         idle = {(example, layer) for example in range(2, N) for layer in range(N_LAYERS)} - active
         for name, quantity in (
             ("place", lambda example, layer: trace.examples.positions[example] + 1),
@@ -251,10 +251,10 @@ def test_groups_are_told_as_a_loop_finds_them(
                     means += times * sum(own_idle) / len(own_idle)
             beside_them = [one for one in idle if one[1] in {layer for _, layer in active}]
             expected[f"{name}_else"] = (means / len(active), len(beside_them))
-        assert set(told.index) == set(expected)
+        assert set(values_of_metric.index) == set(expected)
         for metric, (value, n) in expected.items():
-            assert told["value"][metric] == pytest.approx(value, abs=1e-6), (method, metric)
-            assert told["n"][metric] == n, (method, metric)
+            assert values_of_metric["value"][metric] == pytest.approx(value, abs=1e-6), (method, metric)
+            assert values_of_metric["n"][metric] == n, (method, metric)
 
 
 def test_layers_where_all_updates_have_one_are_set_beside_nothing(
@@ -263,20 +263,20 @@ def test_layers_where_all_updates_have_one_are_set_beside_nothing(
     trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
     trace.score["dominant", "before"][:, 0] = 9.0
     trace.score["dominant", "before"][:, 1] = 0.0
-    found = extreme_sub_updates(trace, values, threshold=1.0)
+    extreme = extreme_sub_updates(trace, values, threshold=1.0)
     table = cluster_activity(
-        found, clusters, trace, values, Projection.from_model(small_model("llama")), commonness
+        extreme, clusters, trace, values, Projection.from_model(small_model("llama")), commonness
     )
     confident = torch.full((N,), 0.5)
-    told = group_table(found, found, table, clusters, values, trace, confident)
-    every = told[told["method"] == "all"].set_index("metric")
+    groups = group_table(extreme, extreme, table, clusters, values, trace, confident)
+    every = groups[groups["method"] == "all"].set_index("metric")
     last = (trace.score["dominant", "before"][2:, 2].abs() > 1).any(1)
     assert every["n"]["stays"] == int(last.sum())
     assert every["value"]["stays"] == pytest.approx(float((trace.rank[2:, 2] == 0)[last].double().mean()))
     assert every["n"]["stays_else"] == int((~last).sum())
     only = extreme_sub_updates(trace, values, threshold=5.0)
-    told = group_table(only, only, table, clusters, values, trace, confident)
-    assert not {"stays", "stays_else", "place"} & set(told["metric"])
+    groups = group_table(only, only, table, clusters, values, trace, confident)
+    assert not {"stays", "stays_else", "place"} & set(groups["metric"])
 
 
 def test_places_are_counted_as_a_loop_counts_them(
@@ -284,29 +284,29 @@ def test_places_are_counted_as_a_loop_counts_them(
 ) -> None:
     trace, clusters = make_trace_of_model(values), draw_clusters(values, 9)
     trace.examples.positions[:] = [0, 1, 2, 3, 4, 5, 9, 10, 19, 20, 39, 40, 55, 0]
-    found = extreme_sub_updates(trace, values, threshold=0.9)
+    extreme = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
-    table = cluster_activity(found, clusters, trace, values, projection, commonness)
-    told = place_table(found, table, clusters, trace)
+    table = cluster_activity(extreme, clusters, trace, values, projection, commonness)
+    places = place_table(extreme, table, clusters, trace)
     ranges = [(1, 1), (2, 2), (3, 3), (4, 5), (6, 10), (11, 20), (21, 40), (41, 56)]
-    assert told[["first_place", "last_place"]].drop_duplicates().to_numpy().tolist() == list(
+    assert places[["first_place", "last_place"]].drop_duplicates().to_numpy().tolist() == list(
         map(list, ranges)
     )
     kind_of = {(row.cluster, row.sign): row.kind for row in table.itertuples()}
-    for row in told.itertuples():
+    for row in places.itertuples():
         examples = [
             example for example in range(N)
             if row.first_place <= trace.examples.positions[example] + 1 <= row.last_place
         ]  # fmt: skip
-        own = [
-            example for example, _, vector, coefficient, _ in as_rows(found)
+        of_kind = [
+            example for example, _, vector, coefficient, _ in as_rows(extreme)
             if kind_of[int(clusters.labels[vector]), 1 if coefficient > 0 else -1] == row.kind
         ]  # fmt: skip
         assert row.examples == len(examples)
-        assert row.per_example == pytest.approx(sum(map(own.count, examples)) / len(examples))
-    assert (told["per_example"] * told["examples"]).sum() == pytest.approx(len(found.row))
+        assert row.per_example == pytest.approx(sum(map(of_kind.count, examples)) / len(examples))
+    assert (places["per_example"] * places["examples"]).sum() == pytest.approx(len(extreme.row))
     trace.examples.positions[:] = 2
-    assert set(place_table(found, table, clusters, trace)["first_place"]) == {3}
+    assert set(place_table(extreme, table, clusters, trace)["first_place"]) == {3}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])

@@ -79,9 +79,9 @@ def test_streamed_lists_are_those_of_all_scores_at_once(
     model, plain = small_model(name), plain_model(name)
     whole = all_plain_values(name, plain) @ plain_unembedding(plain).T
     best, order = whole.sort(dim=1, descending=True)
-    found = top_tokens_of_all(ValueVectors(model), Projection.from_model(model), k=K, progress=False)
-    assert torch.equal(found.ids, order[:, :K])
-    assert_near(found.scores, best[:, :K], 1e-6)
+    tokens = top_tokens_of_all(ValueVectors(model), Projection.from_model(model), k=K, progress=False)
+    assert torch.equal(tokens.ids, order[:, :K])
+    assert_near(tokens.scores, best[:, :K], 1e-6)
     lowest = Projection.from_model(model).bottom(all_plain_values(name, plain), K)
     assert torch.equal(lowest.ids, order.flip(1)[:, :K])
     assert_near(lowest.scores, best.flip(1)[:, :K], 1e-6)
@@ -123,14 +123,14 @@ def test_the_table_has_both_ends_of_each_vector(
     for name, layer, index in (("L2D9", 2, 9), ("L0D127", 0, 127)):
         scores = plain_values("gpt2", plain, layer)[index] @ plain_unembedding(plain).T
         for side, order in (("top", scores.argsort(descending=True)), ("bottom", scores.argsort())):
-            own = table[(table["value"] == name) & (table["side"] == side)]
-            assert own["token_id"].tolist() == order[:3].tolist()
+            rows = table[(table["value"] == name) & (table["side"] == side)]
+            assert rows["token_id"].tolist() == order[:3].tolist()
             # The unembedding has rows for which the tokenizer has no token.
             texts = [tokenizer.decode([token]) or f"<{token}>" for token in order[:3].tolist()]
-            assert own["token"].tolist() == texts
-            assert own["score"].tolist() == pytest.approx(scores[order[:3]].tolist(), rel=1e-4, abs=1e-6)
-            assert own["rank"].tolist() == [1, 2, 3]
-            assert set(zip(own["layer"], own["index"], strict=True)) == {(layer, index)}
+            assert rows["token"].tolist() == texts
+            assert rows["score"].tolist() == pytest.approx(scores[order[:3]].tolist(), rel=1e-4, abs=1e-6)
+            assert rows["rank"].tolist() == [1, 2, 3]
+            assert set(zip(rows["layer"], rows["index"], strict=True)) == {(layer, index)}
 
 
 # The reverse
@@ -149,11 +149,11 @@ def test_what_promotes_words_most_is_found_as_by_trying_all(
         whole = vectors @ plain_unembedding(plain).T
         score, lift = whole[:, ids].mean(1), whole[:, ids].mean(1) - whole.mean(1)
         best = lift.argsort(descending=True)[:6]
-        found = values_promoting(values, read, words, n=6, progress=False)
-        assert found["value"].tolist() == [str(values.at(int(row))) for row in best]
-        assert found["score"].tolist() == pytest.approx(score[best].tolist(), rel=1e-4)
-        assert found["lift"].tolist() == pytest.approx(lift[best].tolist(), rel=1e-4)
-        for value, layer, index in found[["value", "layer", "index"]].itertuples(index=False, name=None):
+        promoting = values_promoting(values, read, words, n=6, progress=False)
+        assert promoting["value"].tolist() == [str(values.at(int(row))) for row in best]
+        assert promoting["score"].tolist() == pytest.approx(score[best].tolist(), rel=1e-4)
+        assert promoting["lift"].tolist() == pytest.approx(lift[best].tolist(), rel=1e-4)
+        for value, layer, index in promoting[["value", "layer", "index"]].itertuples(index=False, name=None):
             assert value == f"L{layer}D{index}"
 
 
@@ -173,19 +173,19 @@ def test_search_finds_every_list_that_has_a_word(
             score = float(tokens.scores[row, min(ranks) - 1])
             expected.append((str(values.at(row)), len(ranks), min(ranks), score))
     expected.sort(key=lambda one: (-one[1], one[2], -one[3]))
-    found = values_with_tokens(values, read, tokens, words)
-    columns = found[["value", "words", "rank", "score"]].itertuples(index=False, name=None)
+    table = values_with_tokens(values, read, tokens, words)
+    columns = table[["value", "words", "rank", "score"]].itertuples(index=False, name=None)
     assert list(columns) == expected
-    assert 0 < len(found) < len(values)
+    assert 0 < len(table) < len(values)
 
 
 def test_a_word_in_no_list_gives_an_empty_table(small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
     values, read = ValueVectors(model), Projection.from_model(model)
     nothing = projection.TopTokens(torch.zeros(len(values), 2, dtype=torch.long), torch.zeros(len(values), 2))
-    found = values_with_tokens(values, read, nothing, ["w7"])
-    assert found.columns.tolist() == ["value", "layer", "index", "words", "rank", "score"]
-    assert found.empty
+    table = values_with_tokens(values, read, nothing, ["w7"])
+    assert table.columns.tolist() == ["value", "layer", "index", "words", "rank", "score"]
+    assert table.empty
     with pytest.raises(
         InputError, match=r"Top tokens of 3 vectors for 384 value vectors\. Expected those of all"
     ):
@@ -228,9 +228,9 @@ def test_overlap_is_that_of_the_plain_models_lists(
     real = [plain_values(name, plain, layer) for layer in range(N_LAYERS)]
     e = plain_unembedding(plain)
     for method, vectors in (("values", real), ("random", drawn)):
-        for layer, own in enumerate(vectors):
-            first = (own @ e.T).topk(K).indices.tolist()
-            second = (plain_norm(name, plain, own) @ e.T).topk(K).indices.tolist()
+        for layer, of_layer in enumerate(vectors):
+            first = (of_layer @ e.T).topk(K).indices.tolist()
+            second = (plain_norm(name, plain, of_layer) @ e.T).topk(K).indices.tolist()
             each = [len({*a} & {*b}) / len({*a} | {*b}) for a, b in zip(first, second, strict=True)]
             (row,) = table[(table["method"] == method) & (table["layer"] == layer)].itertuples()
             assert row.value == pytest.approx(sum(each) / len(each))

@@ -83,7 +83,7 @@ def pair(
 
 
 @dataclass
-class Seen:
+class PlainUpdate:
     """One FFN and one sentence, as the plain model has them."""
 
     before: Tensor  # x
@@ -92,24 +92,24 @@ class Seen:
     m: Tensor
 
 
-def seen(name: str, plain: Any, examples: Examples, sentence: int) -> list[Seen]:
+def plain_updates(name: str, plain: Any, examples: Examples, sentence: int) -> list[PlainUpdate]:
     """What the FFN of every layer does to a sentence that is read alone."""
     start, end = examples.offsets[sentence : sentence + 2]
     at = examples.positions[sentence]
-    found = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
-    told = from_vectors(name, plain, {site: vectors[0, at] for site, vectors in found.items()})
-    assert_near(told[-1].logits_after, found["logits"][0, at])
-    return told
+    vectors_by_site = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
+    layers = from_vectors(name, plain, {site: vectors[0, at] for site, vectors in vectors_by_site.items()})
+    assert_near(layers[-1].logits_after, vectors_by_site["logits"][0, at])
+    return layers
 
 
-def from_vectors(name: str, plain: Any, at: dict[str, Tensor]) -> list[Seen]:
-    told = []
+def from_vectors(name: str, plain: Any, at: dict[str, Tensor]) -> list[PlainUpdate]:
+    layers = []
     for layer in range(N_LAYERS):
         # In parallel blocks as if attention came first.
         x = at[f"mid.{layer}"] if f"mid.{layer}" in at else at[f"h.{layer}"] + at[f"attn_out.{layer}"]
         logits = [plain_logits(name, plain, vector) for vector in (x, at[f"h.{layer + 1}"])]
-        told.append(Seen(x, *logits, at[f"ffn_post.{layer}"].double()))
-    return told
+        layers.append(PlainUpdate(x, *logits, at[f"ffn_post.{layer}"].double()))
+    return layers
 
 
 def assert_top(token: Tensor, logits: Tensor) -> None:
@@ -127,34 +127,34 @@ def assert_close(ours: Tensor, theirs: Tensor, scale: float) -> None:
     torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=ROUNDING * scale)
 
 
-def check(name: str, plain: Any, examples: Examples, trace: Trace, told: list[list[Seen]]) -> None:
+def check(name: str, plain: Any, examples: Examples, trace: Trace, updates: list[list[PlainUpdate]]) -> None:
     """Compare every number of a trace, and see that the comparison says something."""
     e, sure = plain_unembedding(plain).double(), 0
     assert (len(trace), trace.n_layers, trace.k) == (len(examples), N_LAYERS, K)
     assert trace.before.dtype == trace.after.dtype == trace.rank.dtype == torch.int64
     for sentence in range(len(examples)):
-        for layer, own in enumerate(told[sentence]):
+        for layer, plain_update in enumerate(updates[sentence]):
             where = sentence, layer
-            assert_top(trace.before[where], own.logits_before)
-            assert_top(trace.after[where], own.logits_after)
-            low, high = rank_bounds(trace.before[where], own.logits_after)
+            assert_top(trace.before[where], plain_update.logits_before)
+            assert_top(trace.after[where], plain_update.logits_after)
+            low, high = rank_bounds(trace.before[where], plain_update.logits_after)
             assert low <= int(trace.rank[where]) <= high
             sure += low == high
             v = plain_values(name, plain, layer).double()
-            lengths = own.m.abs() * v.norm(dim=1)
+            lengths = plain_update.m.abs() * v.norm(dim=1)
             chosen = trace.index["dominant"][where]
             assert_near(lengths[chosen], lengths.topk(K).values, ROUNDING)
             assert len(set(chosen.tolist())) == K
             tokens = {"before": trace.before[where], "final": trace.final[sentence]}
             # A small coefficient is a difference of large numbers: rounding is small against all of them.
-            largest = float(own.m.abs().max())
+            largest = float(plain_update.m.abs().max())
             for group in GROUPS:
                 index = trace.index[group][where]
-                assert_close(trace.coefficient[group][where], own.m[index], largest)
+                assert_close(trace.coefficient[group][where], plain_update.m[index], largest)
                 for reference in REFERENCES:
                     static = v[index] * e[tokens[reference]]
                     scale = largest * float(static.abs().sum(1).max())
-                    scores = own.m[index] * static.sum(1)
+                    scores = plain_update.m[index] * static.sum(1)
                     assert_close(trace.score[group, reference][where], scores, scale)
     assert sure > 0.5 * len(examples) * N_LAYERS, "most ranks could be several, so this proves little"
     assert torch.equal(trace.final, trace.after[:, -1])
@@ -167,7 +167,13 @@ def test_every_number_is_the_plain_models(
     model, plain = pair(name)
     examples = make_examples(model, sentences).head(N)
     trace = Trace.run(model, examples, k=K, batch_tokens=BUDGET, progress=False)
-    check(name, plain, examples, trace, [seen(name, plain, examples, sentence) for sentence in range(N)])
+    check(
+        name,
+        plain,
+        examples,
+        trace,
+        [plain_updates(name, plain, examples, sentence) for sentence in range(N)],
+    )
     assert (trace.rank > 0).any(), "no candidate ever falls, so this proves less"
     assert (trace.before != trace.final[:, None]).any(), "both references are one"
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
@@ -222,15 +228,19 @@ def test_scores_change_log_odds_exactly_as_the_definition_says(
     e = plain_unembedding(plain).double()
     differing = 0
     for sentence in range(N):
-        for layer, own in enumerate(seen(name, plain, examples, sentence)):
-            x, v, where = own.before.double(), plain_values(name, plain, layer).double(), (sentence, layer)
+        for layer, plain_update in enumerate(plain_updates(name, plain, examples, sentence)):
+            x, v, where = (
+                plain_update.before.double(),
+                plain_values(name, plain, layer).double(),
+                (sentence, layer),
+            )
             log_p = (e @ x).log_softmax(-1)
             of_all = projection.scores(values.layer(layer)).double()  # static scores of all tokens
             one, other = trace.before[where], trace.final[sentence]
-            scale = float(own.m.abs().max() * (e.abs() @ v.abs().T).max())
+            scale = float(plain_update.m.abs().max() * (e.abs() @ v.abs().T).max())
             for group in GROUPS:
                 for i, index in enumerate(trace.index[group][where].tolist()):
-                    added = own.m[index] * v[index]
+                    added = plain_update.m[index] * v[index]
                     after = (e @ (x + added)).log_softmax(-1)
                     change = after - log_p
                     # The whole distribution, by the scores of the projection.
@@ -263,10 +273,10 @@ def test_batches_change_nothing(name: str, small_model: Callable[[str], Any], se
         assert torch.equal(trace.index["random"], traces[0].index["random"])
         same = trace.index["dominant"] == traces[0].index["dominant"]
         assert float(same.double().mean()) > 0.99  # two of one length may change places
-        for found, expected in (
+        for ours, expected in (
             (trace.before, traces[0].before), (trace.after, traces[0].after), (trace.rank, traces[0].rank)
         ):  # fmt: skip
-            assert float((found == expected).double().mean()) > 0.99  # likewise two tokens
+            assert float((ours == expected).double().mean()) > 0.99  # likewise two tokens
         for reference in REFERENCES:
             token = trace.before == traces[0].before if reference == "before" else trace.final[:, None] == (
                 traces[0].final[:, None]
@@ -329,16 +339,16 @@ def llama(small_model: Callable[[str], Any]) -> tuple[Any, Examples]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sentences each batch had that was run."""
-    found: list[int] = []
+    sizes: list[int] = []
     stream = module.stream
 
     def counting(*given: Any, **options: Any) -> Iterator[Any]:
         for rows in stream(*given, **options):
-            found.append(len(rows.index))
+            sizes.append(len(rows.index))
             yield rows
 
     monkeypatch.setattr(module, "stream", counting)
-    return found
+    return sizes
 
 
 def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
@@ -352,9 +362,9 @@ def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
     assert_equal(Trace.run(*llama, folder=tmp_path / "deep" / "trace", batch_tokens=1, **options), disk)
     assert_equal(Trace.load(tmp_path / "deep" / "trace"), disk)
     assert not runs
-    told = Trace.load(tmp_path / "deep" / "trace").provenance
-    assert (told.details["k"], told.details["seed"], told.corpus) == (K, 3, "words")
-    assert told.details["software"]["matlens"] == matlens.__version__
+    provenance = Trace.load(tmp_path / "deep" / "trace").provenance
+    assert (provenance.details["k"], provenance.details["seed"], provenance.corpus) == (K, 3, "words")
+    assert provenance.details["software"]["matlens"] == matlens.__version__
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -387,12 +397,12 @@ def test_a_trace_that_was_broken_off_goes_on_to_the_same_bytes(
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [({"k": 3}, "k: 4 there, 3 now"), ({"seed": 1}, "seed: 0 there, 1 now"), ({"part": 20}, "examples: ")],
 )
 def test_a_folder_of_another_job_is_refused_and_left_alone(
     changed: dict[str, int],
-    told: str,
+    message: str,
     finished: bool,
     llama: tuple[Any, Examples],
     tmp_path: Path,
@@ -407,7 +417,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     before = contents(tmp_path / "out")
     given = {**options, **changed}
     other = examples.head(given.pop("part", len(examples)))
-    with pytest.raises(InputError, match=f"belongs to another job.*{told}"):
+    with pytest.raises(InputError, match=f"belongs to another job.*{message}"):
         Trace.run(model, other, **given)
     assert contents(tmp_path / "out") == before
 
@@ -444,8 +454,8 @@ def test_what_cannot_be_traced_is_told_before_anything_is_run(
     with pytest.raises(InputError, match="no value vectors that are known"):  # these blocks are stream-only
         Trace.run(small_model("granite"), examples, k=K, folder=tmp_path / "out")
     # Blocks with value vectors, but without a place that is the stream before the FFN.
-    found = Anatomy.from_model(model)
-    bare = replace(found, kinds=tuple(kind for kind in found.kinds if kind != "mid"))
+    anatomy = Anatomy.from_model(model)
+    bare = replace(anatomy, kinds=tuple(kind for kind in anatomy.kinds if kind != "mid"))
     monkeypatch.setattr(module.Anatomy, "from_model", lambda _: bare)
     with pytest.raises(InputError, match=r"pre-norm\) have no place that is known to be the stream before"):
         Trace.run(model, examples, k=K, folder=tmp_path / "out")
@@ -463,7 +473,7 @@ def test_nothing_is_left_behind_after_an_exception_in_the_middle(
         modules = list(model.original_model.modules())
         return [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in modules]
 
-    before, rows, calls = hook_counts(), module._Watch.rows, []
+    before, rows, calls = hook_counts(), module._BatchReader.rows, []
 
     def failing(self: Any, batch: Any) -> Any:
         calls.append(None)
@@ -471,7 +481,7 @@ def test_nothing_is_left_behind_after_an_exception_in_the_middle(
             raise RuntimeError("in the middle")
         return rows(self, batch)
 
-    monkeypatch.setattr(module._Watch, "rows", failing)
+    monkeypatch.setattr(module._BatchReader, "rows", failing)
     for folder in (None, tmp_path / "out"):
         calls.clear()
         with pytest.raises(RuntimeError, match="in the middle"):

@@ -41,9 +41,9 @@ def plain_ffn(
 ) -> tuple[Tensor, Tensor]:
     """Coefficients and output of an FFN at a sentence's position, the sentence read alone."""
     start, end = examples.offsets[sentence : sentence + 2]
-    found = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
+    vectors_by_site = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
     at = examples.positions[sentence]
-    return found[f"ffn_post.{layer}"][0, at], found[f"ffn_out.{layer}"][0, at]
+    return vectors_by_site[f"ffn_post.{layer}"][0, at], vectors_by_site[f"ffn_out.{layer}"][0, at]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -119,8 +119,8 @@ def test_the_table_tells_the_tokens_that_each_sub_update_promotes(
         best = (e @ written).topk(3).indices.tolist()
         assert row.tokens == ", ".join(tokenizer.decode([token]) or f"<{token}>" for token in best)
     assert (table["coefficient"] < 0).any(), "no sub-update turns its vector round, so this proves less"
-    for _, own in table.groupby("layer"):
-        assert own["share"].is_monotonic_decreasing
+    for _, of_layer in table.groupby("layer"):
+        assert of_layer["share"].is_monotonic_decreasing
 
 
 # Over a corpus (Figure 6)
@@ -145,9 +145,9 @@ def test_dominance_is_the_mean_share_of_the_largest_contributions(
         for sentence in range(12):
             lengths = plain_ffn(name, plain, examples, layer, sentence)[0].abs() * v.norm(dim=1)
             shares.append(float(lengths.sort().values[-4:].sum() / lengths.sum()))
-        own = table[table["layer"] == layer].set_index("method")
-        assert own.loc["dominant", "value"] == pytest.approx(sum(shares) / 12, rel=1e-4)
-        assert own.loc["dominant", "value"] > own.loc["random", "value"]
+        of_layer = table[table["layer"] == layer].set_index("method")
+        assert of_layer.loc["dominant", "value"] == pytest.approx(sum(shares) / 12, rel=1e-4)
+        assert of_layer.loc["dominant", "value"] > of_layer.loc["random", "value"]
 
 
 def test_random_sub_updates_are_the_seeds_own_and_have_their_even_share(

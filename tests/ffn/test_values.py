@@ -58,12 +58,12 @@ def test_ranges_are_those_of_the_model(name: str, small_model: Callable[[str], A
     assert [str(values.at(row)) for row in (0, D_MLP[name], len(values) - 1)] == [
         "L0D0", "L1D0", f"L{N_LAYERS - 1}D{D_MLP[name] - 1}",
     ]  # fmt: skip
-    for wrong, told in [
+    for wrong, message in [
         (f"L{N_LAYERS}D0", f"Layer {N_LAYERS} is out of range: .* in the layers 0 to {N_LAYERS - 1}"),
         (f"L-{N_LAYERS + 1}D0", f"Layer -{N_LAYERS + 1} is .* in the layers 0 to {N_LAYERS - 1}"),
         (f"L0D{D_MLP[name]}", f"of L0D{D_MLP[name]} is out of range: .* vectors 0 to {D_MLP[name] - 1}"),
     ]:
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             values.resolve(wrong)
     with pytest.raises(InputError, match="No value vectors are named"):
         values.vectors([])

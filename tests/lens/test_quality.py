@@ -28,7 +28,8 @@ from matlens.lens.quality import (
     prediction_rows,
     r2_matrix,
 )
-from matlens.linear.maps import LinearMap, MapSet
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
 
 L, D, VOCAB, N = 3, 5, 14, 23

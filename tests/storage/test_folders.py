@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trees import tree
 
 from matlens.errors import InputError
 from matlens.storage.folders import (
@@ -26,10 +27,6 @@ from matlens.storage.folders import (
 
 JOB = {"pairs": [("a", "b")], "seed": 0}
 OTHER = JOB | {"seed": 1}
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def interrupted(folder: Path, job: dict[str, Any] = JOB) -> None:

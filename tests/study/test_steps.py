@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_LAYERS
-from identities import make_identity
 
 import matlens
-from matlens.linear.maps import LinearMap, MapSet
-from matlens.models.identity import Provenance, unembed_hash
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
+from matlens.models.identity import unembed_hash
 from matlens.study import steps
 
 N_TRAIN, N_VALIDATION = 25, 15
@@ -32,64 +32,6 @@ def collected(small_model: Callable[[str], Any], sentences: matlens.corpora.Corp
 def collect(model: Any, sentences: matlens.corpora.Corpus, folder: Path, **options: Any) -> Any:
     sizes = {"n_train": N_TRAIN, "n_validation": N_VALIDATION} | options
     return steps.collect_parts(model, sentences, folder, progress=False, **sizes)
-
-
-class Collected(Mapping[str, Any]):
-    """As much of a collection as pairs are resolved on."""
-
-    def __init__(self, n_layers: int, *sites: str) -> None:
-        self._sites = sites
-        self.provenance = Provenance(make_identity(n_layers=n_layers))
-
-    def __getitem__(self, site: str) -> Any:
-        raise AssertionError("no vector is needed")
-
-    def __iter__(self) -> Any:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-
-WHOLE = Collected(3, "h.0", "h.1", "h.2", "h.3")
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ("all", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
-        ("last", [(0, 3), (1, 3), (2, 3)]),
-        ([(1, 2)], [(1, 2)]),
-        ([(-3, -1), (0, -2)], [(1, 3), (0, 2)]),
-        ([("h.0", "h.2"), ("1", "-1")], [(0, 2), (1, 3)]),
-        (iter([(0, 3)]), [(0, 3)]),
-    ],
-)
-def test_resolve_pairs(pairs: Any, expected: list[tuple[int, int]]) -> None:
-    assert steps.resolve_pairs(pairs, WHOLE) == [(f"h.{a}", f"h.{b}") for a, b in expected]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "message"),
-    [
-        ([(0, 4)], "4 is not a layer of the stream: expected 0 to 3"),
-        ([(-5, 3)], "-5 is not a layer of the stream"),
-        ([(2, 2)], "from layer 2 to layer 2: the source must lie before the target"),
-        ([(0, 3), (-1, 1)], "from layer 3 to layer 1"),
-        ([("ln1_out.0", 3)], "'ln1_out.0' is not a layer of the stream"),
-        ([("x", 3)], "x"),
-    ],
-)
-def test_pairs_that_cannot_be_fitted(pairs: Any, message: str) -> None:
-    with pytest.raises(matlens.InputError, match=message):
-        steps.resolve_pairs(pairs, WHOLE)  # type: ignore[arg-type]
-
-
-def test_pairs_of_layers_that_were_not_collected() -> None:
-    some = Collected(3, "h.0", "h.3")
-    assert steps.resolve_pairs([(0, 3)], some) == [("h.0", "h.3")]  # type: ignore[arg-type]
-    with pytest.raises(matlens.InputError, match=r"no vectors of h\.1, h\.2; collected were h\.0, h\.3"):
-        steps.resolve_pairs("all", some)  # type: ignore[arg-type]
 
 
 def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(

@@ -1,0 +1,35 @@
+"""How long it takes until the package is imported, and until the command line has said what it can do.
+
+Each start is a process of its own, as a user starts it, with the files in the system's cache. The aims:
+at most 0.3 s for ``import matlens`` and at most 0.6 s for ``matlens --help``, Python's own start included.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from typing import Annotated
+
+import typer
+from turns import fastest
+
+_STARTS = {
+    "python": "pass",
+    "import matlens": "import matlens",
+    "matlens --help": "import sys; sys.argv[1:] = ['--help']; from matlens.cli.app import main; main()",
+}
+_AIMS = {"import matlens": 0.3, "matlens --help": 0.6}
+
+
+def main(rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 5) -> None:
+    """Print the seconds of a start, and the aim."""
+    run = partial(subprocess.run, check=True, capture_output=True)
+    works = {name: partial(run, [sys.executable, "-c", code]) for name, code in _STARTS.items()}
+    for name, seconds in fastest(works, rounds).items():
+        aim = f" (aim: at most {_AIMS[name]})" if name in _AIMS else ""
+        print(f"{name:14} {seconds:.2f} s{aim}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

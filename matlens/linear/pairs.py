@@ -1,0 +1,68 @@
+"""Which maps are meant: pairs of sites, spelled out for a model of so many layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from matlens.errors import InputError
+from matlens.models.sites import STREAM, Site
+
+Pair = tuple[str | int | Site, str | int | Site]
+Pairs = Literal["all", "last"] | Iterable[Pair]
+
+
+def resolve_pairs(pairs: Pairs, n_layers: int) -> list[tuple[str, str]]:
+    """Names of the sites of each pair, in a model of so many layers.
+
+    Parameters
+    ----------
+    pairs
+        ``"all"`` for every ``0 <= l < l' <= L`` of the stream, ``"last"`` for those onto ``L``, or a list of
+        pairs of sites.
+    n_layers
+        ``L``.
+
+    Raises
+    ------
+    InputError
+        A site is out of range, or a layer of the stream does not lie before its target.
+    """
+    if pairs == "all":
+        named: list[Pair] = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
+    elif pairs == "last":
+        named = [(a, n_layers) for a in range(n_layers)]
+    elif isinstance(pairs, str):
+        raise InputError(f"pairs={pairs!r}: expected 'all', 'last', or a list of pairs of sites.")
+    else:
+        named = list(pairs)
+    sites = [(Site.parse(source, n_layers), Site.parse(target, n_layers)) for source, target in named]
+    for source, target in sites:
+        if source.kind == target.kind == STREAM and source.layer >= target.layer:
+            raise InputError(
+                f"A map from layer {source.layer} to layer {target.layer}: the source must lie before the "
+                "target."
+            )
+    return [(str(source), str(target)) for source, target in sites]
+
+
+def require_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]) -> None:
+    """Refuse pairs that there are no samples of.
+
+    Raises
+    ------
+    InputError
+        A site was not collected; the message names all that are missing.
+    """
+    there = list(collected)
+    absent = sorted({site for pair in pairs for site in pair} - set(there), key=Site.parse)
+    if absent:
+        raise InputError(f"There are no vectors of {', '.join(absent)}; collected were {', '.join(there)}.")
+
+
+def by_source(pairs: Iterable[tuple[Any, Any]]) -> dict[str, list[str]]:
+    """Targets of each source, both in the order in which they first occur."""
+    grouped: dict[str, list[str]] = {}
+    for source, target in dict.fromkeys((str(Site.parse(a)), str(Site.parse(b))) for a, b in pairs):
+        grouped.setdefault(source, []).append(target)
+    return grouped
