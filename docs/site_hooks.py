@@ -41,7 +41,8 @@ def read_face(package: str) -> Face:
                     homes[alias.name] = f"{package}.{node.module}.{alias.name}"
                 else:
                     rooms.append(alias.name)
-    return Face(package, sentence, tuple(homes), homes, tuple(rooms))
+    names = sorted(homes, key=str.isupper)  # constants after what one calls
+    return Face(package, sentence, tuple(names), homes, tuple(rooms))
 
 
 def api_pages() -> Iterator[tuple[str, str]]:

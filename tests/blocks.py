@@ -12,7 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jupytext
 import pytest
@@ -143,7 +143,8 @@ def small_world(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "analyses").symlink_to(PROJECT / "analyses")
     (tmp_path / "sentences.txt").write_text("\n".join(small_sentences()))
-    monkeypatch.setattr("matlens.models.loading.load", small_load)
+    for home in (loading, matlens.models, matlens):  # a face keeps what it has given once
+        monkeypatch.setattr(home, "load", small_load)
     monkeypatch.setattr("matlens.corpora.corpus.open_source", small_sentences)
     yield tmp_path
     torch.set_num_threads(threads)
@@ -188,6 +189,22 @@ class Runner:
         for command in commands(example.region.lexemes["source"]):
             run_command(command)
         self.counts["of commands run or checked"] += 1
+
+
+class Block(NamedTuple):
+    """A block of a page."""
+
+    language: str
+    source: str
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """Blocks of a page, in their order, as they stand there."""
+    lexer = FencedCodeBlockLexer(r"[^\n`]*")
+    document = Document(path.read_text(), str(path))
+    return [
+        Block(str(region.lexemes["language"]), str(region.lexemes["source"])) for region in lexer(document)
+    ]
 
 
 def commands(source: str) -> Iterator[list[str]]:

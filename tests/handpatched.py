@@ -68,10 +68,10 @@ def _chosen(where: str | tuple[Any, ...], sentence: int, length: int) -> Tensor:
     tokens = torch.arange(length)
     if isinstance(where, str):
         return tokens >= {"all": 0, "not-first": 1}[where]
-    own = where[sentence]
-    if isinstance(own, tuple):
-        return torch.tensor([own[token] if token < len(own) else True for token in range(length)])
-    return tokens == own
+    meant = where[sentence]
+    if isinstance(meant, tuple):
+        return torch.tensor([meant[token] if token < len(meant) else True for token in range(length)])
+    return tokens == meant
 
 
 @contextmanager
@@ -80,22 +80,22 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
     layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
     handles: list[Any] = []
 
-    def replace_blocks(one: Part) -> None:
-        for layer in one.blocks:
+    def replace_blocks(replaced: Part) -> None:
+        for layer in replaced.blocks:
 
-            def forward(h: Tensor, *_: Any, first: bool = layer == one.blocks[0], **__: Any) -> Any:
-                h = one.apply(h) if first else h
+            def forward(h: Tensor, *_: Any, first: bool = layer == replaced.blocks[0], **__: Any) -> Any:
+                h = replaced.apply(h) if first else h
                 return (h, None) if name == "gptj" else h
 
             layers[layer].forward = forward
 
-    def map_between_blocks(one: Part, layer: int) -> None:
+    def map_between_blocks(replaced: Part, layer: int) -> None:
         before = layers[layer] if layer < N_LAYERS else final_norm
-        handles.append(before.register_forward_pre_hook(lambda _, args: (one.apply(args[0]), *args[1:])))
+        handles.append(before.register_forward_pre_hook(lambda _, args: (replaced.apply(args[0]), *args[1:])))
 
-    def replace_submodule(one: Part, layer: int) -> None:
+    def replace_submodule(replaced: Part, layer: int) -> None:
         (path_in, side_in), (path_out, side_out) = (
-            SITE_MODULES[name][site.split(".")[0]] for site in (one.source, one.target)
+            SITE_MODULES[name][site.split(".")[0]] for site in (replaced.source, replaced.target)
         )
         assert (side_in, side_out) == ("in", "out")
         given: list[Tensor] = []
@@ -105,8 +105,8 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
 
         def after(_: Any, __: Any, output: Any) -> Any:
             whole = output[0] if isinstance(output, tuple) else output
-            chosen = _chosen(one.where, sentence, whole.shape[1])[:, None]
-            whole = torch.where(chosen, one.apply(given[0]), whole)
+            chosen = _chosen(replaced.where, sentence, whole.shape[1])[:, None]
+            whole = torch.where(chosen, replaced.apply(given[0]), whole)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         block = layers[layer]
@@ -114,20 +114,20 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
         handles.append(block.get_submodule(path_out).register_forward_hook(after))
 
     try:
-        for one in parts:
-            (kind, first), (_, last) = ends(one)
+        for replaced in parts:
+            (kind, first), (_, last) = ends(replaced)
             if kind != "h":
-                replace_submodule(one, first)
+                replace_submodule(replaced, first)
             elif first < last:
-                replace_blocks(one)
+                replace_blocks(replaced)
             else:
-                map_between_blocks(one, first)
+                map_between_blocks(replaced, first)
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for one in parts:
-            for layer in one.blocks:
+        for replaced in parts:
+            for layer in replaced.blocks:
                 vars(layers[layer]).pop("forward", None)
 
 
@@ -135,12 +135,12 @@ def hand_vectors(
     name: str, model: Any, parts: Sequence[Part], sentences: Sequence[Sequence[int]]
 ) -> list[dict[str, Tensor]]:
     """Vectors of every site that is left, and ``"logits"``, of each sentence alone and without padding."""
-    skipped = {layer for one in parts for layer in one.blocks}
-    inside = {f"h.{layer}" for one in parts for layer in one.blocks[1:]}
+    skipped = {layer for replaced in parts for layer in replaced.blocks}
+    inside = {f"h.{layer}" for replaced in parts for layer in replaced.blocks[1:]}
     inside |= {f"{kind}.{layer}" for kind in SITE_MODULES.get(name, {}) for layer in skipped}
-    found = []
+    sentence_vectors = []
     for s, sentence in enumerate(sentences):
         with patched_by_hand(name, model, parts, s):
             seen = plain_vectors(name, model, torch.tensor([list(sentence)]))
-        found.append({site: value[0] for site, value in seen.items() if site not in inside})
-    return found
+        sentence_vectors.append({site: value[0] for site, value in seen.items() if site not in inside})
+    return sentence_vectors

@@ -36,7 +36,7 @@ held_out = matlens.collect(model, matlens.make_examples(model, validation))
 # The fit itself takes seconds: least squares without penalty, from every layer to the last.
 
 # %%
-maps = matlens.MapSet(matlens.linear.fit_samples(vectors, [(layer, 30) for layer in range(30)]))
+maps = matlens.MapSet.fit(vectors, pairs="last")
 
 # %% [markdown]
 # How well do the mapped representations stand in for the last one, on sentences that were not fitted? `mat`

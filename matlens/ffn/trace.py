@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from matlens.activations.collecting import Rows, default_batch_tokens, stream
@@ -65,7 +65,7 @@ class Trace:
     """
 
     def __init__(
-        self, rows: Mapping[str, Float[Tensor, "n d"]], examples: Examples, provenance: Provenance
+        self, rows: Mapping[str, Shaped[Tensor, "n _"]], examples: Examples, provenance: Provenance
     ) -> None:
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])

@@ -61,7 +61,7 @@ class Site:
             It is not a site, its layer is out of range, or its layer counts from the end of a model that is
             not known.
         """
-        site = cls._read(text)
+        site = cls.read(text)
         if n_layers is None:
             if site.layer < 0:
                 raise InputError(
@@ -78,7 +78,14 @@ class Site:
         return site if site.layer >= 0 else cls(site.kind, site.layer % count)
 
     @classmethod
-    def _read(cls, text: str | int | Site) -> Site:
+    def read(cls, text: str | int | Site) -> Site:
+        """Read a site as it is written, for a model that is known later: negative layers stay negative.
+
+        Raises
+        ------
+        InputError
+            It is not a site.
+        """
         if isinstance(text, Site):
             return text
         if isinstance(text, Integral) and not isinstance(text, bool):

@@ -55,7 +55,7 @@ class Replacement:
     @classmethod
     def from_map(cls, linear: LinearMap, *, where: Where = "all") -> Replacement:
         """Replace the part of a model that lies between the sites of a map."""
-        return cls(linear, Site.parse(linear.source), Site.parse(linear.target), where)
+        return cls(linear, Site.read(linear.source), Site.read(linear.target), where)
 
     @property
     def is_jump(self) -> bool:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from blocks import NOTEBOOKS, PAGES, PROJECT, Runner, check_make, check_script, run_notebook, shrink
+from blocks import (
+    NOTEBOOKS,
+    PAGES,
+    PROJECT,
+    Runner,
+    blocks_of,
+    check_make,
+    check_script,
+    run_notebook,
+    shrink,
+)
 from blocks import small_load as small_load
 from blocks import small_models as small_models
 from blocks import small_world as small_world
+
+import matlens
 
 
 def name_of(path: Path) -> str:
@@ -47,6 +62,38 @@ def test_commands_and_paths_in_the_text_are_there(path: Path) -> None:
             check_make(shlex.split(code)[1:])
         elif re.fullmatch(r"(analyses|benchmarks|docs|tests|matlens)/[\w./-]+", code):
             assert (PROJECT / code).exists(), code
+
+
+def now_of(path: Path) -> str:
+    """Text of a page, without the first column of the changelog's table of names."""
+    text = path.read_text()
+    return re.sub(r"^\|.*?\|", "", text, flags=re.MULTILINE) if path.name == "CHANGELOG.md" else text
+
+
+@pytest.mark.parametrize("path", [*PAGES, PROJECT / "CHANGELOG.md"], ids=name_of)
+def test_names_of_rooms_in_the_text_are_there(path: Path) -> None:
+    for code in re.findall(r"(?<!`)`(?:matlens\.)?((?:\w+\.)+\w+)(?:\(.*?\))?`(?!`)", now_of(path)):
+        room, *names = code.split(".")
+        if room in matlens.__all__ and not names[-1].endswith(("py", "md")):
+            reduce(getattr, names, getattr(matlens, room))
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=name_of)
+def test_python_imports_only_from_rooms(path: Path) -> None:
+    code = [path.read_text()]
+    if path in PAGES:
+        code = [block.source for block in blocks_of(path) if block.language.startswith("python")]
+    for node in (node for block in code for node in ast.walk(ast.parse(block))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert name.partition(".")[0] != "matlens" or name.count(".") <= 1, f"{name} is a third level"
+
+
+def test_the_page_of_the_house_has_every_room() -> None:
+    rooms = {name for name in matlens.__all__ if isinstance(getattr(matlens, name), ModuleType)}
+    rows = re.findall(r"^\| (`.*?) \|", (PROJECT / "docs" / "house.md").read_text(), flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == rooms | {"errors"}
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,11 @@ def test_exit_layers_are_those_of_a_loop_over_examples(seed: int) -> None:
 
 def test_the_mean_length_counts_tokens_and_not_positions() -> None:
     positions = torch.tensor([0, 3, 8])
-    found = thresholds(positions, 0.5)
-    assert found.dtype == torch.float64
+    limits = thresholds(positions, 0.5)
+    assert limits.dtype == torch.float64
     expected = [0.45 + 0.1 * math.exp(-4 * i / ((1 + 4 + 9) / 3)) for i in (0, 3, 8)]
-    assert found.tolist() == pytest.approx(expected, rel=1e-14)
-    assert found[0].item() == pytest.approx(0.55)
+    assert limits.tolist() == pytest.approx(expected, rel=1e-14)
+    assert limits[0].item() == pytest.approx(0.55)
     given = thresholds(positions, 0.5, mean_length=20)
     assert given.tolist() == pytest.approx([0.45 + 0.1 * math.exp(-i / 5) for i in (0, 3, 8)], rel=1e-14)
 
@@ -245,12 +245,12 @@ def confident(difference: list[list[float]], right: list[list[int]]) -> ExitConf
 def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
     """All at position 0 of sentences of one token: the threshold is 0.9 lam + 0.1."""
     at = torch.zeros(4, dtype=torch.long)
-    found = confident(
+    confidence = confident(
         [[0.2, 0.9, 0.9], [0.3, 0.9, 0.9], [0.5, 0.9, 0.9], [0.7, 0.8, 0.9]],
         [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1]],
     )
     for wanted, gap in ((0.5, 0.0), (0.51, 0.2), (0.75, 0.2), (0.76, 0.3), (1.0, 0.3)):
-        lam = least_lam(found, at, 1.0, wanted)
+        lam = least_lam(confidence, at, 1.0, wanted)
         if not gap:
             assert lam == pytest.approx(-0.112)
             continue
@@ -260,24 +260,24 @@ def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() ->
 
 
 def test_no_lam_but_the_last_is_right_where_only_the_last_layer_is() -> None:
-    found = confident([[1.0, 1.0], [1.0, 0.0]], [[0, 1], [0, 1]])
-    lam = least_lam(found, torch.tensor([0, 3]), 2.5, 1.0)
-    assert exit_layers(found.difference, thresholds(torch.tensor([0, 3]), lam, 2.5)).tolist() == [2, 2]
+    confidence = confident([[1.0, 1.0], [1.0, 0.0]], [[0, 1], [0, 1]])
+    lam = least_lam(confidence, torch.tensor([0, 3]), 2.5, 1.0)
+    assert exit_layers(confidence.difference, thresholds(torch.tensor([0, 3]), lam, 2.5)).tolist() == [2, 2]
     assert lam <= 1.112
 
 
 def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
     readout, _, data = study("llama")
     given = [as_substitute(data[layer]) for layer in (2, 0, N_LAYERS)]
-    found = exit_confidences(readout, data[N_LAYERS], given, name="some", progress=False)
+    confidence = exit_confidences(readout, data[N_LAYERS], given, name="some", progress=False)
     for i, layer in enumerate((2, 0, N_LAYERS)):
         p = readout.logits(data[layer]).double().softmax(-1)
         first, second = p.topk(2).values.T
-        torch.testing.assert_close(found.difference[:, i].double(), first - second, atol=1e-6, rtol=0)
+        torch.testing.assert_close(confidence.difference[:, i].double(), first - second, atol=1e-6, rtol=0)
         said = p.argmax(-1) == readout.logits(data[N_LAYERS]).argmax(-1)
-        assert found.right[:, i].tolist() == said.tolist()
-    assert found.right[:, 2].all()
-    assert not found.right[:, 1].all()
+        assert confidence.right[:, i].tolist() == said.tolist()
+    assert confidence.right[:, 2].all()
+    assert not confidence.right[:, 1].all()
 
 
 # Layers saved

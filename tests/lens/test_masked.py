@@ -96,7 +96,7 @@ def run(trained: Path) -> Run:
     sentences = language(400, seed=2)
     parts = [corpus_of(language(1000, seed=1)), corpus_of(sentences)]
     examples = [make_examples(model, part, draw_special=False) for part in parts]
-    fitted_on, validation = (collect(model, one, progress=False) for one in examples)
+    fitted_on, validation = (collect(model, drawn, progress=False) for drawn in examples)
     pairs = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
     maps = MapSet(fit_samples(fitted_on, pairs))
     readout = Readout(model)
@@ -137,8 +137,8 @@ def test_the_model_knows_the_language(run: Run) -> None:
     # Where the words have nothing to do with one another there is nothing to know.
     noise = torch.randint(N_WORDS, (400, 7), generator=torch.Generator().manual_seed(3))
     examples = make_examples(run.model, corpus_of(noise), draw_special=False)
-    found = collect(run.model, examples, [N_LAYERS], progress=False)
-    known = hidden_words(found, noise) == run.readout.logits(found[N_LAYERS]).argmax(-1)
+    collected = collect(run.model, examples, [N_LAYERS], progress=False)
+    known = hidden_words(collected, noise) == run.readout.logits(collected[N_LAYERS]).argmax(-1)
     assert float(known.double().mean()) < 0.15
 
 
@@ -154,7 +154,7 @@ def test_the_plain_model_says_the_same_of_the_masked_sentence(run: Run, trained:
     assert torch.equal(torch.from_numpy(examples.tokens).view(len(texts), -1), masked)
     with torch.inference_mode():
         states, open_states = (
-            plain(one, output_hidden_states=True).hidden_states for one in (masked, tokens)
+            plain(sentence, output_hidden_states=True).hidden_states for sentence in (masked, tokens)
         )
     for layer in range(N_LAYERS + 1):
         ours = run.validation[layer]
@@ -170,11 +170,11 @@ def test_the_hidden_word_changes_nothing(run: Run) -> None:
     changed[0, 4] = (changed[0, 4] + 1) % N_WORDS
     both = [corpus_of(sentence), corpus_of(changed)]
     for seed in range(10_000):
-        examples = [make_examples(run.model, one, seed=seed) for one in both]
-        if all(one.positions[0] == 5 for one in examples):  # the fifth word, after [CLS]
+        examples = [make_examples(run.model, corpus, seed=seed) for corpus in both]
+        if all(drawn.positions[0] == 5 for drawn in examples):  # the fifth word, after [CLS]
             break
-    assert [int(one.positions[0]) for one in examples] == [5, 5]
-    first, second = (collect(run.model, one, positions="all", progress=False) for one in examples)
+    assert [int(drawn.positions[0]) for drawn in examples] == [5, 5]
+    first, second = (collect(run.model, drawn, positions="all", progress=False) for drawn in examples)
     assert all(torch.equal(first[layer], second[layer]) for layer in range(N_LAYERS + 1))
 
 

@@ -87,10 +87,10 @@ def test_top_predictions_are_the_largest_of_a_softmax_of_the_plain_models_head(
                 top = torch.topk(plain_head(name, plain, h[None])[0].softmax(-1), K)
                 for rank, (p, token) in enumerate(zip(*top, strict=True), start=1):
                     expected.append((text, method, layer, rank, tokenizer.decode([token]), float(p)))
-    found = top_predictions(Readout(small_model(name)), maps, data, layers, k=K)
+    table = top_predictions(Readout(small_model(name)), maps, data, layers, k=K)
     wanted = pd.DataFrame(expected, columns=list(COLUMNS))
-    pd.testing.assert_frame_equal(found, wanted, check_exact=False, rtol=1e-4)
-    assert found["token"].nunique() > 5, "the layers tell nothing apart"
+    pd.testing.assert_frame_equal(table, wanted, check_exact=False, rtol=1e-4)
+    assert table["token"].nunique() > 5, "the layers tell nothing apart"
 
 
 @pytest.mark.parametrize("layer", [N_LAYERS + 1, -N_LAYERS - 2])
@@ -116,8 +116,8 @@ def read_by(name: str, small_model: Callable[[str], Any], lines: list[str], **op
     """Texts, beside the positions that they are read at."""
     model = small_model(name)
     examples = make_examples(model, Corpus("lines", tuple(lines), len(lines), 0, 0, 0), **options)
-    found = prompt_texts(Readout(model), Activations({}, examples, "drawn", Provenance()))
-    return zip(found, examples.positions.tolist(), strict=True)
+    texts = prompt_texts(Readout(model), Activations({}, examples, "drawn", Provenance()))
+    return zip(texts, examples.positions.tolist(), strict=True)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -152,8 +152,8 @@ def test_words_that_the_tokenizer_does_not_know_are_shown_as_it_reads_them(
 ) -> None:
     """A person who is shown less than the model has read is asked about another sentence."""
     line = "w1 zebra w2 w3 zebra w4"
-    (found,) = read_by(name, small_model, [line], draw_special=False)
-    text, position = found
+    (shown,) = read_by(name, small_model, [line], draw_special=False)
+    text, position = shown
     words = line.replace("zebra", "[UNK]").split()
     if name == "bert":
         words[position - 1] = "[MASK]"

@@ -94,7 +94,7 @@ COLUMNS = [
 ]
 
 
-def one(table: pd.DataFrame, **wanted: Any) -> Any:
+def only_row(table: pd.DataFrame, **wanted: Any) -> Any:
     rows = table
     for column, value in wanted.items():
         rows = rows[rows[column] == value]
@@ -128,7 +128,7 @@ def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> N
         truth = data[target].double().numpy()
         mapped = np.array([apply(maps[source, target], h) for h in data[source].tolist()])
         for method, prediction in (("mat", mapped), ("id", data[source].double().numpy())):
-            row = one(table, method=method, layer=int(source[2:]), target=int(target[2:]))
+            row = only_row(table, method=method, layer=int(source[2:]), target=int(target[2:]))
             assert row["value"] == pytest.approx(r2_score(truth, prediction), abs=1e-5)
             assert (row["experiment"], row["model"], row["corpus"]) == ("fit_quality", "small", "words")
             assert (row["metric"], row["n"]) == ("r2", N)
@@ -154,7 +154,7 @@ def test_prediction_quality_is_what_a_loop_over_examples_counts() -> None:
                 ranks.append(sorted(p, reverse=True).index(p[t]))
                 surprisals.append(-math.log(p[t]))
             for k in (1, 5, 10):
-                row = one(table, method=method, layer=layer, metric="precision", k=k)
+                row = only_row(table, method=method, layer=layer, metric="precision", k=k)
                 hits = sum(r < k for r in ranks)
                 assert row["value"] == pytest.approx(hits / N)
                 interval = stats.binomtest(hits, N).proportion_ci(0.95, method="wilson")
@@ -162,7 +162,7 @@ def test_prediction_quality_is_what_a_loop_over_examples_counts() -> None:
                 assert (row["experiment"], row["target"], row["n"]) == ("prediction_quality", L, N)
                 assert (row["model"], row["corpus"]) == ("small", "words")
                 values.add(row["value"])
-            row = one(table, method=method, layer=layer, metric="surprisal")
+            row = only_row(table, method=method, layer=layer, metric="surprisal")
             assert row["value"] == pytest.approx(np.mean(surprisals), rel=1e-5)
             half = stats.t.ppf(0.975, N - 1) * np.std(surprisals, ddof=1) / math.sqrt(N)
             assert (row["high"] - row["value"], row["value"] - row["low"]) == pytest.approx(
@@ -177,12 +177,12 @@ def test_prediction_quality_is_what_a_loop_over_examples_counts() -> None:
 def test_at_the_last_layer_both_methods_are_right_and_as_surprised_as_the_model_itself(scale: float) -> None:
     data, head = activations(), Head(scale)
     table = prediction_quality(head, mapset(ALL), data, progress=False)  # type: ignore[arg-type]
-    own = np.mean([-math.log(max(distribution(head, h))) for h in data[L].tolist()])
+    expected = np.mean([-math.log(max(distribution(head, h))) for h in data[L].tolist()])
     for method in ("mat", "id"):
         for k in (1, 5, 10):
-            assert one(table, method=method, layer=L, metric="precision", k=k)["value"] == 1
-        found = one(table, method=method, layer=L, metric="surprisal")["value"]
-        assert found == pytest.approx(own, rel=1e-4, abs=1e-6)
+            assert only_row(table, method=method, layer=L, metric="precision", k=k)["value"] == 1
+        value = only_row(table, method=method, layer=L, metric="surprisal")["value"]
+        assert value == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 7, N - 1, N, 1000])
@@ -250,16 +250,16 @@ def test_judge_is_a_softmax_of_the_truth_and_of_every_substitute(
     head, truth = Head(), random(N, D, seed=1)
     given: dict[Any, Tensor] = {"near": truth + random(N, D, seed=2), (2, "far"): random(N, D, seed=3)}
     given["itself"] = truth
-    found = judge_predictions(
+    judged = judge_predictions(
         head, truth, {key: as_substitute(h) for key, h in given.items()}, progress=False
     )  # type: ignore[arg-type]
-    assert list(found) == list(given)
+    assert list(judged) == list(given)
     for key, h in given.items():
         ranks, surprisals = judged_one_by_one(head, truth, h)
-        assert found[key].rank.tolist() == ranks
-        assert found[key].surprisal.tolist() == pytest.approx(surprisals, rel=1e-5)
-    assert set(found["itself"].rank.tolist()) == {0}
-    assert len(set(found["near"].rank.tolist())) > 3, "the samples tell nothing apart"
+        assert judged[key].rank.tolist() == ranks
+        assert judged[key].surprisal.tolist() == pytest.approx(surprisals, rel=1e-5)
+    assert set(judged["itself"].rank.tolist()) == {0}
+    assert len(set(judged["near"].rank.tolist())) > 3, "the samples tell nothing apart"
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -272,15 +272,15 @@ def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float
     lost = torch.zeros(N, dtype=torch.bool)
     lost[[0, 7, N - 1]] = True
     given = {"broken": as_substitute(broken), "whole": as_substitute(whole)}
-    found = judge_predictions(head, truth, given, progress=False)  # type: ignore[arg-type]
+    judged = judge_predictions(head, truth, given, progress=False)  # type: ignore[arg-type]
     for part, of_lost in (("rank", VOCAB), ("surprisal", math.inf)):
-        ours, theirs = (getattr(found[key], part) for key in ("broken", "whole"))
+        ours, theirs = (getattr(judged[key], part) for key in ("broken", "whole"))
         assert torch.equal(ours[~lost], theirs[~lost])
         assert (ours[lost] == of_lost).all()
-    table = pd.DataFrame(prediction_rows("x", data, "broken", 1, found["broken"]))
+    table = pd.DataFrame(prediction_rows("x", data, "broken", 1, judged["broken"]))
     for k in (1, 5, 10):
-        assert one(table, metric="precision", k=k)["value"] == (N - 3) / N
-    surprisal = one(table, metric="surprisal")
+        assert only_row(table, metric="precision", k=k)["value"] == (N - 3) / N
+    surprisal = only_row(table, metric="surprisal")
     assert surprisal["value"] == math.inf
     assert surprisal[["low", "high"]].isna().all()
 
@@ -309,18 +309,18 @@ def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPat
 
 def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
     surprisals = [0.1, 0.5, 1.5, 2.0, 0.25, 7.0, 4.0]
-    found = JudgedPredictions(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
+    judged = JudgedPredictions(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
     data = activations(7)
-    table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, found))
+    table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, judged))
     assert list(table.columns) == COLUMNS
     assert table["metric"].tolist() == ["precision"] * 3 + ["surprisal"]
     for k, hits in ((1, 1), (5, 3), (10, 5)):
-        row = one(table, metric="precision", k=k)
+        row = only_row(table, metric="precision", k=k)
         interval = stats.binomtest(hits, 7).proportion_ci(0.95, method="wilson")
         assert row[["value", "low", "high"]].tolist() == pytest.approx(
             [hits / 7, interval.low, interval.high]
         )
-    row = one(table, metric="surprisal")
+    row = only_row(table, metric="surprisal")
     assert row["value"] == pytest.approx(np.mean(surprisals))
     low, high = stats.t.interval(0.95, 6, loc=np.mean(surprisals), scale=stats.sem(surprisals))
     assert (row["low"], row["high"]) == pytest.approx((low, high))
@@ -329,7 +329,7 @@ def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
     for column, value in {**named, "layer": 2.5, "target": L, "n": 7}.items():
         assert (table[column] == value).all()
     data.provenance = replace(data.provenance, data={})
-    assert {line["corpus"] for line in prediction_rows("x", data, "scheme", 0, found)} == {"unnamed"}
+    assert {line["corpus"] for line in prediction_rows("x", data, "scheme", 0, judged)} == {"unnamed"}
 
 
 # Tables for people and figures
@@ -363,7 +363,7 @@ def test_layer_table_shows_what_concerns_the_last_layer(make: Callable[[], pd.Da
                 continue
             wanted = {"method": method, "layer": layer, "target": L}
             wanted |= {"metric": "precision", "k": 1} if short == "P@1" else {"metric": short}
-            assert table.loc[layer, name] == one(results, **wanted)["value"]
+            assert table.loc[layer, name] == only_row(results, **wanted)["value"]
 
 
 def test_to_tensor_puts_r2_at_layer_and_target_and_nothing_elsewhere() -> None:
@@ -374,7 +374,7 @@ def test_to_tensor_puts_r2_at_layer_and_target_and_nothing_elsewhere() -> None:
         for a in range(L + 1):
             for b in range(L + 1):
                 if a < b:
-                    row = one(results, method=method, layer=a, target=b, metric="r2")
+                    row = only_row(results, method=method, layer=a, target=b, metric="r2")
                     assert grid[a, b].item() == pytest.approx(row["value"], rel=1e-6)
                 else:
                     assert math.isnan(grid[a, b].item())

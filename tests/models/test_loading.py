@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import socket
@@ -32,9 +31,7 @@ from tokenizers import processors
 
 import matlens
 from matlens import InputError
-from matlens.models.identity import fingerprint
 from matlens.models.loading import SMOLLM2
-from matlens.storage.folders import software_versions
 
 TEXT = " ".join(WORDS[3:15])
 
@@ -381,102 +378,6 @@ def test_a_revision_that_is_not_cached_is_refused(
         matlens.load("someone/small", revision="other")
 
 
-# Fingerprints
-
-
-def _changed(model: Any, name: str) -> str:
-    parameter = dict(model.original_model.named_parameters())[name]
-    kept = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.mul_(1.001).add_(1e-4)
-        found = fingerprint(model)
-        parameter.copy_(kept)
-    return found
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_fingerprint_changes_with_every_parameter(name: str, small_model: Callable[[str], Any]) -> None:
-    model = small_model(name)
-    names = [name for name, _ in model.original_model.named_parameters()]
-    found = [fingerprint(model)] + [_changed(model, name) for name in names]
-    assert len(set(found)) == 1 + len(names)
-    assert fingerprint(model) == found[0]
-    assert all(len(one) == 16 and int(one, 16) >= 0 for one in found)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_fingerprint_is_the_same_for_every_load_and_use(
-    name: str, model_folder: Callable[[str], Path], small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    first = fingerprint(small_model(name))
-    shutil.copytree(model_folder(name), tmp_path / "elsewhere")
-    again = matlens.load(str(tmp_path / "elsewhere"), device="cpu")
-    again(torch.arange(5, 15)[None], return_type=None)
-    matlens.Readout(again)
-    assert fingerprint(again) == first
-
-
-def test_fingerprint_changes_with_dtype(model_folder: Callable[[str], Path]) -> None:
-    folder = str(model_folder("gpt2"))
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    found = [fingerprint(matlens.load(folder, device="cpu", dtype=dtype)) for dtype in kinds]
-    assert len(set(found)) == 3
-
-
-def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any]) -> None:
-    """Values that both precisions hold exactly are not enough to be the same model."""
-
-    class Bridge:
-        def __init__(self, dtype: torch.dtype) -> None:
-            self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
-            torch.nn.init.ones_(self.original_model.weight)
-            self.original_model.config = transformers.PretrainedConfig()
-
-    wide, narrow = Bridge(torch.float32), Bridge(torch.float16)
-    assert fingerprint(wide) != fingerprint(narrow)  # type: ignore[arg-type]
-
-
-def test_fingerprint_changes_with_names_and_shapes() -> None:
-    """The same numbers in other places are another model."""
-
-    class Bridge:
-        def __init__(self, **shapes: tuple[int, int]) -> None:
-            self.original_model = torch.nn.ParameterDict(
-                {name: torch.ones(shape) for name, shape in shapes.items()}
-            )
-            self.original_model.config = transformers.PretrainedConfig()
-
-    kinds = (Bridge(a=(2, 6)), Bridge(b=(2, 6)), Bridge(a=(6, 2)))
-    assert len({fingerprint(kind) for kind in kinds}) == 3  # type: ignore[arg-type]
-
-
-def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
-    class Bridge:
-        original_model = torch.nn.Linear(3000, 700, bias=False)
-        original_model.config = transformers.PretrainedConfig()
-
-    weight = Bridge.original_model.weight
-    first = fingerprint(Bridge())  # type: ignore[arg-type]
-    for row, column in [(0, 0), (699, 2999)]:
-        with torch.no_grad():
-            weight[row, column] += 1
-        second = fingerprint(Bridge())  # type: ignore[arg-type]
-        assert second != first
-        first = second
-
-
-def test_fingerprint_changes_with_the_configuration(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The same weights compute something else with another epsilon."""
-    shutil.copytree(model_folder("llama"), tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    folders = (model_folder("llama"), tmp_path / "other")
-    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
-    assert first != second
-
-
 @pytest.mark.parametrize("bos", [None, "w50"])
 def test_the_bridge_reads_text_as_the_tokenizer_does(
     bos: str | None, model_folder: Callable[[str], Path], tmp_path: Path
@@ -491,17 +392,3 @@ def test_the_bridge_reads_text_as_the_tokenizer_does(
     text = "w1 w2 w3 w4"
     assert model.to_tokens(text).tolist() == [model.tokenizer(text)["input_ids"]]
     assert model.to_tokens(text).shape == (1, 4)
-
-
-def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], Any]) -> None:
-    from matlens.models import identity
-
-    model = small_model("gemma2")
-    found = identity.ModelIdentity.from_model(model).to_json()
-    assert found["fingerprint"] == fingerprint(model)
-    assert (found["dtype"], found["n_layers"], found["d_model"]) == ("float32", 3, 32)
-    assert found["architecture"] == "Gemma2ForCausalLM"
-    versions = software_versions()
-    assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert versions["transformers"] == transformers.__version__
-    assert versions["matlens"] == matlens.__version__

@@ -38,10 +38,10 @@ def test_every_jump_is_the_plain_model_with_those_layers_replaced(
 ) -> None:
     unpatched = vectors(small_model(name))
     for seed, (first, last) in enumerate(RANGES):
-        one = jump_part(first, last, seed, bias=seed % 2 == 0)
-        with patched(small_model(name), [replacement(one)]):
+        replaced = jump_part(first, last, seed, bias=seed % 2 == 0)
+        with patched(small_model(name), [replacement(replaced)]):
             ours = vectors(small_model(name))
-        assert_same(ours, hand_vectors(name, plain_model(name), [one], SENTENCES))
+        assert_same(ours, hand_vectors(name, plain_model(name), [replaced], SENTENCES))
         assert differ(ours, unpatched)
 
 
@@ -56,10 +56,10 @@ def test_every_stand_in_is_the_plain_model_with_that_module_replaced(
     name: str, where: Any, small_model: Models, plain_model: Models
 ) -> None:
     for seed, (module, layer) in enumerate(itertools.product(submodules(name), range(N_LAYERS))):
-        one = submodule_part(module, layer, seed, where=where)
-        with patched(small_model(name), [replacement(one)]):
+        replaced = submodule_part(module, layer, seed, where=where)
+        with patched(small_model(name), [replacement(replaced)]):
             ours = vectors(small_model(name))
-        assert_same(ours, hand_vectors(name, plain_model(name), [one], SENTENCES))
+        assert_same(ours, hand_vectors(name, plain_model(name), [replaced], SENTENCES))
 
 
 @st.composite
@@ -96,7 +96,7 @@ def test_any_scheme_is_the_plain_model_patched_by_hand(
     @settings(deadline=None, derandomize=True, max_examples=25)
     @given(parts=schemes(name), side=st.sampled_from(["right", "left"]))
     def check(parts: list[Part], side: str) -> None:
-        with patched(small_model(name), [replacement(one) for one in parts]):
+        with patched(small_model(name), [replacement(replaced) for replaced in parts]):
             ours = vectors(small_model(name), side=side)
         assert_same(ours, hand_vectors(name, plain_model(name), parts, SENTENCES))
 
@@ -106,9 +106,9 @@ def test_any_scheme_is_the_plain_model_patched_by_hand(
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_first_tokens_are_each_sentences_own_whatever_the_padding(side: str, small_model: Models) -> None:
     """The sentence of one token is left as it is; the others are changed after their first."""
-    model, one = small_model("llama"), submodule_part("ffn", 1, where="not-first")
+    model, replaced = small_model("llama"), submodule_part("ffn", 1, where="not-first")
     unpatched = vectors(model, side=side)
-    with patched(model, [replacement(one)]):
+    with patched(model, [replacement(replaced)]):
         ours = vectors(model, side=side)
     for sentence, before, after in zip(SENTENCES, unpatched, ours, strict=True):
         moved = (after["ffn_out.1"] != before["ffn_out.1"]).any(-1)
@@ -118,9 +118,9 @@ def test_first_tokens_are_each_sentences_own_whatever_the_padding(side: str, sma
 def test_without_a_mask_every_row_is_a_whole_sentence(small_model: Models, plain_model: Models) -> None:
     model, tokens = small_model("gpt2"), torch.tensor(SENTENCES[0]).reshape(2, 5)
     for where in ("not-first", (3, 0)):
-        one = submodule_part("attn", 0, where=where)
-        expected = hand_vectors("gpt2", plain_model("gpt2"), [one], tokens.tolist())
-        with patched(model, [replacement(one)]), torch.inference_mode():
+        replaced = submodule_part("attn", 0, where=where)
+        expected = hand_vectors("gpt2", plain_model("gpt2"), [replaced], tokens.tolist())
+        with patched(model, [replacement(replaced)]), torch.inference_mode():
             for row, logits in enumerate(model(tokens)):
                 assert_near(logits, expected[row]["logits"])
 
@@ -135,8 +135,8 @@ def test_the_identity_over_no_blocks_changes_no_bit(name: str, small_model: Mode
     for layer in range(N_LAYERS + 1):
         same = part(f"h.{layer}", f"h.{layer}", bias=False)._replace(weight=torch.eye(D_MODEL))
         with patched(model, [replacement(same)]):
-            for one, other in zip(vectors(model), before, strict=True):
-                assert all(torch.equal(one[site], other[site]) for site in other)
+            for ours, theirs in zip(vectors(model), before, strict=True):
+                assert all(torch.equal(ours[site], theirs[site]) for site in theirs)
 
 
 class _Ones(torch.nn.Module):
@@ -176,8 +176,8 @@ def _fixed(hook_in: Any, hook_out: Any) -> Callable[[Tensor], Tensor]:
 
 def true_map(name: str, plain: Any, source: str, target: str, given: Tensor) -> Part:
     """The affine map between two sites of a plain model, from what it makes of these sentences."""
-    found = plain_vectors(name, plain, given)
-    x, y = found[source].flatten(0, 1).double(), found[target].flatten(0, 1).double()
+    carried = plain_vectors(name, plain, given)
+    x, y = carried[source].flatten(0, 1).double(), carried[target].flatten(0, 1).double()
     solution = torch.linalg.lstsq(torch.cat([x, torch.ones(len(x), 1)], 1), y, driver="gelsd").solution
     fitted = Part(source, target, solution[:-1].T, solution[-1])
     assert_near(fitted.apply(x), y, 1e-5)  # it is linear, and not only nearly
@@ -204,9 +204,9 @@ def test_the_true_matrix_of_what_is_linear_changes_nothing(
             after = vectors(model, given)
         with patched(model, [replacement(part(source, target))]):  # the logits can tell
             assert differ(vectors(model, given), before)
-        for one, other in zip(after, before, strict=True):
-            for site in one:
-                assert_near(one[site], other[site], 1e-5)
+        for ours, theirs in zip(after, before, strict=True):
+            for site in ours:
+                assert_near(ours[site], theirs[site], 1e-5)
 
 
 # Half precision
@@ -220,9 +220,9 @@ def test_half_precision_is_kept(
     parts = [jump_part(0, 1), submodule_part("ffn", 1, 1), submodule_part("attn", 2, 2, where="not-first")]
     parts.append(jump_part(2, 2, 3))
     expected = hand_vectors(name, plain_model(name), parts, SENTENCES)
-    with patched(model, [replacement(one) for one in parts]):
-        found = vectors(model)
-    for ours, theirs in zip(found, expected, strict=True):
+    with patched(model, [replacement(replaced) for replaced in parts]):
+        carried = vectors(model)
+    for ours, theirs in zip(carried, expected, strict=True):
         assert set(ours) == set(theirs)
         for site in ours:
             assert ours[site].dtype == torch.bfloat16

@@ -39,9 +39,9 @@ SCHEMES: dict[str, list[Part]] = {
 def generate(model: Any, given: Any, parts: Sequence[Part], **options: Any) -> tuple[Tensor, Tensor]:
     """Sequences, and the logits that each new token was chosen by."""
     silent: dict[str, Any] = {"stop_at_eos": False, "do_sample": False, "verbose": False}
-    with patched(model, [replacement(one) for one in parts]):
-        found = model.generate(given, N_NEW, output_logits=True, return_type="tokens", **silent, **options)
-    return found.sequences, torch.stack(found.logits, dim=1)
+    with patched(model, [replacement(replaced) for replaced in parts]):
+        output = model.generate(given, N_NEW, output_logits=True, return_type="tokens", **silent, **options)
+    return output.sequences, torch.stack(output.logits, dim=1)
 
 
 def assert_likeliest(
@@ -52,9 +52,9 @@ def assert_likeliest(
     By induction, then, it would have generated the same.
     """
     expected = hand_vectors(name, plain, parts, [sequence.tolist() for sequence in sequences])
-    for sequence, own, by_hand in zip(sequences, logits, expected, strict=True):
-        assert torch.equal(sequence[-N_NEW:], own.argmax(-1))
-        assert_near(own, by_hand["logits"][-N_NEW - 1 : -1])
+    for sequence, ours, by_hand in zip(sequences, logits, expected, strict=True):
+        assert torch.equal(sequence[-N_NEW:], ours.argmax(-1))
+        assert_near(ours, by_hand["logits"][-N_NEW - 1 : -1])
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
@@ -82,7 +82,7 @@ def test_prompts_of_different_lengths(
     places = [submodule("ffn", 1, 11, (1, 0, 13)), submodule("attn", 1, 13, flags)]
     for parts in (*SCHEMES.values(), [*places, jump_part(2, 3, 12, bias=False)]):
         padded, logits = generate(model, TEXTS, parts, use_past_kv_cache=cached)
-        sequences = [row[-len(own) - N_NEW :] for row, own in zip(padded, prompts, strict=True)]
+        sequences = [row[-len(prompt) - N_NEW :] for row, prompt in zip(padded, prompts, strict=True)]
         assert [row[:-N_NEW].tolist() for row in sequences] == prompts
         assert_likeliest(name, plain_model(name), parts, sequences, logits)
 
@@ -113,27 +113,27 @@ def test_hugging_faces_own_generation_is_patched_too(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     parts = SCHEMES["two blocks and a stand-in"]
-    with patched(small_model(name), [replacement(one) for one in parts]):
-        found = small_model(name).hf_generate(
+    with patched(small_model(name), [replacement(replaced) for replaced in parts]):
+        output = small_model(name).hf_generate(
             torch.tensor([PROMPT]), max_new_tokens=N_NEW, do_sample=False, stop_at_eos=False,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-    logits = torch.stack(found.logits, dim=1)
-    assert_likeliest(name, plain_model(name), parts, list(found.sequences), logits)
+    logits = torch.stack(output.logits, dim=1)
+    assert_likeliest(name, plain_model(name), parts, list(output.sequences), logits)
 
 
 def test_several_beams(small_model: Callable[[str], Any]) -> None:
     """The cache of a beam that is given up is reordered, empty places included."""
     parts = SCHEMES["two blocks and a stand-in"]
-    with patched(small_model("llama"), [replacement(one) for one in parts]):
-        found = {
+    with patched(small_model("llama"), [replacement(replaced) for replaced in parts]):
+        output = {
             cached: small_model("llama").hf_generate(
                 torch.tensor([PROMPT]), max_new_tokens=N_NEW, do_sample=False, stop_at_eos=False,
                 num_beams=4, use_cache=cached, return_type="tokens",
             )
             for cached in (True, False)
         }  # fmt: skip
-    assert torch.equal(found[True], found[False])
+    assert torch.equal(output[True], output[False])
 
 
 def test_a_sentence_may_be_given_in_two_passes(
@@ -143,7 +143,7 @@ def test_a_sentence_may_be_given_in_two_passes(
     model, parts = small_model("gpt2"), SCHEMES["around a jump"]
     tokens = torch.tensor([PROMPT])
     expected = hand_vectors("gpt2", plain_model("gpt2"), parts, [PROMPT])[0]["logits"]
-    with patched(model, [replacement(one) for one in parts]), torch.inference_mode():
+    with patched(model, [replacement(replaced) for replaced in parts]), torch.inference_mode():
         first, cache = model(tokens[:, :5], return_type="logits_and_cache", use_cache=True)
         rest = model(tokens[:, 5:], past_key_values=cache)
     assert_near(torch.cat([first, rest], 1)[0], expected)
@@ -151,9 +151,9 @@ def test_a_sentence_may_be_given_in_two_passes(
 
 def test_generating_leaves_the_model_as_it_was(small_model: Callable[[str], Any]) -> None:
     model = small_model("gemma3")
-    before = [one["logits"] for one in vectors(model, SENTENCES)]
+    before = [sites["logits"] for sites in vectors(model, SENTENCES)]
     generate(model, TEXTS, SCHEMES["around a jump"])
     assert all(
-        torch.equal(one["logits"], other)
-        for one, other in zip(vectors(model, SENTENCES), before, strict=True)
+        torch.equal(sites["logits"], other)
+        for sites, other in zip(vectors(model, SENTENCES), before, strict=True)
     )

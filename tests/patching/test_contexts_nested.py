@@ -45,13 +45,13 @@ def test_skipped_blocks_are_not_computed(name: str, small_model: Models) -> None
         inside: Counter[int] = Counter()
         with ExitStack() as stack:
             for layer, block in enumerate(model.blocks):
-                own = block.original_component
-                for module in own.modules():
-                    count = _count(whole if module is own else inside, layer)
+                component = block.original_component
+                for module in component.modules():
+                    count = _count(whole if module is component else inside, layer)
                     stack.callback(module.register_forward_pre_hook(count).remove)
-            with patched(model, [replacement(one) for one in jumps]), torch.inference_mode():
+            with patched(model, [replacement(replaced) for replaced in jumps]), torch.inference_mode():
                 model(torch.tensor(SENTENCES[:1]))
-        assert [whole[layer] for layer in range(N_LAYERS)] == [int(one) for one in kept]
+        assert [whole[layer] for layer in range(N_LAYERS)] == [int(run) for run in kept]
         assert [inside[layer] > 0 for layer in range(N_LAYERS)] == list(kept)
 
 
@@ -68,7 +68,7 @@ def test_the_cache_holds_what_is_computed_and_no_more(
 ) -> None:
     model, parts = small_model(name), [jump_part(0, 2), submodule_part("attn", 2)]
     expected = hand_vectors(name, plain_model(name), parts, SENTENCES[:1])[0]
-    with patched(model, [replacement(one) for one in parts]), torch.inference_mode():
+    with patched(model, [replacement(replaced) for replaced in parts]), torch.inference_mode():
         logits, cache = model.run_with_cache(torch.tensor(SENTENCES[:1]))
         assert_near(logits[0], expected.pop("logits"))
         assert torch.equal(model(torch.tensor(SENTENCES[:1])), logits)
@@ -123,7 +123,7 @@ def test_afterwards_the_model_is_as_before(name: str, small_model: Models) -> No
     vectors(model)
     before = state(model)
     for _ in range(2):  # and can be patched again
-        with patched(model, [replacement(one) for one in PARTS]) as same:
+        with patched(model, [replacement(replaced) for replaced in PARTS]) as same:
             assert same is model
             vectors(model)
             assert hook_counts(model) != before[0]
@@ -140,7 +140,7 @@ def test_after_a_failure_the_model_is_as_before(
 ) -> None:
     model = small_model("gptj")
     vectors(model)
-    before, parts = state(model), [replacement(one) for one in PARTS]
+    before, parts = state(model), [replacement(replaced) for replaced in PARTS]
     if where_it_fails == "jump":
         parts.append(Replacement(_failing, Site("h", 2), Site("h", 3)))
     elif where_it_fails == "stand-in":
@@ -158,7 +158,7 @@ def test_after_a_failure_the_model_is_as_before(
         with pytest.raises(error, match=message), patched(model, parts):
             run(model)
     assert_as_before(model, before)
-    with patched(model, [replacement(one) for one in PARTS]):
+    with patched(model, [replacement(replaced) for replaced in PARTS]):
         pass
 
 
@@ -169,8 +169,8 @@ def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Mod
     model = small_model("llama")
     outer = [jump_part(0, 1), submodule_part("ffn", 1, 1, where="not-first")]
     inner = [submodule_part("attn", 1, 2, where=(2, 1, 0, 5)), jump_part(2, 3, 3)]
-    with patched(model, [replacement(one) for one in outer]):
-        with patched(model, [replacement(one) for one in inner]):
+    with patched(model, [replacement(replaced) for replaced in outer]):
+        with patched(model, [replacement(replaced) for replaced in inner]):
             both = vectors(model)
         only_outer = vectors(model)
     expected = hand_vectors("llama", plain_model("llama"), outer + inner, SENTENCES)
@@ -181,14 +181,14 @@ def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Mod
 @pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
 def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model: Models) -> None:
     """At the ends of a jump as if nothing were replaced, and nowhere on its way."""
-    model, one = small_model(name), linear(jump_part(0, 2))
+    model, replaced = small_model(name), linear(jump_part(0, 2))
     tokens = torch.tensor([[7, 3, 41, 12]])
     with torch.inference_mode():
         h0, h2 = model(tokens, stop_at_layer=0), model(tokens, stop_at_layer=2)
-        from_two = model(one(h0), start_at_layer=2)
-        with patched(model, [one]):
+        from_two = model(replaced(h0), start_at_layer=2)
+        with patched(model, [replaced]):
             assert torch.equal(model(tokens, stop_at_layer=0), h0)
-            assert_near(model(tokens, stop_at_layer=2), one(h0))
+            assert_near(model(tokens, stop_at_layer=2), replaced(h0))
             assert_near(model(h0, start_at_layer=0), from_two)
             for asked in ({"stop_at_layer": 1}, {"start_at_layer": 1}):
                 given = tokens if "stop_at_layer" in asked else h0

@@ -28,7 +28,9 @@ def map_set(name: str) -> tuple[MapSet, dict[tuple[str, str], Part]]:
     parts = [jump_part(first, last, 7 * first + last) for first, last in RANGES]
     for seed, module in enumerate(submodules(name)):
         parts += [submodule_part(module, layer, 100 * seed + layer) for layer in range(N_LAYERS)]
-    return MapSet([linear(one) for one in parts]), {(one.source, one.target): one for one in parts}
+    return MapSet([linear(replaced) for replaced in parts]), {
+        (replaced.source, replaced.target): replaced for replaced in parts
+    }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -45,7 +47,7 @@ def test_named_functions_replace_what_they_say(name: str, small_model: Models, p
             with patched(model, function(maps, first, last)):
                 assert_same(vectors(model), hand_vectors(name, plain_model(name), by_hand, SENTENCES))
             with patched(model, function(maps, first, last, where="not-first")):
-                by_hand = [one._replace(where="not-first") for one in by_hand]
+                by_hand = [replaced._replace(where="not-first") for replaced in by_hand]
                 assert_same(vectors(model), hand_vectors(name, plain_model(name), by_hand, SENTENCES))
     with patched(model, [*jump(maps, 0, 1), *stand_ins(maps, ("ffn", "ln1"), 2, 3)]):
         by_hand = [parts["h.0", "h.1"], parts["ffn_in.2", "ffn_out.2"], parts["ln1_in.2", "ln1_out.2"]]
@@ -53,14 +55,14 @@ def test_named_functions_replace_what_they_say(name: str, small_model: Models, p
 
 
 def test_maps_functions_and_layers_from_the_end_are_all_replacements(small_model: Models) -> None:
-    model, one = small_model("gpt2"), jump_part(1, 3)
-    with patched(model, [replacement(one)]):
+    model, replaced = small_model("gpt2"), jump_part(1, 3)
+    with patched(model, [replacement(replaced)]):
         expected = vectors(model)
     ways: list[Any] = [
-        linear(one),
-        linear(one._replace(source="h.-3", target="h.-1")),
-        Replacement(one.apply, Site("h", 1), Site("h", 3)),
-        Replacement(one.apply, Site("h", -3), Site("h", -1)),
+        linear(replaced),
+        linear(replaced._replace(source="h.-3", target="h.-1")),
+        Replacement(replaced.apply, Site("h", 1), Site("h", 3)),
+        Replacement(replaced.apply, Site("h", -3), Site("h", -1)),
     ]
     for way in ways:
         with patched(model, iter([way])):
@@ -75,8 +77,8 @@ def test_fitted_maps_are_at_home_in_their_model(
     model = small_model("llama")
     examples = matlens.make_examples(model, sentences)
     pairs = [("h.0", "h.2"), ("attn_in.2", "attn_out.2")]
-    found = matlens.collect(model, examples, ["h.0", "h.2", "attn_in.2", "attn_out.2"], progress=False)
-    maps = MapSet(matlens.linear.fit_samples(found, pairs, provenance=found.provenance))
+    collected = matlens.collect(model, examples, ["h.0", "h.2", "attn_in.2", "attn_out.2"], progress=False)
+    maps = MapSet(matlens.linear.fit_samples(collected, pairs, provenance=collected.provenance))
     by_hand = [Part(*pair, maps[pair].weight) for pair in pairs]
     with patched(model, [*jump(maps, 0, 2), *mat_attn(maps, 2, 3)]):
         assert_same(vectors(model), hand_vectors("llama", plain_model("llama"), by_hand, SENTENCES))
@@ -95,7 +97,7 @@ def refused(model: Any, message: str) -> Iterator[None]:
     assert hook_counts(model) == before
     assert not any("forward" in vars(block) for block in model.blocks)
     whole = [jump_part(0, N_LAYERS - 1), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
-    with patched(model, [replacement(one) for one in whole]):
+    with patched(model, [replacement(replaced) for replaced in whole]):
         pass
 
 
@@ -117,16 +119,16 @@ CLASHES = {
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["together", "nested"])
-@pytest.mark.parametrize(("one", "other", "named"), CLASHES.values(), ids=CLASHES)
+@pytest.mark.parametrize(("replaced", "other", "named"), CLASHES.values(), ids=CLASHES)
 def test_what_is_replaced_already_is_refused(
-    one: Part, other: Part, named: str, nested: bool, small_model: Models
+    replaced: Part, other: Part, named: str, nested: bool, small_model: Models
 ) -> None:
     model, message = small_model("gptj"), rf"{other.source} -> {other.target} overlaps another: {named} is"
     if not nested:
-        with refused(model, message), patched(model, [replacement(one), replacement(other)]):
+        with refused(model, message), patched(model, [replacement(replaced), replacement(other)]):
             pytest.fail("not refused")
         return
-    with patched(model, [replacement(one)]):
+    with patched(model, [replacement(replaced)]):
         inside = vectors(model)
         with pytest.raises(InputError, match=message), patched(model, [replacement(other)]):
             pytest.fail("not refused")
@@ -141,11 +143,11 @@ def test_what_is_replaced_already_is_refused(
 def test_neighbours_do_not_overlap(small_model: Models) -> None:
     parts = [jump_part(0, 1), jump_part(1, 2), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
     for order in itertools.permutations(parts):
-        with patched(small_model("gptj"), [replacement(one) for one in order]):
+        with patched(small_model("gptj"), [replacement(replaced) for replaced in order]):
             pass
     for place in range(3):  # maps over no blocks, at the ends of jumps and before a stand-in
         with patched(
-            small_model("gptj"), [replacement(one) for one in (*parts[:3], jump_part(place, place))]
+            small_model("gptj"), [replacement(replaced) for replaced in (*parts[:3], jump_part(place, place))]
         ):
             pass
 
@@ -212,12 +214,12 @@ def test_what_says_no_tokens_is_refused(where: Any, small_model: Models) -> None
 
 
 def test_what_replaces_nothing_is_refused(small_model: Models) -> None:
-    model, one = small_model("gptj"), linear(jump_part(0, 1))
+    model, replaced = small_model("gptj"), linear(jump_part(0, 1))
     wrong: Any
     for wrong, message in (
-        (one, "Expected a list of maps or replacements, not LinearMap"),
-        (MapSet([one]), r"\('h.0', 'h.1'\) replaces nothing.*From a MapSet, choose the maps"),
-        ([one, "h.1"], "'h.1' replaces nothing"),
+        (replaced, "Expected a list of maps or replacements, not LinearMap"),
+        (MapSet([replaced]), r"\('h.0', 'h.1'\) replaces nothing.*From a MapSet, choose the maps"),
+        ([replaced, "h.1"], "'h.1' replaces nothing"),
     ):
         with refused(model, message), patched(model, wrong):
             pytest.fail("not refused")
@@ -245,12 +247,12 @@ def test_maps_fitted_on_another_model_are_refused(
 ) -> None:
     model = small_model("gptj")
     half = matlens.load(str(model_folder("gptj")), device="cpu", dtype=torch.bfloat16)
-    own = linear(jump_part(0, 1), provenance=Provenance(ModelIdentity.from_model(model)))
-    with patched(model, [own, linear(jump_part(1, 2))]):  # of one that says nothing nothing is known
+    native = linear(jump_part(0, 1), provenance=Provenance(ModelIdentity.from_model(model)))
+    with patched(model, [native, linear(jump_part(1, 2))]):  # of one that says nothing nothing is known
         pass
     for other in (small_model("gpt2"), half):
         foreign = linear(jump_part(1, 2), provenance=Provenance(ModelIdentity.from_model(other)))
-        for given in ([foreign], [own, foreign], [foreign, own]):
+        for given in ([foreign], [native, foreign], [foreign, native]):
             models = [ModelIdentity.from_model(each).fingerprint for each in (other, model)]
             message = f"Their models are .*{models[0]}, and .*{models[1]}"
             with refused(model, message), patched(model, given):

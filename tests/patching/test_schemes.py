@@ -22,13 +22,13 @@ Segments = list[tuple[Kind, int, int]]
 
 def all_segments(n_layers: int) -> list[Segments]:
     """Every way of running each block or jumping it, cut in every way, that alternates."""
-    found: list[Segments] = []
+    schemes: list[Segments] = []
     for cuts in itertools.product([False, True], repeat=n_layers - 1):
         edges = [0, *(layer for layer, cut in enumerate(cuts, 1) if cut), n_layers]
         for start in (0, 1):
             pairs = enumerate(itertools.pairwise(edges), start)
-            found.append([(KINDS[i % 2], first, last) for i, (first, last) in pairs])
-    return found
+            schemes.append([(KINDS[i % 2], first, last) for i, (first, last) in pairs])
+    return schemes
 
 
 def kept(segments: Segments) -> int:
@@ -76,9 +76,9 @@ def test_r2_schemes_are_the_best_of_all_schemes(n_layers: int, values: str) -> N
     assert len({tuple(segments) for segments in every}) == 2**n_layers
     for seed in range(6):
         r2 = table(n_layers, TABLES[values](seed))
-        found = r2_schemes(r2)
-        assert list(found) == list(range(n_layers + 1))
-        for n_blocks, (scheme, score) in found.items():
+        schemes = r2_schemes(r2)
+        assert list(schemes) == list(range(n_layers + 1))
+        for n_blocks, (scheme, score) in schemes.items():
             best = max(product(segments, r2) for segments in every if kept(segments) == n_blocks)
             assert score == pytest.approx(best, rel=1e-12, abs=0)
             # What is returned is a scheme of all layers with that score and that many blocks.
@@ -100,10 +100,10 @@ def test_two_bad_jumps_can_score_more_than_two_good_ones() -> None:
 
 def test_without_jumps_the_score_is_one_and_without_blocks_it_is_that_of_one_jump() -> None:
     r2 = table(4, uniform(0.1, 0.2, 0))
-    found = r2_schemes(r2)
-    assert found[4] == (Scheme((0, 4), "blocks"), 1.0)
-    assert found[0] == (Scheme((0, 4), "mat"), r2[0, 4].item())
-    assert r2_score(found[4][0], r2) == 1.0
+    schemes = r2_schemes(r2)
+    assert schemes[4] == (Scheme((0, 4), "blocks"), 1.0)
+    assert schemes[0] == (Scheme((0, 4), "mat"), r2[0, 4].item())
+    assert r2_score(schemes[4][0], r2) == 1.0
 
 
 @pytest.mark.parametrize("missing", [float("nan"), float("inf"), float("-inf")])
@@ -129,11 +129,11 @@ def test_wrr_is_the_definition(n_layers: int) -> None:
             edges.append(edges[-1] + next(steps))
         if edges[-1] == n_layers:
             expected |= {(a, b, start): tuple(edges) for start in KINDS}
-    found = wrr_schemes(n_layers)
-    assert {(a, b, scheme.starts_with): scheme.boundaries for a, b, scheme in found} == expected
+    schemes = wrr_schemes(n_layers)
+    assert {(a, b, scheme.starts_with): scheme.boundaries for a, b, scheme in schemes} == expected
     divisors = [n for n in range(2, n_layers + 1) if n_layers % n == 0]
-    assert len(found) == len(expected) == 2 * sum(n - 1 for n in divisors)
-    for a, b, scheme in found:
+    assert len(schemes) == len(expected) == 2 * sum(n - 1 for n in divisors)
+    for a, b, scheme in schemes:
         repeats = n_layers // (a + b)
         assert scheme.boundaries[-1] == n_layers
         assert scheme.n_blocks == repeats * (a if scheme.starts_with == "blocks" else b)

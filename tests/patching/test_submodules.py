@@ -43,15 +43,15 @@ RANGES = [(a, b) for a in range(N_LAYERS + 1) for b in range(a, N_LAYERS + 1)]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name: str, small_model: Models) -> None:
-    found = Anatomy.from_model(small_model(name))
+    anatomy = Anatomy.from_model(small_model(name))
     there = [part for part in ("attn", "ffn", "ln1", "ln2") if part in submodules(name)]
     assert there == ["attn", "ffn", "ln1", "ln2"][: 3 if name == "gptj" else 4]
     expected = [(f"{part}_in.{layer}", f"{part}_out.{layer}") for layer in range(3) for part in there]
-    assert submodule_pairs(found) == expected
-    assert submodule_pairs(found, ["ffn"]) == [pair for pair in expected if pair[0].startswith("ffn")]
-    assert submodule_pairs(found, ["ln2"]) == [pair for pair in expected if pair[0].startswith("ln2")]
+    assert submodule_pairs(anatomy) == expected
+    assert submodule_pairs(anatomy, ["ffn"]) == [pair for pair in expected if pair[0].startswith("ffn")]
+    assert submodule_pairs(anatomy, ["ln2"]) == [pair for pair in expected if pair[0].startswith("ln2")]
     for pair in expected:
-        assert [str(found.resolve(site)) for site in pair] == list(pair)
+        assert [str(anatomy.resolve(site)) for site in pair] == list(pair)
 
 
 def test_a_model_whose_wiring_is_not_known_is_refused(small_model: Models) -> None:
@@ -115,7 +115,7 @@ def plain_samples(
         places += chosen
         for site, vectors in plain_vectors(name, model, tokens).items():
             rows.setdefault(site, []).append(vectors[0, chosen].double())
-    return {site: torch.cat(own) for site, own in rows.items()}, torch.tensor(places)
+    return {site: torch.cat(vectors) for site, vectors in rows.items()}, torch.tensor(places)
 
 
 def least_squares(x: Tensor, y: Tensor) -> Tensor:
@@ -207,8 +207,8 @@ def attention_maps() -> MapSet:
     """Random stand-ins for attention, some with an intercept."""
     maps = []
     for layer in range(N_LAYERS):
-        one = submodule_part("attn", layer, seed=layer, bias=layer != 1)
-        maps.append(LinearMap(one.weight, one.bias, one.source, one.target))
+        replaced = submodule_part("attn", layer, seed=layer, bias=layer != 1)
+        maps.append(LinearMap(replaced.weight, replaced.bias, replaced.source, replaced.target))
     return MapSet(maps)
 
 
@@ -234,15 +234,15 @@ def test_attending_nowhere_is_a_pass_patched_at_all_tokens(name: str, small_mode
     for tokens in (SENTENCE, SENTENCE[4:5]):  # the second has no context to attend to
         clean = stream_of(model, tokens)
         for first, last in RANGES:
-            found = attend_nowhere(model, maps, clean[first], first, last)
-            assert found.dtype == torch.float32
+            attended = attend_nowhere(model, maps, clean[first], first, last)
+            assert attended.dtype == torch.float32
             if first == last:
-                assert torch.equal(found, clean[first])
+                assert torch.equal(attended, clean[first])
                 continue
-            assert_near(found, stream_of(model, tokens, mat_attn(maps, first, last))[last])
-            assert float((found - clean[last]).abs().amax(1).min()) > 1e-2
+            assert_near(attended, stream_of(model, tokens, mat_attn(maps, first, last))[last])
+            assert float((attended - clean[last]).abs().amax(1).min()) > 1e-2
             # One vector alone is enough.
-            assert_near(attend_nowhere(model, maps, clean[first][-1:], first, last), found[-1:])
+            assert_near(attend_nowhere(model, maps, clean[first][-1:], first, last), attended[-1:])
 
 
 @pytest.mark.parametrize("name", MORE_NAMES)
@@ -280,11 +280,11 @@ def test_in_half_precision_the_model_computes_as_it_does_in_a_patched_pass(
     for name in ("llama", "bert"):
         model = matlens.load(str(model_folder(name)), device="cpu", dtype=torch.bfloat16)
         h = stream_of(model, SENTENCE)[0].float()
-        found = attend_nowhere(model, maps, h, 0, N_LAYERS)
-        assert found.dtype == torch.float32
+        attended = attend_nowhere(model, maps, h, 0, N_LAYERS)
+        assert attended.dtype == torch.float32
         expected = stream_of(model, SENTENCE, mat_attn(maps, 0, N_LAYERS))[N_LAYERS]
         assert expected.dtype == torch.bfloat16
-        assert_near(found, expected.float(), 0.02)
+        assert_near(attended, expected.float(), 0.02)
 
 
 @pytest.mark.parametrize(("first", "last"), [(2, 1), (-1, 2), (3, 0), (0, -1), (0, 4), (4, 4)])

@@ -65,25 +65,29 @@ def variants_of(name: str, examples: Examples) -> dict[str, Variant]:
     }
 
 
-def own(one: Replacement, sentence: int) -> Replacement:
+def at_sentence(replacement: Replacement, sentence: int) -> Replacement:
     """What is replaced in one sentence."""
-    return one if isinstance(one.where, str) else replace(one, where=one.where[sentence : sentence + 1])
+    return (
+        replacement
+        if isinstance(replacement.where, str)
+        else replace(replacement, where=replacement.where[sentence : sentence + 1])
+    )
 
 
 @torch.inference_mode()
 def alone(model: Any, examples: Examples, replacements: Sequence[Replacement]) -> Tensor:
     """``h^L`` at the positions; the sentences run one at a time, without padding and without a cut."""
-    found: list[Tensor] = []
+    final: list[Tensor] = []
     hook = Anatomy.from_model(model).hook(N_LAYERS)
     for s, position in enumerate(examples.positions):
         tokens = torch.from_numpy(examples.tokens[examples.offsets[s] : examples.offsets[s + 1]])
-        with patched(model, [own(one, s) for one in replacements]):
+        with patched(model, [at_sentence(replacement, s) for replacement in replacements]):
             seen: list[Tensor] = []
             with model.hooks(fwd_hooks=[(hook, lambda value, hook, seen=seen: seen.append(value))]):
                 model(tokens[None])
         assert seen[0].shape == (1, len(tokens), D_MODEL)
-        found.append(seen[0][0, position].clone())
-    return torch.stack(found)
+        final.append(seen[0][0, position].clone())
+    return torch.stack(final)
 
 
 def assert_all_near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -110,8 +114,8 @@ def test_variants_are_patched_passes_of_each_sentence_alone(name: str, small_mod
         read = later if "not-first" in key and name != "bert" else torch.ones_like(later)
         assert torch.equal(changed, read & (key[:4] != "none"))
     for batch_tokens in (1, BUDGET, 10000):
-        found = run_variants(model, examples, variants, batch_tokens=batch_tokens, progress=False)
-        assert_all_near(found, expected)
+        final = run_variants(model, examples, variants, batch_tokens=batch_tokens, progress=False)
+        assert_all_near(final, expected)
     assert_all_near(run_variants(model, examples, variants, progress=False), expected)
 
 
@@ -120,11 +124,13 @@ def test_where_a_variant_starts_does_not_matter(name: str, small_model: Models) 
     model = small_model(name)
     examples = examples_of(model)
     variants = variants_of(name, examples)
-    found = run_variants(model, examples, variants, batch_tokens=BUDGET, progress=False)
+    final = run_variants(model, examples, variants, batch_tokens=BUDGET, progress=False)
     for first in range(N_LAYERS):
-        others = {key: replace(one, first=first) for key, one in variants.items() if first <= one.first}
+        others = {
+            key: replace(variant, first=first) for key, variant in variants.items() if first <= variant.first
+        }
         again = run_variants(model, examples, others, batch_tokens=BUDGET, progress=False)
-        assert_all_near(again, {key: found[key] for key in others})
+        assert_all_near(again, {key: final[key] for key in others})
 
 
 def test_what_a_bridge_in_half_precision_gives_is_single(
@@ -133,11 +139,11 @@ def test_what_a_bridge_in_half_precision_gives_is_single(
     examples = examples_of(small_model("llama"))
     variants = variants_of("llama", examples)
     model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
-    found = run_variants(model, examples, variants, progress=False)
+    final = run_variants(model, examples, variants, progress=False)
     expected = run_variants(small_model("llama"), examples, variants, progress=False)
     for key in variants:
-        assert found[key].dtype == torch.float32
-        assert_near(found[key], expected[key], 0.05)
+        assert final[key].dtype == torch.float32
+        assert_near(final[key], expected[key], 0.05)
 
 
 # What is run
@@ -257,9 +263,9 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
             run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
     assert not (tmp_path / "broken" / "config.json").exists()
     with counting(job[0]) as rest:
-        found = run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
+        final = run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
-    assert all(torch.equal(found[key], vectors) for key, vectors in run_variants(*job, **OPTIONS).items())
+    assert all(torch.equal(final[key], vectors) for key, vectors in run_variants(*job, **OPTIONS).items())
     # What was there was not run again.
     left = total - batch - after
     assert 0 < left <= total
@@ -288,16 +294,16 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     if other == "fewer":
         variants = {key: variants[key] for key in list(variants)[:2]}
     elif other == "name":
-        variants = {f"{key}!": one for key, one in variants.items()}
+        variants = {f"{key}!": variant for key, variant in variants.items()}
     elif other == "told":
-        variants = {key: replace(one, description="other") for key, one in variants.items()}
+        variants = {key: replace(variant, description="other") for key, variant in variants.items()}
     elif other == "examples":
         examples = examples_of(model, seed=9)
     elif other == "model":
         model = small_model("gpt2")
     else:
-        own = {"batch_tokens": BUDGET + 1, "origin": {"maps": {"seed": 2}}, "no origin": None}[other]
-        options[other.removeprefix("no ")] = own
+        changed = {"batch_tokens": BUDGET + 1, "origin": {"maps": {"seed": 2}}, "no origin": None}[other]
+        options[other.removeprefix("no ")] = changed
     if finished and other == "batch_tokens":  # what is finished does not depend on it
         run_variants(model, examples, variants, **options)
     else:
@@ -310,7 +316,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("first", "make", "told"),
+    ("first", "make", "message"),
     [
         (2, lambda maps: jump(maps, 1, 3), r"h\.1 -> h\.3"),
         (3, lambda maps: jump(maps, 0, 3), r"h\.0 -> h\.3"),
@@ -319,13 +325,13 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     ],
 )
 def test_a_replacement_before_the_first_layer_is_refused(
-    first: int, make: Callable[[MapSet], list[Replacement]], told: str, small_model: Models
+    first: int, make: Callable[[MapSet], list[Replacement]], message: str, small_model: Models
 ) -> None:
     model = small_model("llama")
     variants = {"good": Variant(1, []), "bad": Variant(first, make(maps_of("llama")))}
     with (
         counting(model) as counts,
-        pytest.raises(InputError, match=rf"bad runs unpatched up to layer {first}, and {told} "),
+        pytest.raises(InputError, match=rf"bad runs unpatched up to layer {first}, and {message} "),
     ):
         run_variants(model, examples_of(model), variants, progress=False)
     assert counts == [0] * N_LAYERS
@@ -337,13 +343,13 @@ def test_what_patched_refuses_is_refused_before_anything_is_run(small_model: Mod
     other = small_model("gpt2")
     origin = collect(other, examples_of(other), [0], progress=False).provenance
     foreign = LinearMap(torch.eye(D_MODEL), None, "h.1", "h.2", origin)
-    for replacements, told in (
+    for replacements, message in (
         (jump(maps, 0, 2) + jump(maps, 1, 3), "overlaps"),
         ([Replacement.from_map(foreign)], "The maps and this model do not belong together"),
         ([Replacement(lambda h: h, Site("h", 1), Site("h", 9))], "out of range"),
     ):
         for folder in (None, tmp_path / "out"):
-            with counting(model) as counts, pytest.raises(InputError, match=told):
+            with counting(model) as counts, pytest.raises(InputError, match=message):
                 run_variants(model, examples, {"a": Variant(0, replacements)}, folder=folder, progress=False)
             assert counts == [0] * N_LAYERS
     assert not (tmp_path / "out").exists()
@@ -376,8 +382,14 @@ def test_nothing_is_left_behind_after_an_exception_in_the_middle(
 
     attention = mat_attn(maps, 1, 2, where="not-first")
     last = Replacement(failing, Site("ffn_in", 2), Site("ffn_out", 2))
-    for kind, one in {"inside": last, "jump": Replacement(failing, Site("h", 2), Site("h", 3))}.items():
-        variants = {"good": Variant(first, jump(maps, 1, 2)), "bad": Variant(first, [*attention, one])}
+    for kind, broken in {
+        "inside": last,
+        "jump": Replacement(failing, Site("h", 2), Site("h", 3)),
+    }.items():
+        variants = {
+            "good": Variant(first, jump(maps, 1, 2)),
+            "bad": Variant(first, [*attention, broken]),
+        }
         for folder in (None, tmp_path / kind):
             calls.clear()
             with pytest.raises(error, match="in the middle"):
@@ -430,8 +442,8 @@ def test_what_a_stand_in_makes_of_padding_reaches_no_token(name: str, small_mode
 
 def test_layers_count_from_both_ends(small_model: Models) -> None:
     model, examples = small_model("llama"), examples_of(small_model("llama"))
-    found = run_variants(model, examples, {"a": Variant(-1, []), "b": Variant(3, [])}, progress=False)
-    assert torch.equal(found["a"], found["b"])
+    final = run_variants(model, examples, {"a": Variant(-1, []), "b": Variant(3, [])}, progress=False)
+    assert torch.equal(final["a"], final["b"])
     with pytest.raises(InputError, match="out of range"):
         run_variants(model, examples, {"a": Variant(9, [])}, progress=False)
 

@@ -1,0 +1,316 @@
+"""How a model is wired is found by sums, and what sites it has follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from conftest import (
+    ARCHITECTURES,
+    D_MODEL,
+    FAMILY_OF,
+    LAYERS,
+    N_LAYERS,
+    SITE_MODULES,
+    assert_near,
+    load_plain,
+    plain_vectors,
+    save_model,
+)
+from patched_models import hook_counts
+from torch import Tensor
+
+import matlens
+from matlens import InputError, Site
+from matlens.models import anatomy
+from matlens.models.anatomy import Anatomy
+
+TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17, 2, 50]])
+
+# What adds up in a block, per family; "next" is the stream after it. Written from the architectures' source.
+SUMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "pre-norm": {"mid": ("h", "attn_out"), "next": ("mid", "ffn_out")},
+    "parallel": {"next": ("h", "attn_out", "ffn_out")},
+    "post-norm": {"ln1_in": ("h", "attn_out"), "ln2_in": ("mid", "ffn_out"), "next": ("ln2_out",)},
+    "extra-norm": {"mid": ("h", "ln1_post_out"), "next": ("mid", "ln2_post_out")},
+}
+# What is handed on unchanged.
+SAME: dict[str, dict[str, str]] = {
+    "pre-norm": {"ln1_in": "h", "attn_in": "ln1_out", "ln2_in": "mid", "ffn_in": "ln2_out"},
+    "parallel": {"ln1_in": "h", "attn_in": "ln1_out"},
+    "post-norm": {"attn_in": "h", "mid": "ln1_out", "ffn_in": "mid"},
+    "extra-norm": {
+        "ln1_in": "h", "attn_in": "ln1_out", "ln1_post_in": "attn_out",
+        "ln2_in": "mid", "ffn_in": "ln2_out", "ln2_post_in": "ffn_out",
+    },
+}  # fmt: skip
+# In parallel blocks, which norm the FFN reads.
+FFN_READS = {"neox": "ln2_out", "gptj": "ln1_out"}
+
+
+def vectors(model: Any, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
+    """What matlens' own hooks carry at every site of the model."""
+    found: dict[str, Tensor] = {}
+
+    def keep(site: Site) -> tuple[str, Any]:
+        return Anatomy.from_model(model).hook(site), lambda value, hook: found.update(
+            {str(site): value.clone()}
+        )
+
+    with (
+        torch.inference_mode(),
+        model.hooks(fwd_hooks=[keep(site) for site in Anatomy.from_model(model).sites]),
+    ):
+        model(tokens, return_type=None)
+    return found
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `Anatomy.from_model` forget the models that it has seen, for this test."""
+    monkeypatch.setattr(anatomy, "_KNOWN", WeakKeyDictionary())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_family_and_kinds_are_those_of_the_architecture(name: str, small_model: Callable[[str], Any]) -> None:
+    found = Anatomy.from_model(small_model(name))
+    assert found.family.name == FAMILY_OF[name]
+    assert set(found.kinds) == set(SITE_MODULES[name])
+    assert (found.n_layers, found.d_model) == (N_LAYERS, D_MODEL)
+    assert [str(site) for site in found.stream] == [f"h.{i}" for i in range(N_LAYERS + 1)]
+    assert len(set(found.sites)) == N_LAYERS + 1 + N_LAYERS * len(SITE_MODULES[name])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stream_is_the_hidden_states_with_the_last_before_the_final_norm(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    ours, plain = vectors(small_model(name)), plain_model(name)
+    with torch.inference_mode():
+        states = plain(TOKENS, output_hidden_states=True).hidden_states
+    for layer in range(N_LAYERS):
+        assert_near(ours[f"h.{layer}"], states[layer])
+    last = plain_vectors(name, plain, TOKENS)[f"h.{N_LAYERS}"]
+    assert_near(ours[f"h.{N_LAYERS}"], last)
+    if name == "bert":
+        assert_near(ours[f"h.{N_LAYERS}"], states[-1])
+    else:  # the trap: Hugging Face's last entry is normed already
+        assert (last - states[-1]).abs().max() > 0.1 * states[-1].abs().max()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_site_is_the_end_of_its_module(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    ours, theirs = vectors(small_model(name)), plain_vectors(name, plain_model(name), TOKENS)
+    assert set(ours) == set(theirs) - {"logits"}
+    for site in ours:
+        assert_near(ours[site], theirs[site])
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "neox-sequential"])
+def test_the_plain_model_adds_up_as_its_family_says(name: str, plain_model: Callable[[str], Any]) -> None:
+    """The wiring itself, without matlens: where it holds, the family's sites mean what they are said to."""
+    family = FAMILY_OF.get(name, "pre-norm")
+    found = plain_vectors(name, plain_model(name), TOKENS)
+    for layer in range(N_LAYERS):
+        block = {kind: found[f"{kind}.{layer}"] for kind in ["h", *SITE_MODULES[name]]}
+        block["next"] = found[f"h.{layer + 1}"]
+        for total, parts in SUMS[family].items():
+            assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0))
+        for one, other in SAME[family].items():
+            assert torch.equal(block[one], block[other])
+        if name in FFN_READS:
+            assert torch.equal(block["ffn_in"], block[FFN_READS[name]])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_our_sites_add_up_as_the_family_says(name: str, small_model: Callable[[str], Any]) -> None:
+    found = vectors(small_model(name))
+    for layer in range(N_LAYERS):
+        block = {kind: found[f"{kind}.{layer}"] for kind in ["h", *SITE_MODULES[name]]}
+        block["next"] = found[f"h.{layer + 1}"]
+        for total, parts in SUMS[FAMILY_OF[name]].items():
+            assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_half_precision_has_the_same_anatomy(
+    name: str, dtype: torch.dtype, model_folder: Callable[[str], Path], small_model: Callable[[str], Any]
+) -> None:
+    model = matlens.load(str(model_folder(name)), device="cpu", dtype=dtype)
+    assert Anatomy.from_model(model) == Anatomy.from_model(small_model(name))
+    assert {value.dtype for value in vectors(model).values()} == {dtype}
+
+
+def test_wiring_is_found_by_its_sums_and_not_by_the_name(tmp_path: Path) -> None:
+    """GPT-NeoX without parallel residuals has the same class and hook names, and is a pre-norm model."""
+    model = matlens.load(str(save_model("neox-sequential", tmp_path)), device="cpu")
+    assert Anatomy.from_model(model).family.name == "pre-norm"
+    theirs = plain_vectors("neox-sequential", load_plain("neox-sequential", tmp_path), TOKENS)
+    for site, value in vectors(model).items():
+        assert_near(value, theirs[site])
+
+
+def test_blocks_that_scale_what_they_add_have_only_the_stream(tmp_path: Path) -> None:
+    """Granite multiplies both outputs by 0.5 before it adds them, so no known sum holds."""
+    model = matlens.load(str(save_model("granite", tmp_path)), device="cpu")
+    found = Anatomy.from_model(model)
+    assert (found.family.name, found.kinds, found.sites) == ("stream-only", (), found.stream)
+    theirs = plain_vectors("granite", load_plain("granite", tmp_path), TOKENS)
+    for site, value in vectors(model).items():
+        assert_near(value, theirs[site])
+    with pytest.raises(InputError, match=r"no site 'attn_out' .*stream-only.*it has h\."):
+        found.resolve("attn_out.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("gpt2", 0), ("gpt2", 2), *((name, 1) for name in ARCHITECTURES)]
+)
+def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
+    name: str, layer: int, small_model: Callable[[str], Any], forgotten: None
+) -> None:
+    model = small_model(name)
+    block = model.original_model.get_submodule(LAYERS[name][0])[layer]
+
+    def shifted(module: Any, args: Any, output: Any) -> Any:
+        # One coordinate of one token, by far less than any sub-module adds.
+        whole = output[0] if isinstance(output, tuple) else output
+        moved = whole.clone()
+        moved[0, 5, 3] += 1e-3 * whole.abs().max()
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    inner = getattr(block, "original_component", block)
+    handle = inner.register_forward_hook(shifted)
+    try:
+        assert Anatomy.from_model(model).family.name == "stream-only"
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("neox", "mid.1"), ("gptj", "mid.0"), ("gptj", "ln2_in.0"), ("gptj", "ln2_out.2"),
+        ("gpt2", "ln1_post_out.1"), ("bert", "ln2_post_in.1"), ("gemma2", "mlp_out.1"), ("llama", "next.0"),
+    ],
+)  # fmt: skip
+def test_missing_site_names_those_that_exist(
+    name: str, missing: str, small_model: Callable[[str], Any]
+) -> None:
+    found = Anatomy.from_model(small_model(name))
+    for ask in (found.resolve, found.hook):
+        with pytest.raises(InputError) as caught:
+            ask(missing)
+        message = str(caught.value)
+        assert repr(missing.split(".")[0]) in message
+        assert FAMILY_OF[name] in message
+        listed = message.split("it has ")[1].rstrip(".").split(", ")
+        assert set(listed) == {"h", *SITE_MODULES[name]}
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("atn_out", "attn_out"), ("ffn_ou", "ffn_out"), ("midd", "mid")])
+def test_a_typo_names_the_nearest(typo: str, meant: str, small_model: Callable[[str], Any]) -> None:
+    with pytest.raises(InputError, match=f"The nearest is '{meant}'"):
+        Anatomy.from_model(small_model("llama")).resolve(f"{typo}.1")
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        (-1, "h.3"), (-4, "h.0"), (0, "h.0"), ("2", "h.2"), ("-2", "h.2"), ("h.-1", "h.3"),
+        (Site("h", -3), "h.1"),
+        ("attn_out.-1", "attn_out.2"), ("attn_out.-3", "attn_out.0"), (Site("mid", 1), "mid.1"),
+    ],
+)  # fmt: skip
+def test_layers_count_from_both_ends(
+    given: str | int | Site, resolved: str, small_model: Callable[[str], Any]
+) -> None:
+    found = Anatomy.from_model(small_model("gpt2"))
+    assert str(found.resolve(given)) == resolved
+    assert found.hook(given) == found.hook(resolved)
+
+
+@pytest.mark.parametrize(
+    ("given", "last"),
+    [(4, "h.3"), (-5, "h.3"), ("h.99", "h.3"), ("attn_out.3", "attn_out.2"), ("mid.-4", "mid.2")],
+)
+def test_layers_out_of_range_name_the_range(
+    given: str | int, last: str, small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match=rf"out of range: this model has \w+\.0 to {last}\."):
+        Anatomy.from_model(small_model("gpt2")).resolve(given)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_coefficients_are_as_wide_as_the_output_matrix_and_all_else_as_the_stream(
+    name: str, small_model: Callable[[str], Any]
+) -> None:
+    found = Anatomy.from_model(small_model(name))
+    widths = {str(site): value.shape[-1] for site, value in vectors(small_model(name)).items()}
+    assert {str(site): found.width(site) for site in found.sites} == widths
+    assert {width for site, width in widths.items() if not site.startswith("ffn_post.")} == {D_MODEL}
+    assert found.width("ffn_post.-1") == found.d_mlp == (128 if name in ("gpt2", "gptj") else 48)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
+    name: str, small_model: Callable[[str], Any], forgotten: None
+) -> None:
+    """The rest of the block adds up all the same, so its other sites stay."""
+    model = small_model(name)
+    kinds = set(Anatomy.from_model(model).kinds)
+    anatomy._KNOWN.clear()
+    handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
+    try:
+        found = Anatomy.from_model(model)
+    finally:
+        handle.remove()
+    assert found.family.name == FAMILY_OF[name]
+    assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_hook_is_left_and_the_model_is_as_before(
+    name: str, small_model: Callable[[str], Any], forgotten: None
+) -> None:
+    model = small_model(name)
+    with torch.inference_mode():
+        logits = model(TOKENS, return_type="logits")  # the libraries add hooks of their own in a first run
+        before, states = hook_counts(model), {k: v.clone() for k, v in model.state_dict().items()}
+        Anatomy.from_model(model)
+        assert hook_counts(model) == before
+        assert torch.equal(model(TOKENS, return_type="logits"), logits)
+    assert not model.training
+    assert all(torch.equal(v, states[k]) for k, v in model.state_dict().items())
+
+
+def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], forgotten: None) -> None:
+    model = small_model("gpt2")
+    model(TOKENS, return_type=None)
+    before = hook_counts(model)
+    handle = model.original_model.transformer.ln_f.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            Anatomy.from_model(model)
+    finally:
+        handle.remove()
+    assert hook_counts(model) == before
+    assert Anatomy.from_model(model).family.name == "pre-norm"  # a failure is not remembered
+
+
+def test_anatomy_runs_the_model_once(small_model: Callable[[str], Any], forgotten: None) -> None:
+    model = small_model("llama")
+    runs: list[None] = []
+    handle = model.original_model.register_forward_hook(lambda *_: runs.append(None))
+    try:
+        first = Anatomy.from_model(model)
+        assert Anatomy.from_model(model) is first
+    finally:
+        handle.remove()
+    assert len(runs) == 1
