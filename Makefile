@@ -48,7 +48,7 @@ check: install
 
 # The numbers of an independent computation at full size, and the gain from all positions: about an hour.
 verify: install
-	$(BIN)/python -m pytest -s tests/study/test_real.py --real-train 4000 --real-val 1000
+	$(BIN)/python -m pytest -s tests/study/test_real.py tests/documentation/test_outputs.py --real-train 4000 --real-val 1000
 	$(BIN)/python analyses/all_positions.py --train 4000 --val 1000 --out out/verify
 
 # Every analysis whose table is not there yet; what was broken off goes on where it was.
