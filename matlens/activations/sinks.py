@@ -61,11 +61,11 @@ def find_sinks(
         norms[torch.from_numpy(rows.index)] = torch.stack(
             [rows.vectors[site].norm(dim=1) for site in layers], 1
         )
-    found = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
+    sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
     places = torch.from_numpy(examples.places)
     sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
-    found[sentence, places] = outlying_rows(norms, factor=factor)
-    return found
+    sinks[sentence, places] = outlying_rows(norms, factor=factor)
+    return sinks
 
 
 def outlying_rows(norms: Float[Tensor, "n layers"], *, factor: float = FACTOR) -> Bool[Tensor, " n"]:

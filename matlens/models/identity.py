@@ -236,8 +236,8 @@ def fingerprint(model: TransformerBridge) -> str:
     edit of a few numbers in a large matrix can go unseen.
     """
     config = model.original_model.config.to_dict()
-    told = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    shaping = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True, default=str).encode())
     for name, parameter in model.original_model.named_parameters():
         flat = parameter.detach().reshape(-1)
         values = flat[_taken(flat.numel()).to(flat.device)].float().cpu().numpy()

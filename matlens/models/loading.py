@@ -69,9 +69,9 @@ def load(
             tokenizer, hf_model = _read_gguf(Path(folder, gguf), dtype)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
         else:
-            own = {"trust_remote_code": trust_remote_code, "revision": commit}
-            tokenizer = AutoTokenizer.from_pretrained(folder, **own)
-            boot |= {**own, "model_class": _Complete}
+            options = {"trust_remote_code": trust_remote_code, "revision": commit}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            boot |= {**options, "model_class": _Complete}
         model = TransformerBridge.boot_transformers(folder, tokenizer=_keeping_itself(tokenizer), **boot)
     except InputError:
         raise

@@ -72,8 +72,8 @@ def finished(
 
 def precision(table: pd.DataFrame, method: str) -> list[float]:
     """Precision@1 by layer."""
-    own = table[(table["method"] == method) & (table["k"] == 1)]
-    return own.sort_values("layer")["value"].tolist()
+    rows = table[(table["method"] == method) & (table["k"] == 1)]
+    return rows.sort_values("layer")["value"].tolist()
 
 
 def read(finished: Finished, name: str, model: str = "llama") -> pd.DataFrame:
@@ -84,14 +84,14 @@ def read(finished: Finished, name: str, model: str = "llama") -> pd.DataFrame:
 def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> None:
     out, table = finished(name, model), read(finished, name, model)
     assert set(table["layer"]) >= LAYERS.get(name, set(range(N_LAYERS)))
-    told = json.loads((out / f"{name}.json").read_text())
-    origins = list(told["studies"].values()) if "studies" in told else [told]
+    described = json.loads((out / f"{name}.json").read_text())
+    origins = list(described["studies"].values()) if "studies" in described else [described]
     assert len(origins) == (2 if name in ("paper_a_fig7_models", "paper_a_sec5_corpora") else 1)
     for origin in origins:
         assert origin["maps"]["data"]["seed"] == 0
         assert origin["maps"]["data"]["n"] == N_TRAIN
         assert origin["validation"]["n"] == N_VALIDATION
-    assert told["command"].startswith(f"{name}.py --model")
+    assert described["command"].startswith(f"{name}.py --model")
     if "patched" in OPTIONS[name]:
         assert N_PATCHED in set(table["n"]) <= {N_PATCHED, N_VALIDATION}
     figures = [path.name for path in sorted(out.glob(f"{name}*.p*"))]
@@ -117,7 +117,7 @@ def test_both_ways_of_fitting_are_in_one_table_and_differ(finished: Finished) ->
 
 def test_several_models_are_each_what_they_are_alone(finished: Finished) -> None:
     table, alone = read(finished, "paper_a_fig7_models"), read(finished, "paper_a_fig4_next_token")
-    llama, gpt2 = (own for _, own in table.groupby("model", sort=False))
+    llama, gpt2 = (rows for _, rows in table.groupby("model", sort=False))
     pd.testing.assert_frame_equal(llama, alone)
     assert gpt2["model"].iloc[0].endswith("gpt2")
     assert not np.allclose(gpt2["value"], llama["value"])
@@ -138,9 +138,10 @@ def test_schemes_go_from_a_single_map_to_the_whole_model(finished: Finished) -> 
     assert precision(table, "R2")[0] == precision(table, "mat")[0]
     assert precision(table, "R2")[-1] == 1
     weighted = table[table["method"].str.startswith("WRR") & (table["k"] == 1)]
-    found = zip(weighted["method"], weighted["layer"], weighted["scheme"], strict=True)
-    assert sorted(found) == sorted(
-        (f"WRR, {one.starts_with} first", one.n_blocks, str(one)) for _, _, one in wrr_schemes(N_LAYERS)
+    schemes = zip(weighted["method"], weighted["layer"], weighted["scheme"], strict=True)
+    assert sorted(schemes) == sorted(
+        (f"WRR, {scheme.starts_with} first", scheme.n_blocks, str(scheme))
+        for _, _, scheme in wrr_schemes(N_LAYERS)
     )
 
 
@@ -160,13 +161,13 @@ def test_maps_of_each_corpus_are_tested_on_each(finished: Finished, corpora: Pat
     """With as many sentences of each, those of the same corpus are the maps of the main job."""
     table, main = read(finished, "paper_a_sec5_corpora"), read(finished, "paper_a_fig4_next_token")
     assert len(table.groupby(["corpus", "method"])) == 4
-    own = table[table["method"].str.contains("words.txt") & table["corpus"].str.contains("words.txt")]
-    assert len(own) == N_LAYERS * 4
+    same = table[table["method"].str.contains("words.txt") & table["corpus"].str.contains("words.txt")]
+    assert len(same) == N_LAYERS * 4
     expected = main[(main["method"] == "mat") & (main["layer"] < N_LAYERS)]
-    np.testing.assert_allclose(own["value"], expected["value"], rtol=1e-6)
+    np.testing.assert_allclose(same["value"], expected["value"], rtol=1e-6)
     foreign = table[table["method"].str.contains("others.txt") & table["corpus"].str.contains("words.txt")]
-    assert foreign["layer"].tolist() == own["layer"].tolist()
-    assert not np.allclose(foreign["value"], own["value"], rtol=1e-3)
+    assert foreign["layer"].tolist() == same["layer"].tolist()
+    assert not np.allclose(foreign["value"], same["value"], rtol=1e-3)
 
 
 def test_a_small_corpus_sets_how_many_sentences_all_maps_are_fitted_on(
@@ -174,10 +175,10 @@ def test_a_small_corpus_sets_how_many_sentences_all_maps_are_fitted_on(
 ) -> None:
     options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt"]
     run("paper_a_sec5_corpora", *options, "--corpus", corpora / "few.txt", *sizes(), "--out", tmp_path)
-    told = json.loads((tmp_path / "paper_a_sec5_corpora.json").read_text())
-    assert told["n_fitted"] == 45
-    assert [one["maps"]["data"]["n"] for one in told["studies"].values()] == [45, 45]
-    assert [one["validation"]["n"] for one in told["studies"].values()] == [30, 15]
+    origin = json.loads((tmp_path / "paper_a_sec5_corpora.json").read_text())
+    assert origin["n_fitted"] == 45
+    assert [study["maps"]["data"]["n"] for study in origin["studies"].values()] == [45, 45]
+    assert [study["validation"]["n"] for study in origin["studies"].values()] == [30, 15]
     table = pd.read_csv(tmp_path / "paper_a_sec5_corpora.csv")
     assert table.groupby("corpus", sort=False)["n"].unique().map(list).tolist() == [[30], [15]]
     assert "+0.0%" in capsys.readouterr().out
@@ -192,8 +193,8 @@ def test_tokens_of_the_prompts_are_told(model: str, prompts: list[str], finished
     counted = table.groupby(["layer", "method", "prompt"]).size().unstack("prompt")
     assert counted.index.tolist() == [(0, "id"), (0, "mat"), (1, "id"), (1, "mat"), (3, "id")]
     assert (counted == 5).all(axis=None)
-    for _, own in table.groupby(["layer", "method", "prompt"]):
-        assert own["probability"].is_monotonic_decreasing
+    for _, tokens in table.groupby(["layer", "method", "prompt"]):
+        assert tokens["probability"].is_monotonic_decreasing
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])
@@ -209,19 +210,19 @@ def test_a_filled_sheet_gives_the_rates(
     sheet.assign(plausible=marks).to_csv(filled, index=False)
     capsys.readouterr()
     run("plausibility", "--sheet", filled, "--out", out)
-    said = capsys.readouterr().out
-    found = pd.read_csv(out / "plausibility_rates.csv")
+    printed = capsys.readouterr().out
+    rates = pd.read_csv(out / "plausibility_rates.csv")
     table = read(finished, "plausibility", model)
     for method in ("id", "mat"):
-        own = table[(table["method"] == method) | (table["layer"] == N_LAYERS)]
-        hits = own["token"].str.strip()[own["token"] != ""].str[-1].isin(list("02468"))
+        tokens = table[(table["method"] == method) | (table["layer"] == N_LAYERS)]
+        hits = tokens["token"].str.strip()[tokens["token"] != ""].str[-1].isin(list("02468"))
         for layer in (None, *range(N_LAYERS + 1)):
-            chosen = own.index if layer is None else own.index[own["layer"] == layer]
+            chosen = tokens.index if layer is None else tokens.index[tokens["layer"] == layer]
             wanted = hits.reindex(chosen, fill_value=False).mean()
-            same = found["layer"].isna() if layer is None else found["layer"] == layer
-            (row,) = found[same & (found["method"] == method) & (found["metric"] == "tokens")].itertuples()
+            same = rates["layer"].isna() if layer is None else rates["layer"] == layer
+            (row,) = rates[same & (rates["method"] == method) & (rates["metric"] == "tokens")].itertuples()
             assert (row.value, row.n) == (pytest.approx(wanted), len(chosen))
-            assert layer is not None or f"{wanted:.1%}" in said
+            assert layer is not None or f"{wanted:.1%}" in printed
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])
@@ -238,8 +239,10 @@ def test_no_sentence_of_the_sheet_is_one_that_maps_were_fitted_on(
     run("plausibility", *options, "--sentences", N_VALIDATION)
     asked = pd.read_csv(tmp_path / "plausibility_sheet.csv", keep_default_na=False)["sentence"].unique()
     parts = matlens.load_corpus(str(words)).split(n_train=N_TRAIN - 10, n_validation=N_VALIDATION)
-    own = {sentence for sentence in asked if any(fits(sentence, text) for text in parts[1].sentences)}
-    assert own == set(asked)
+    of_validation = {
+        sentence for sentence in asked if any(fits(sentence, text) for text in parts[1].sentences)
+    }
+    assert of_validation == set(asked)
     assert len(asked) > N_VALIDATION // 2  # beginnings can be alike
     said = refused("plausibility", capsys, *options, "--sentences", N_VALIDATION + 5)
     assert str(N_VALIDATION + 5) in said
@@ -334,7 +337,7 @@ def test_a_corpus_that_is_not_there_is_told(
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "options", "told"),
+    ("name", "model", "options", "message"),
     [
         ("paper_a_fig5_masked", "llama", [], "is a decoder and predicts the next token, not a masked one"),
         ("paper_a_fig4_next_token", "bert", [], "predicts masked tokens, not the next one"),
@@ -353,21 +356,21 @@ def test_what_does_not_suit_the_analysis_is_told_before_any_work(
     name: str,
     model: str,
     options: list[object],
-    told: str,
+    message: str,
     corpora: Path,
     model_folder: Callable[[str], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["--model", model_folder(model), "--corpus", corpora / "words.txt", *sizes()]
-    assert told in refused(name, capsys, *given, *options, "--out", tmp_path / "out")
+    assert message in refused(name, capsys, *given, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("trunk", "told"), [("gpt2", "is of the type gpt2"), (None, "There is no model")])
+@pytest.mark.parametrize(("trunk", "message"), [("gpt2", "is of the type gpt2"), (None, "There is no model")])
 def test_a_small_bert_is_made_of_a_bert(
     trunk: str | None,
-    told: str,
+    message: str,
     corpora: Path,
     model_folder: Callable[[str], Path],
     tmp_path: Path,
@@ -375,7 +378,7 @@ def test_a_small_bert_is_made_of_a_bert(
 ) -> None:
     folder = model_folder(trunk) if trunk else tmp_path / "nothing"
     options = ["--trunk", folder, "--corpus", corpora / "words.txt", "--out", tmp_path / "out"]
-    assert told in refused("small_bert", capsys, *options)
+    assert message in refused("small_bert", capsys, *options)
     assert not (tmp_path / "out").exists()
 
 

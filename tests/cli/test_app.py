@@ -9,7 +9,6 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from commands import Outcome, run_command
 from conftest import N_LAYERS, WORDS
 from safetensors.torch import load_file, save_file
-from tqdm.auto import tqdm
 
 import matlens
-from matlens import InputError
 from matlens.activations import collecting
-from matlens.cli import app, printing
 from matlens.study import steps
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
@@ -33,33 +30,12 @@ FIGURES = {"r2.png", "r2.pdf", "prediction.png", "prediction.pdf"}
 ALL_PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended, and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-
 Matlens = Callable[..., Outcome]
 
 
 @pytest.fixture
-def run_matlens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Matlens:
-    """Run a command line in this process; an exception that would be a traceback comes through."""
-
-    def command(*arguments: object) -> Outcome:
-        monkeypatch.setattr("sys.argv", ["matlens", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "120")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        return Outcome(0 if code is None else int(code), said.out, said.err)
-
-    return command
+def run_matlens(capsys: pytest.CaptureFixture[str]) -> Matlens:
+    return lambda *arguments: run_command(arguments, capsys)
 
 
 @pytest.fixture(autouse=True)
@@ -139,13 +115,13 @@ def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
     return {name: re.sub(rb"/CreationDate \(.*?\)", b"", data) for name, data in clean.items()}
 
 
-def assert_refused(outcome: Outcome, *told: str) -> None:
+def assert_refused(outcome: Outcome, *messages: str) -> None:
     """Exit code 2 and a message, without a traceback, that tells all of this."""
     assert outcome.code == 2
     assert re.search(r"^(error|Usage): ", outcome.err, re.MULTILINE)
     assert "Traceback" not in outcome.err + outcome.out
     message = " ".join(outcome.err.replace("│", " ").split())
-    for part in told:
+    for part in messages:
         assert part in message
 
 
@@ -341,13 +317,13 @@ def test_run_hands_the_penalty_and_the_intercept_on(
 
 
 def test_the_seed_decides(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
-    for name, seed in (("one", 1), ("again", 1)):
+    for name, seed in (("first", 1), ("again", 1)):
         assert run_matlens("run", *inputs, "--out", tmp_path / name, "--seed", seed).code == 0
-    one, again, zero = (results(folder) for folder in (tmp_path / "one", tmp_path / "again", finished))
-    assert without_command(files(tmp_path / "one")) == without_command(files(tmp_path / "again"))
-    of_maps = (one["method"] == "mat") & (one["metric"] == "r2")
-    assert (one[of_maps]["value"] != zero[of_maps]["value"]).all()
-    pd.testing.assert_frame_equal(one, again)
+    first, again, zero = (results(folder) for folder in (tmp_path / "first", tmp_path / "again", finished))
+    assert without_command(files(tmp_path / "first")) == without_command(files(tmp_path / "again"))
+    of_maps = (first["method"] == "mat") & (first["metric"] == "r2")
+    assert (first[of_maps]["value"] != zero[of_maps]["value"]).all()
+    pd.testing.assert_frame_equal(first, again)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -494,7 +470,7 @@ def _broken_tokenizer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "messages"),
     [
         (_without_config, ["holds no config.json", "Expected a Hugging Face model folder"]),
         (_corrupt_gguf, ["could not be loaded", "Expected a complete model", "Is the file whole"]),
@@ -509,16 +485,16 @@ def test_model_that_is_damaged(
     corpus: Path,
     tmp_path: Path,
     damage: Callable[[Path], Path],
-    told: list[str],
+    messages: list[str],
 ) -> None:
     name = damage(Path(shutil.copytree(gpt2, tmp_path / "model")))
     outcome = run_matlens("run", "--model", name, "--corpus", corpus, *sizes(), "--out", tmp_path / "out")
-    assert_refused(outcome, str(name), *told)
+    assert_refused(outcome, str(name), *messages)
     assert state(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "messages"),
     [
         (None, ["There is no file or folder", "Give one of the samples"]),
         (b"", ["is empty", "Give a source with sentences in it"]),
@@ -528,18 +504,18 @@ def test_model_that_is_damaged(
     ],
 )
 def test_corpus_that_cannot_be_used(
-    run_matlens: Matlens, gpt2: Path, tmp_path: Path, content: bytes | None, told: list[str]
+    run_matlens: Matlens, gpt2: Path, tmp_path: Path, content: bytes | None, messages: list[str]
 ) -> None:
     path = tmp_path / "corpus.txt"
     if content is not None:
         path.write_bytes(content)
     outcome = run_matlens("run", "--model", gpt2, "--corpus", path, *sizes(), "--out", tmp_path / "out")
-    assert_refused(outcome, str(path), *told)
+    assert_refused(outcome, str(path), *messages)
     assert state(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "messages"),
     [
         (["--train", 90, "--val", 20], ["90+20 sentences", "were asked for", "has 100.", "Ask for fewer"]),
         (["--limit", 70], ["60+20 sentences", "were asked for", "has 70."]),
@@ -567,16 +543,16 @@ def test_corpus_that_cannot_be_used(
     ids=lambda value: "-".join(map(str, value)) if "--" in str(value[0]) else "",
 )
 def test_option_that_makes_no_sense(
-    run_matlens: Matlens, inputs: list[str], tmp_path: Path, options: list[object], told: list[str]
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, options: list[object], messages: list[str]
 ) -> None:
     outcome = run_matlens("run", *inputs, *options, "--out", tmp_path / "out")
-    assert_refused(outcome, *told)
+    assert_refused(outcome, *messages)
     assert "could not be loaded" not in outcome.err  # not the model's fault
     assert state(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "messages"),
     [
         (["--pairs", "1"], ["--pairs 1", "expected all, last, or a list"]),
         (["--pairs", "0:9"], ["Layer 9 of site 'h' is out of range", "h.0 to h.3"]),
@@ -586,11 +562,11 @@ def test_option_that_makes_no_sense(
     ],
 )
 def test_fit_refuses(
-    run_matlens: Matlens, finished: Path, options: Sequence[str], told: Sequence[str]
+    run_matlens: Matlens, finished: Path, options: Sequence[str], messages: Sequence[str]
 ) -> None:
     shutil.rmtree(finished / "maps")
     before = state(finished)
-    assert_refused(run_matlens("fit", finished, *options), *told)
+    assert_refused(run_matlens("fit", finished, *options), *messages)
     assert state(finished) == before
 
 
@@ -631,7 +607,7 @@ def test_output_folder_with_other_files(
 
 @pytest.mark.parametrize("unfinished", [False, True])
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "messages"),
     [
         (["--seed", 5], ["seed: 0 there, 5 now"]),
         (["--train", 40], ["n: 60 there, 40 now"]),
@@ -646,7 +622,7 @@ def test_output_folder_of_another_collection(
     inputs: list[str],
     finished: Path,
     options: list[object],
-    told: list[str],
+    messages: list[str],
     unfinished: bool,
 ) -> None:
     if unfinished:
@@ -656,13 +632,13 @@ def test_output_folder_of_another_collection(
     if "--batch-tokens" in options and not unfinished:  # what is finished does not depend on it
         assert outcome.code == 0
         return
-    assert_refused(outcome, str(finished / "train"), "belongs to another job", *told)
+    assert_refused(outcome, str(finished / "train"), "belongs to another job", *messages)
     assert state(finished) == before
 
 
 @pytest.mark.parametrize("unfinished", [False, True])
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "messages"),
     [
         (["--ridge", "0.5"], "ridge: 0.0 there, 0.5 now"),
         (["--intercept"], "intercept: False there, True now"),
@@ -671,13 +647,13 @@ def test_output_folder_of_another_collection(
     ids=["ridge", "intercept", "pairs"],
 )
 def test_maps_of_another_fit(
-    run_matlens: Matlens, finished: Path, options: list[str], told: str, unfinished: bool
+    run_matlens: Matlens, finished: Path, options: list[str], messages: str, unfinished: bool
 ) -> None:
     if unfinished:
         break_off(finished / "maps")
     before = state(finished)
     outcome = run_matlens("fit", finished, *options)
-    assert_refused(outcome, str(finished / "maps"), "belongs to another job", told, "remove")
+    assert_refused(outcome, str(finished / "maps"), "belongs to another job", messages, "remove")
     assert state(finished) == before
 
 
@@ -709,7 +685,7 @@ def test_maps_of_another_model(
 
 
 @pytest.mark.parametrize(
-    ("command", "part", "told"),
+    ("command", "part", "messages"),
     [
         (["fit"], "train", "no finished activations"),
         (["evaluate"], "maps", "no finished maps"),
@@ -718,10 +694,10 @@ def test_maps_of_another_model(
     ids=["fit", "evaluate", "plot"],
 )
 def test_folder_that_is_not_there(
-    run_matlens: Matlens, tmp_path: Path, command: list[str], part: str, told: str
+    run_matlens: Matlens, tmp_path: Path, command: list[str], part: str, messages: str
 ) -> None:
     outcome = run_matlens(*command, tmp_path / "absent")
-    assert_refused(outcome, str(tmp_path / "absent" / part), told)
+    assert_refused(outcome, str(tmp_path / "absent" / part), messages)
     assert state(tmp_path) == {}
 
 
@@ -884,20 +860,6 @@ def test_no_room_while_a_collection_goes_on(
         assert_refused(run_matlens("collect", *inputs, "--batch-tokens", 40, "--out", out), *NO_ROOM)
     assert n_calls > 100
     assert state(out) is None
-
-
-def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where it comes out of a loop whose progress is shown."""
-
-    def work() -> None:
-        rows = iter(tqdm(range(3), desc="slow work"))  # held by this frame, so by the exception's traceback
-        raise InputError(f"No row {next(rows)}.")
-
-    with pytest.raises(SystemExit) as ended:
-        printing.report_errors(work)
-    assert ended.value.code == 2
-    assert "slow work" in (said := capsys.readouterr().err)
-    assert said.endswith("\nerror: No row 0.\n")
 
 
 def test_no_room_for_maps(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:

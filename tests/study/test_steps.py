@@ -230,6 +230,6 @@ def test_negative_layers_are_those_of_the_model(
 ) -> None:
     model = small_model("llama")
     vectors = matlens.collect(model, matlens.make_examples(model, sentences), progress=False)
-    (found,) = matlens.linear.fit_samples(vectors, [(0, -1)])
-    assert (found.source, found.target) == ("h.0", f"h.{N_LAYERS}")
+    (linear,) = matlens.linear.fit_samples(vectors, [(0, -1)])
+    assert (linear.source, linear.target) == ("h.0", f"h.{N_LAYERS}")
     assert torch.equal(vectors[-1], vectors[N_LAYERS])

@@ -100,23 +100,23 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
 def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layers(
     study: Callable[..., Study], small_model: Callable[[str], Any]
 ) -> None:
-    found, model = study(), small_model("gpt2")
-    parts = found.corpus.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
-    for ours, part in zip(found.stream, parts, strict=True):
+    fitted, model = study(), small_model("gpt2")
+    parts = fitted.corpus.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
+    for ours, part in zip(fitted.stream, parts, strict=True):
         alone = collect(model, make_examples(model, part), progress=False)
         assert set(ours) == set(alone) == set(STREAM)
         assert ours.examples.fingerprint == alone.examples.fingerprint
         for layer in range(N_LAYERS + 1):
             assert_near(ours[layer], alone[layer])
-    assert found.n_layers == N_LAYERS
-    assert set(found.maps) == {(a, b) for a in STREAM for b in STREAM if a < b}
-    x, y = (found.stream[0][layer].double().numpy() for layer in (1, N_LAYERS))
+    assert fitted.n_layers == N_LAYERS
+    assert set(fitted.maps) == {(a, b) for a in STREAM for b in STREAM if a < b}
+    x, y = (fitted.stream[0][layer].double().numpy() for layer in (1, N_LAYERS))
     expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
-    assert_near(found.maps[1, N_LAYERS].weight, expected, 1e-4)
-    assert found.origin["maps"] == found.maps.provenance.to_json()
-    assert found.origin["validation"]["n"] == N_VALIDATION
-    h = found.validation[N_LAYERS]
-    assert_near(found.readout.logits(h), model.unembed(model.ln_final(h)).detach())
+    assert_near(fitted.maps[1, N_LAYERS].weight, expected, 1e-4)
+    assert fitted.origin["maps"] == fitted.maps.provenance.to_json()
+    assert fitted.origin["validation"]["n"] == N_VALIDATION
+    h = fitted.validation[N_LAYERS]
+    assert_near(fitted.readout.logits(h), model.unembed(model.ln_final(h)).detach())
 
 
 def test_submodules_after_the_stream_have_a_folder_of_their_own(
@@ -177,22 +177,22 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
 ) -> None:
     # Small models have no sinks, so half of the samples are taken for some.
     monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
-    found = study(model)
+    tested = study(model)
     samples, pairs = (
-        found.submodule_samples,
-        submodule_pairs(matlens.models.Anatomy.from_model(found.model)),
+        tested.submodule_samples,
+        submodule_pairs(matlens.models.Anatomy.from_model(tested.model)),
     )
     rows = {
         "all": torch.ones(N_TRAIN, dtype=torch.bool),
         "not-first": torch.from_numpy(samples.examples.positions > 0),
-        "not-sink": ~upper_half(found.stream[0]),
+        "not-sink": ~upper_half(tested.stream[0]),
     }
     assert 0 < rows["not-sink"].sum() < N_TRAIN
     assert rows["not-first"].sum() not in (0, N_TRAIN, rows["not-sink"].sum())
-    sets: dict[Any, MapSet] = {fitted: found.submodule_maps(fitted) for fitted in rows}  # type: ignore[arg-type]
+    sets: dict[Any, MapSet] = {fitted: tested.submodule_maps(fitted) for fitted in rows}  # type: ignore[arg-type]
     for fitted, maps in sets.items():
         assert_same(maps, MapSet(fit_submodules(samples, pairs, rows=rows[fitted], progress=False)))
-        assert (found.folder / f"submodule-maps-{fitted}" / "config.json").is_file()
+        assert (tested.folder / f"submodule-maps-{fitted}" / "config.json").is_file()
         assert maps.provenance.details["fitted"] == fitted
         x, y = (samples[site][rows[fitted]].double().numpy() for site in ("ffn_in.1", "ffn_out.1"))
         expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
@@ -215,7 +215,7 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ({"seed": 1}, r"data\.seed: 0 there, 1 now"),
         ({"n_train": N_TRAIN + 1}, rf"data\.n: {N_TRAIN} there, {N_TRAIN + 1} now"),
@@ -224,13 +224,13 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
 )
 @pytest.mark.parametrize("part", ["maps", "submodule_samples"])
 def test_another_seed_or_size_in_the_same_folder_is_refused(
-    part: str, other: dict[str, int], told: str, study: Callable[..., Study], runs: list[int]
+    part: str, other: dict[str, int], message: str, study: Callable[..., Study], runs: list[int]
 ) -> None:
     first = study()
     _ = getattr(first, part), first.stream
     before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
     runs.clear()
-    with pytest.raises(InputError, match=rf"belongs to another job \(.*({told}).*Choose another folder"):
+    with pytest.raises(InputError, match=rf"belongs to another job \(.*({message}).*Choose another folder"):
         getattr(study(**other), part)
     assert {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()} == before
     assert runs == []
@@ -239,7 +239,7 @@ def test_another_seed_or_size_in_the_same_folder_is_refused(
 def test_models_and_corpora_have_folders_of_their_own(study: Callable[..., Study], corpus: Path) -> None:
     other = corpus.with_name("other words.txt")
     shutil.copy(corpus, other)
-    names = [one.folder.name for one in (study(), study("bert"), study(corpus=other))]
+    names = [each.folder.name for each in (study(), study("bert"), study(corpus=other))]
     elsewhere = corpus.parent / "elsewhere" / corpus.name
     elsewhere.parent.mkdir()
     shutil.copy(corpus, elsewhere)
@@ -269,10 +269,10 @@ def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(corpus: P
 
 
 def test_a_study_can_be_opened_as_what_it_has_written(study: Callable[..., Study]) -> None:
-    found = study()
-    _ = found.maps
-    assert torch.equal(Activations.load(found.folder / "validation")[2], found.validation[2])
-    assert_same(MapSet.load(found.folder / "maps"), found.maps)
+    fitted = study()
+    _ = fitted.maps
+    assert torch.equal(Activations.load(fitted.folder / "validation")[2], fitted.validation[2])
+    assert_same(MapSet.load(fitted.folder / "maps"), fitted.maps)
 
 
 # The trace and the clusters

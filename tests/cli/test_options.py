@@ -1,0 +1,49 @@
+"""Options as typer reads them."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+import typer
+from typer.models import OptionInfo
+from typer.testing import CliRunner
+
+from matlens.cli import options
+from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice
+
+
+def described(option: Any) -> OptionInfo:
+    """What typer knows of an option."""
+    (info,) = (part for part in get_args(option)[1:] if hasattr(part, "help"))
+    return info
+
+
+@pytest.mark.parametrize("name", [name for name, value in vars(options).items() if get_args(value)[1:]])
+def test_every_option_has_a_help(name: str) -> None:
+    assert described(getattr(options, name)).help
+
+
+@pytest.mark.parametrize("choice", DtypeChoice)
+def test_every_precision_is_one_of_torch(choice: DtypeChoice) -> None:
+    assert isinstance(getattr(torch, choice), torch.dtype)
+
+
+def test_choices_say_what_they_are() -> None:
+    assert [*map(str, PositionChoice)] == ["drawn", "all"]
+    assert [*map(str, ReadChoice)] == ["plain", "norm"]
+
+
+@pytest.mark.parametrize(("number", "code"), [("10", 0), ("9", 2), ("many", 2)])
+def test_there_is_a_fewest_number_of_sentences(number: str, code: int) -> None:
+    app = typer.Typer()
+
+    def command(sentences: int) -> None:
+        print(sentences)
+
+    command.__annotations__["sentences"] = options.sentences(10)
+    app.command()(command)
+    outcome = CliRunner().invoke(app, ["--sentences", number])
+    assert outcome.exit_code == code
+    assert (outcome.output == "10\n") == (code == 0)
