@@ -60,6 +60,14 @@ class FfnCommands:
             assert option in printed
         assert command[-1] in self.run(*command[:-1], "--help")
 
+    def assert_refused(self, *arguments: str, message: str, folder: Path) -> None:
+        """Input that cannot be used is refused in a folder, before anything is written there."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            assert message in self.run(*arguments, model="gpt2", code=2)
+        if "--tokens" not in arguments:
+            assert not list(folder.iterdir()), "something was written before the input was looked at"
+
     def assert_models_refused(self, *command: str, absent: Path) -> None:
         """A model whose FFNs are not known is refused, and one that is not there."""
         assert "have no value vectors that are known" in self.run(*command, model="granite", code=2)

@@ -110,9 +110,14 @@ def fit_rows(
     Raises
     ------
     InputError
-        A site was not collected, or rows are too few or too many, or none is chosen.
+        A site was not collected, or rows are no mask, too few or too many, or none is chosen.
     """
     require_collected(pairs, samples)
+    if rows is not None and not (isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1):
+        raise InputError(
+            f"'rows' is {_described(rows)}. Expected a tensor with true or false for each of the "
+            f"{samples.n_rows} samples."
+        )
     if rows is not None and len(rows) != samples.n_rows:
         raise InputError(
             f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
@@ -124,6 +129,12 @@ def fit_rows(
     vectors = {site: samples[site][chosen] for site in dict.fromkeys(itertools.chain(*pairs))}
     provenance = samples.provenance.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
     yield from fit_samples(vectors, pairs, intercept=intercept, ridge=ridge, provenance=provenance)
+
+
+def _described(rows: object) -> str:
+    if isinstance(rows, Tensor):
+        return f"a tensor {list(rows.shape)} of {rows.dtype}"
+    return repr(type(rows).__name__)
 
 
 class _SideBySide:

@@ -64,7 +64,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     def __contains__(self, pair: object) -> bool:
         """Whether there is a map, without reading it."""
-        return isinstance(pair, tuple) and tuple(str(Site.parse(site)) for site in pair) in self._maps
+        try:
+            return isinstance(pair, tuple) and tuple(str(Site.parse(site)) for site in pair) in self._maps
+        except InputError:  # what is no site has no map
+            return False
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._maps)

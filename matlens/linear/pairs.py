@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from matlens.errors import InputError
@@ -26,7 +26,7 @@ def resolve_pairs(pairs: Pairs, n_layers: int) -> list[tuple[str, str]]:
     Raises
     ------
     InputError
-        A site is out of range, or a layer of the stream does not lie before its target.
+        These are not pairs, a site is out of range, or a layer of the stream does not lie before its target.
     """
     if pairs == "all":
         named: list[Pair] = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
@@ -35,7 +35,7 @@ def resolve_pairs(pairs: Pairs, n_layers: int) -> list[tuple[str, str]]:
     elif isinstance(pairs, str):
         raise InputError(f"pairs={pairs!r}: expected 'all', 'last', or a list of pairs of sites.")
     else:
-        named = list(pairs)
+        named = [_both_ends(pair) for pair in _listed(pairs)]
     sites = [(Site.parse(source, n_layers), Site.parse(target, n_layers)) for source, target in named]
     for source, target in sites:
         if source.kind == target.kind == STREAM and source.layer >= target.layer:
@@ -44,6 +44,18 @@ def resolve_pairs(pairs: Pairs, n_layers: int) -> list[tuple[str, str]]:
                 "target."
             )
     return [(str(source), str(target)) for source, target in sites]
+
+
+def _listed(pairs: object) -> list[object]:
+    if not isinstance(pairs, Iterable) or isinstance(pairs, Mapping):
+        raise InputError(f"pairs={pairs!r}: expected 'all', 'last', or a list of pairs of sites.")
+    return list(pairs)
+
+
+def _both_ends(pair: object) -> Pair:
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        raise InputError(f"{pair!r} is not a pair of sites. Expected two, such as (0, 3) or ('mid.1', 2).")
+    return pair[0], pair[1]
 
 
 def require_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]) -> None:

@@ -54,7 +54,7 @@ def concept_shares(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        What `concept_tally` gives.
+        What `tally_concepts` gives.
     """
     kinds = list(results["method"].unique())
     figure = Figure(figsize=(7.2, 1.1 + 1.7 * len(kinds)))

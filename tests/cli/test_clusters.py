@@ -103,13 +103,10 @@ def test_defaults_of_the_command_are_those_of_clusters() -> None:
         (["values", "cluster", "--clusters", "9", "--tokens", "61"], "61 tokens were asked for. Expected 1"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told(
-    arguments: list[str], message: str, commands: FfnCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bad_input_is_refused(
+    arguments: list[str], message: str, commands: FfnCommands, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in commands.run(*arguments, model="gpt2", code=2)
-    if "--tokens" not in arguments:
-        assert not list(tmp_path.iterdir()), "something was written before the input was looked at"
+    commands.assert_refused(*arguments, message=message, folder=tmp_path)
 
 
 @pytest.mark.parametrize("command", [("values", "cluster")])

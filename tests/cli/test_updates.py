@@ -70,13 +70,10 @@ def test_update_shows_the_sub_updates_of_a_layer_at_a_position(
         (["update", "w1", "--dominant", "129"], "129 sub-updates were asked for. Expected 1 to 128"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told(
-    arguments: list[str], message: str, commands: FfnCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bad_input_is_refused(
+    arguments: list[str], message: str, commands: FfnCommands, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in commands.run(*arguments, model="gpt2", code=2)
-    if "--tokens" not in arguments:
-        assert not list(tmp_path.iterdir()), "something was written before the input was looked at"
+    commands.assert_refused(*arguments, message=message, folder=tmp_path)
 
 
 @pytest.mark.parametrize("command", [("update", "w1")])

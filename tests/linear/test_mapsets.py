@@ -308,6 +308,13 @@ def test_a_layer_that_counts_from_an_unknown_end_is_refused() -> None:
             maps[0, layer]
 
 
+def test_what_is_no_site_has_no_map() -> None:
+    maps = MapSet([linear("h.0", "h.1")])
+    assert (0, 1) in maps
+    for pair in (("no site", 1), (0, -1), (None, 1), (0, 1, 2), "h.0"):
+        assert pair not in maps
+
+
 # Fitting in one line
 
 
@@ -373,6 +380,24 @@ def test_maps_fitted_in_one_line_are_least_squares(
             maps[pair].bias, None if bias is None else bias.float(), rtol=1e-4, atol=1e-5
         )
     assert maps.provenance == samples.provenance.with_details(n_fitted=len(taken), **options)
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (torch.arange(N), rf"a tensor \[{N}\] of torch.int64"),
+        (torch.ones(N, 1, dtype=torch.bool), rf"a tensor \[{N}, 1\] of torch.bool"),
+        (np.ones(N, dtype=bool), "'ndarray'"),
+        ([True] * N, "'list'"),
+        (slice(0, 3), "'slice'"),
+    ],
+    ids=["numbers", "two axes", "numpy", "list", "slice"],
+)
+def test_rows_that_are_no_mask_are_refused(rows: Any, named: str) -> None:
+    """Numbers of rows would otherwise be read as a mask that leaves out row 0."""
+    with pytest.raises(InputError, match=rf"'rows' is {named}\. Expected a tensor with true or false"):
+        MapSet.fit(collected(), rows=rows, progress=False)
 
 
 def test_what_cannot_be_fitted_is_told() -> None:

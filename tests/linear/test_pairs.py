@@ -47,6 +47,12 @@ def test_sites_inside_blocks_are_spelled_out() -> None:
         ([("ln1_out.3", 3)], r"this model has ln1_out\.0 to ln1_out\.2"),
         ([("x", 3)], "'x' is not a site"),
         ("every", "pairs='every': expected 'all', 'last', or a list of pairs"),
+        (None, "pairs=None: expected 'all', 'last', or a list of pairs"),
+        ({0: 3}, "expected 'all', 'last', or a list of pairs"),
+        ((0, 3), r"0 is not a pair of sites. Expected two, such as \(0, 3\)"),
+        (["h.0", "h.3"], r"'h\.0' is not a pair of sites"),
+        (["03"], "'03' is not a pair of sites"),
+        ([(0, 1, 3)], r"\(0, 1, 3\) is not a pair of sites"),
     ],
 )
 def test_pairs_that_cannot_be_fitted(pairs: Any, told: str) -> None:
