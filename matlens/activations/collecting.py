@@ -84,6 +84,8 @@ def collect(
         A vector is not finite, a site does not exist, or the folder cannot be used.
     """
     require_raw(model)
+    if isinstance(sites, str):
+        raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
     anatomy = Anatomy.from_model(model)
     wanted = list(dict.fromkeys(map(anatomy.resolve, anatomy.stream if sites is None else sites)))
     batch_tokens = batch_tokens or default_batch_tokens(model)

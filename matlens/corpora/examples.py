@@ -212,6 +212,8 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
     InputError
         A prompt is empty, or does not hold exactly one mask token where one is needed.
     """
+    if isinstance(prompts, str):
+        raise InputError(f"{prompts!r} is one prompt. Expected a list of them.")
     tokenizer = model.tokenizer
     _require_readable(model)
     n_ctx = _context_length(model)

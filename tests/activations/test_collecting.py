@@ -735,3 +735,10 @@ def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:
 def test_no_sites_are_refused(llama: tuple[Any, Examples]) -> None:
     with pytest.raises(InputError):
         collect(*llama, [], progress=False)
+
+
+@pytest.mark.refused
+def test_a_site_that_is_in_no_list_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
+    model = small_model("gpt2")
+    with pytest.raises(InputError, match=r"'h\.0' is one site. Expected a list of them"):
+        collect(model, make_examples(model, sentences), "h.0")

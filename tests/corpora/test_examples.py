@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 import matlens
-from matlens import InputError, make_examples
+from matlens import InputError, make_examples, make_prompts
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 
@@ -302,3 +302,10 @@ def test_a_smaller_budget_changes_no_position(small_model: Callable[[str], Any],
     for budget in (1, 50, 10**6):
         list(examples.batches(budget))
     assert np.array_equal(examples.positions, kept)
+
+
+@pytest.mark.refused
+def test_a_prompt_that_is_in_no_list_is_refused(small_model: Callable[[str], Any]) -> None:
+    """A text would otherwise be read letter by letter."""
+    with pytest.raises(InputError, match=r"'w1 w2' is one prompt\. Expected a list of them"):
+        make_prompts(small_model("gpt2"), "w1 w2")
