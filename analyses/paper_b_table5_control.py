@@ -105,7 +105,10 @@ def main(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Continuations of each prompt; 0: the greedy one.")] = 2,
 ) -> None:
-    """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
+    """Compare the toxicity of continuations and the perplexity under control with those of two baselines.
+
+    The sentences are those of the corpus that perplexity is measured on.
+    """
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     given = read_prompts(prompts, field=field, challenging=challenging)[:limit]
     for by_hand in vector or ():
