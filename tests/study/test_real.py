@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import transformers
 from independent import Reference, reference
 
 import matlens
+from matlens.corpora.examples import Examples
 from matlens.models.identity import Provenance
 from matlens.models.loading import SMOLLM2, smollm2_path
 
@@ -34,7 +36,7 @@ def both(request: pytest.FixtureRequest) -> Both:
     train, validation = matlens.load_corpus("wikipedia-sample").split(n_train=n_train, n_validation=n_val)
 
     model = matlens.load(SMOLLM2, device="cpu")
-    parts = [matlens.make_examples(model, part) for part in (train, validation)]
+    parts = [without_first_words(matlens.make_examples(model, part)) for part in (train, validation)]
     fitted_on, tested_on = (matlens.collect(model, part) for part in parts)
     n_layers = model.cfg.n_layers
     pairs = [(f"h.{a}", f"h.{b}") for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
@@ -57,6 +59,17 @@ def both(request: pytest.FixtureRequest) -> Both:
         pairs="last" if n_train < 4000 else "all",
     )  # fmt: skip
     return Both(results, theirs, n_layers)
+
+
+def without_first_words(examples: Examples) -> Examples:
+    """The same sentences, and where the position is one of the first tokens, the last one instead.
+
+    Sentences that begin alike have one vector there, up to the rounding of the model's products, which
+    depends on the batch and on the threads. Least squares on fewer samples than dimensions follows even
+    that rounding, and then no two computations agree.
+    """
+    last = examples.lengths - 1
+    return replace(examples, positions=np.where(examples.positions < 5, last, examples.positions))
 
 
 def plain_smollm2() -> tuple[Any, Any]:
