@@ -1,0 +1,126 @@
+"""Checks of what a user hands over: one spelling for numbers, seeds and kinds of objects."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+from matlens.errors import InputError
+
+_LARGEST_SEED = 2**63 - 1
+
+
+def require_whole(value: Any, name: str, *, least: int | None = None, most: int | None = None) -> int:
+    """Read a whole number, such as ``k`` or a layer.
+
+    Parameters
+    ----------
+    value
+        What the user gave. ``True`` and ``2.0`` are no whole numbers, NumPy's integers are.
+    name
+        What it is called in the message, such as ``"k"``.
+    least, most
+        The bounds, themselves allowed.
+
+    Raises
+    ------
+    InputError
+        It is no whole number, or past a bound.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{name} is {short(value)}. Expected a whole number{_bounds(least, most)}.")
+    number = int(value)
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise InputError(f"{name} is {short(number)}. Expected a whole number{_bounds(least, most)}.")
+    return number
+
+
+def require_number(value: Any, name: str, *, least: float | None = None, most: float | None = None) -> float:
+    """Read a finite number, such as a ridge or a share.
+
+    Raises
+    ------
+    InputError
+        It is no number, not finite, or past a bound.
+    """
+    expected = f"Expected a number{_bounds(least, most)}."
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputError(f"{name} is {short(value)}. {expected}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    outside = (least is not None and number < least) or (most is not None and number > most)
+    if outside or not math.isfinite(number):
+        raise InputError(f"{name} is {short(value)}. {expected}")
+    return number
+
+
+def require_seed(value: Any, name: str = "The seed") -> int:
+    """Read a seed: a whole number from 0 to 2**63 - 1, which torch and NumPy both take.
+
+    Raises
+    ------
+    InputError
+        It is another.
+    """
+    return require_whole(value, name, least=0, most=_LARGEST_SEED)
+
+
+def require_kind(value: Any, kinds: type | tuple[type, ...], name: str, *, way: str) -> None:
+    """Refuse an object of another kind.
+
+    Parameters
+    ----------
+    value
+        What the user gave.
+    kinds
+        What can be used.
+    name
+        What it is called in the message, such as ``"model"``.
+    way
+        A sentence that says how to come by one, such as ``"Load it with matlens.load()."``
+
+    Raises
+    ------
+    InputError
+        It is of none of the kinds.
+    """
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise InputError(f"{name} is a {type(value).__name__}. Expected a {names}. {way}")
+
+
+def require_choice(value: Any, choices: Iterable[str], name: str) -> str:
+    """Read one of several words.
+
+    Raises
+    ------
+    InputError
+        It is none of them.
+    """
+    words = tuple(choices)
+    if not isinstance(value, str) or value not in words:
+        raise InputError(f"{name} is {short(value)}. Expected one of {', '.join(words)}.")
+    return value
+
+
+def short(value: Any) -> str:
+    """Write a value into a message: cut where it is long, without echoing what it holds in full."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) >= 10**30:
+        return "a number of more than thirty digits"
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape):
+        return f"a {type(value).__name__} of the shape {tuple(shape)}"
+    return reprlib.repr(value)
+
+
+def _bounds(least: float | None, most: float | None) -> str:
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    if least is not None:
+        return f" of at least {least}"
+    return "" if most is None else f" of at most {most}"
