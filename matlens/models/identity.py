@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from matlens.errors import InputError
+from matlens.models.changes import changes_of, describe_changes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -40,6 +41,9 @@ class ModelIdentity:
         The precision that the model runs in.
     n_layers, d_model
         The number of blocks, and the width of the stream.
+    changes
+        What was replaced, set or hooked in the model, see `changes_of`; ``()`` for the plain model, and
+        ``None`` for what is read off its weights, whatever it is run with.
     """
 
     name: str
@@ -50,6 +54,7 @@ class ModelIdentity:
     dtype: str
     n_layers: int
     d_model: int
+    changes: tuple[str, ...] | None = ()
 
     @classmethod
     def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
@@ -63,7 +68,13 @@ class ModelIdentity:
             dtype=str(model.cfg.dtype).removeprefix("torch."),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
+            changes=changes_of(model),
         )
+
+    @property
+    def of_weights(self) -> ModelIdentity:
+        """The same model for what is read off its weights, whatever it is run with."""
+        return replace(self, changes=None)
 
     def to_json(self) -> dict[str, Any]:
         """What is written into files; the model's name is called there what adapters' files call it."""
@@ -80,7 +91,8 @@ class ModelIdentity:
         """
         names = {written: key for key, written in _IN_JSON.items()}
         try:
-            return cls(**{names.get(key, key): value for key, value in values.items()})
+            given = {names.get(key, key): value for key, value in values.items()}
+            return cls(**given | {"changes": _read_changes(given.get("changes", 0))})
         except (TypeError, AttributeError) as error:
             raise InputError(f"The record of a model is damaged: {error}.") from error
 
@@ -161,6 +173,13 @@ class Provenance:
                 f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} anew for this model, or "
                 f"load the model of {ours}."
             )
+        changes, others = self.model.changes, model.changes
+        if None not in (changes, others) and changes != others:
+            raise InputError(
+                f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Both are of "
+                f"{self.model.name!r}: {ours} with {describe_changes(changes)}, and {theirs} with "
+                f"{describe_changes(others)}. Make {ours} anew, or use them where the same changes hold."
+            )
 
     def to_json(self, *keys: str) -> dict[str, Any]:
         """What is written into files, or only these parts of it."""
@@ -206,6 +225,14 @@ class Provenance:
                 f"The config.json of {config.get('holds')} is damaged: it lacks {error}. Remove the "
                 "folder and make it anew."
             ) from error
+
+
+def _read_changes(written: Any) -> tuple[str, ...] | None:
+    if written is None:
+        return None
+    if not isinstance(written, list | tuple) or not all(isinstance(change, str) for change in written):
+        raise TypeError("it does not say what was changed in the model")
+    return tuple(written)
 
 
 def _named(model: ModelIdentity | None) -> str:
