@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granite": lambda: transformers.GraniteConfig(**_GROUPED, residual_multiplier=0.5, logits_scaling=4.0),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
+    "llama-sinks": CONFIGS["llama"],
 }
+SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
 MASKED = ("bert", "roberta")
 
 # Where plain Hugging Face models keep their layers and final norm, and which module of a layer has which
@@ -64,6 +67,7 @@ LAYERS = {
     "gemma3": ("model.layers", "model.norm"),
 }
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
+LAYERS["llama-sinks"] = LAYERS["llama"]
 
 
 def _ends(**modules: str) -> dict[str, tuple[str, str]]:
@@ -97,6 +101,7 @@ SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
 }
+SITE_MODULES["llama-sinks"] = SITE_MODULES["llama"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,6 +142,8 @@ def save_model(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             # Norms and biases start as ones and zeros, where a forgotten one would not show.
             parameter.add_(0.02 * torch.randn_like(parameter))
+        if name == "llama-sinks":
+            model.get_input_embeddings().weight[list(SINK_TOKENS)] *= 60
     model.save_pretrained(folder)
     make_tokenizer(bert=name in MASKED).save_pretrained(folder)
     return folder
@@ -256,6 +263,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-val", type=int, default=100, help="validation sentences of tests/study/test_real.py"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files that take longest first, so that no process is left alone with one of them.
+
+    Those are the comparisons on the real model, and after them the files of many tests.
+    """
+    n_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("real") is None, -n_tests[item.path]))
 
 
 def _sentences(n: int, seed: int) -> list[str]:

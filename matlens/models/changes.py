@@ -51,6 +51,7 @@ class _Record:
 
     present: list[_Presence] = field(default_factory=list)
     changed: Counter[int] = field(default_factory=Counter)
+    reading: threading.RLock = field(default_factory=threading.RLock)
 
     def changed_elsewhere(self) -> int:
         """How often the model was changed by other threads than this."""
@@ -68,11 +69,11 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     which only this process can know again; parametrizations; and dropout that is on. What a hook does is
     not looked at: one that only reads is named too.
     """
-    with _LOCK:
-        present = list(_record(model).present)
-    own = frozenset[int]().union(*(presence.functions for presence in present))
-    ours = sorted(change for presence in present for change in presence.changes())
-    return (*ours, *_foreign_changes(model, own))
+    with _LOCK:  # lists of hooks must not change while they are read
+        present = _record(model).present
+        own = frozenset[int]().union(*(presence.functions for presence in present))
+        ours = sorted(change for presence in present for change in presence.changes())
+        return (*ours, *_foreign_changes(model, own))
 
 
 @contextmanager
@@ -109,7 +110,10 @@ def intervening(
 
 @contextmanager
 def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
-    """Hang hooks on a model that read the passes of this thread alone and change nothing."""
+    """Hang hooks on a model that read the passes of this thread alone and change nothing.
+
+    One thread reads at a time: torch does not bear that hooks are hung on a module that runs.
+    """
     here = threading.get_ident()
 
     def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,14 +126,15 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
     limited = [(name, of_this_thread(function)) for name, function in hooks]
     presence = _Presence(tuple, frozenset(id(function) for _, function in limited), here)
     record = _record(model)
-    with _LOCK:
-        record.present.append(presence)
-    try:
-        with _hung(model, limited):
-            yield
-    finally:
+    with record.reading:
         with _LOCK:
-            record.present.remove(presence)
+            record.present.append(presence)
+        try:
+            with _hung(model, limited):
+                yield
+        finally:
+            with _LOCK:
+                record.present.remove(presence)
 
 
 @contextmanager
