@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 
     ``maps[3, 30]`` is the map between two layers of the stream; sites are named otherwise, as in
-    ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map.
+    ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map. With
+    ``same_precision=False`` the maps may be used on the same weights in another precision, such as maps of a
+    float32 model while it runs in bfloat16.
 
     Raises
     ------
@@ -57,18 +60,29 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         The maps are of several models, or there are two for a pair.
     """
 
-    def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Provenance | None = None) -> None:
+    def __init__(
+        self,
+        maps: Iterable[LinearMap] = (),
+        *,
+        provenance: Provenance | None = None,
+        same_precision: bool = True,
+    ) -> None:
         given = list(maps)
+        if not same_precision:
+            given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}
-        models = {m.provenance.model.fingerprint for m in given if m.provenance.model}
+        models = {m.provenance.model.key: m.provenance.model for m in given if m.provenance.model}
         if len(models) > 1 or len(self._maps) < len(given):
+            names = ", ".join(sorted(model.fingerprint for model in models.values()))
             raise InputError(
                 "A set holds maps of one model, and one for each pair: these are of the models "
-                f"{', '.join(sorted(models))}, {len(given)} maps for {len(self._maps)} pairs."
+                f"{names}, {len(given)} maps for {len(self._maps)} pairs."
             )
         if provenance is None and given:
             provenance = given[0].provenance
         self.provenance = provenance or Provenance()
+        if not same_precision:
+            self.provenance = replace(self.provenance, same_precision=False)
 
     def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
         source, target = (str(Site.parse(site)) for site in pair)
@@ -158,8 +172,16 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         write_maps(folder, list(self), given, self.provenance, content=digest.hexdigest()[:16])
 
     @classmethod
-    def load(cls, folder: str | Path) -> MapSet:
+    def load(cls, folder: str | Path, *, same_precision: bool = True) -> MapSet:
         """Open what `save` has written; a map's numbers are read when it is asked for.
+
+        Parameters
+        ----------
+        folder
+            Where the maps are.
+        same_precision
+            Whether they belong to the model in the precision alone that they were fitted in. With ``False``
+            they may be used while the same weights run in another one.
 
         Raises
         ------
@@ -173,7 +195,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             pairs, provenance = list(request["pairs"]), Provenance.from_json(request["provenance"])
         except (KeyError, TypeError) as error:
             raise damaged(folder / "config.json", f"lacks {error}") from error
-        maps, files = cls(provenance=provenance), {}
+        maps, files = cls(provenance=provenance, same_precision=same_precision), {}
         for pair in pairs:
             match pair:
                 case [str(source), str(target)]:
@@ -182,9 +204,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                         files[source] = _Stored(path, require_record(config, folder, path.name))
                         _open(files[source]).__exit__(None, None, None)
                     if target not in files[source].record.get("tensors", {}):
-                        raise damaged(
-                            folder / "config.json", f"has no record of the map {source} -> {target}"
-                        )
+                        raise damaged(folder / "config.json", f"has no record of {source} -> {target}")
                     maps._maps[source, target] = files[source]
                 case _:
                     raise damaged(folder / "config.json", "names pairs in another way")

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from matlens.bounds import JSON, Bound, parse_json
 from matlens.errors import InputError
-from matlens.storage.bounds import DEEPEST_JSON, LARGEST_JSON, LONGEST_INTEGER, Bound
 from matlens.storage.locks import locked
 
 SEAL = "digest"
@@ -129,11 +129,10 @@ def read_bounded(path: str | Path, bound: Bound) -> bytes:
         It cannot be read.
     """
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size <= bound.most:
-            content = file.read(bound.most + 1)
-            if len(content) <= bound.most:
-                return content
-    raise bound.error(path)
+        bound.check(os.fstat(file.fileno()).st_size, str(path))
+        content = file.read(bound.limit + 1)
+    bound.check(len(content), str(path))
+    return content
 
 
 def read_json(path: str | Path) -> Any:
@@ -146,44 +145,11 @@ def read_json(path: str | Path) -> Any:
     OSError
         It cannot be opened.
     """
-    return parse_json(read_bounded(path, LARGEST_JSON), path)
-
-
-def parse_json(content: bytes, name: object) -> Any:
-    """Read JSON of the file or the line ``name``.
-
-    Raises
-    ------
-    InputError
-        It is no JSON, or past a bound.
-    """
-
-    def whole(digits: str) -> int:
-        if len(digits) > LONGEST_INTEGER.most:
-            raise LONGEST_INTEGER.error(name)
-        return int(digits)
-
+    content = read_bounded(path, JSON)
     try:
-        value = json.loads(content.decode(), parse_int=whole)
-    except RecursionError:
-        raise DEEPEST_JSON.error(name) from None
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{name} is no JSON: {error}.") from None
-    if _is_deeper(value, DEEPEST_JSON.most):
-        raise DEEPEST_JSON.error(name)
-    return value
-
-
-def _is_deeper(value: Any, most: int) -> bool:
-    level = [value]
-    for _ in range(most + 1):
-        outer = [item for item in level if isinstance(item, dict | list)]
-        level = [item for items in outer for item in (items.values() if isinstance(items, dict) else items)]
-        if not level:
-            return False
-    return True
+        return parse_json(content.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise InputError(f"There is no JSON in {path} (it is no UTF-8 at byte {error.start}).") from error
 
 
 # Records that know themselves

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matlens.storage.bounds import LARGEST_JSON
-from matlens.storage.files import damaged, open_regular, parse_json
+from matlens.bounds import JSON, parse_json
+from matlens.storage.files import damaged, read_bounded
 
 NOTES = "progress.jsonl"
 """The file of an unfinished folder that the notes are in."""
@@ -32,15 +32,12 @@ class Notes:
         self.records: list[dict[str, Any]] = []
         self._hash, self._size = "", 0
         try:
-            with open_regular(self._path) as file:
-                content = file.read(LARGEST_JSON.most + 1)
+            content = read_bounded(self._path, JSON)
         except FileNotFoundError:
             return
-        if len(content) > LARGEST_JSON.most:
-            raise LARGEST_JSON.error(self._path)
         lines = content.split(b"\n")[:-1]  # what follows the last newline was cut short
         for number, line in enumerate(lines, start=1):
-            note = parse_json(line, f"{self._path}, line {number},")
+            note = parse_json(line.decode("ascii", "replace"), f"line {number} of {self._path}")
             if not isinstance(note, dict) or not isinstance(note.get("note"), dict):
                 raise damaged(self._path, f"holds no note in line {number}")
             self._hash = _chained(self._hash, note["note"])

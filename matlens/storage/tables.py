@@ -15,9 +15,9 @@ from typing import Any
 
 import pandas as pd
 
+from matlens import bounds
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.storage.bounds import LARGEST_TABLE, LONGEST_TABLE_LINE
 from matlens.storage.files import (
     SEAL,
     read_bounded,
@@ -120,9 +120,8 @@ def read_table(
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
-        content = read_bounded(path, LARGEST_TABLE)
-        if max(map(len, content.splitlines()), default=0) > LONGEST_TABLE_LINE.most:
-            raise LONGEST_TABLE_LINE.error(path)
+        content = read_bounded(path, bounds.TABLE)
+        bounds.LINE.check(max(map(len, content.splitlines()), default=0), str(path))
         require_described(Path(path), content)
         table = pd.read_csv(io.BytesIO(content), dtype=types, **{"keep_default_na": False, **options})
     except InputError:
@@ -180,7 +179,7 @@ def require_described(path: Path, content: bytes | None = None) -> bool:
         return False  # somebody else's
     require_seal(described, beside)
     if content is None:
-        content = read_bounded(path, LARGEST_TABLE)
+        content = read_bounded(path, bounds.TABLE)
     if described.get(TABLE) != _describe(path.name, content):
         raise InputError(
             f"{path} is not the table that {beside.name} describes: one of them has been changed, or writing "
