@@ -59,6 +59,14 @@ Columns = Mapping[str, Column]
 Batches = Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]
 
 
+class _Pending(NamedTuple):
+    """What has been written and not yet noted: batches in all, runs of rows, and their hash by column."""
+
+    batches: int
+    runs: list[list[int]]
+    hashes: dict[str, Any]
+
+
 class RowFiles:
     """Files of a collection that is being filled.
 
@@ -101,24 +109,23 @@ class RowFiles:
             self._close()
             raise
         self.batches_done = self._notes.records[-1]["batches"] if self._notes.records else 0
-        self._written, self._noted_at = self.batches_done, time.monotonic()
-        self._begin_note()
+        self._pending, self._noted_at = self._nothing_pending(self.batches_done), time.monotonic()
 
     def write(self, index: np.ndarray, batch: Mapping[str, Tensor]) -> None:
         """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the column's file."""
         starts, ends = _runs(index)
-        self._noted_runs += [
-            [int(index[start]), int(end - start)] for start, end in zip(starts, ends, strict=True)
-        ]
+        hashes = {name: digest.copy() for name, digest in self._pending.hashes.items()}
         for name, values in batch.items():
             descriptor, first = self._files[name]
             rows = values.numpy().astype(self._columns[name].on_disk, copy=False)
             row_bytes = rows.shape[1] * rows.itemsize
             for start, end in zip(starts, ends, strict=True):
                 content = rows[start:end].tobytes()
-                self._hashes[name].update(content)
+                hashes[name].update(content)
                 _write_all(descriptor, content, first + int(index[start]) * row_bytes)
-        self._written += 1
+        runs = [[int(index[start]), int(end - start)] for start, end in zip(starts, ends, strict=True)]
+        # At once: an interrupt finds all of a batch counted, or nothing of it.
+        self._pending = _Pending(self._pending.batches + 1, self._pending.runs + runs, hashes)
         if time.monotonic() - self._noted_at > _NOTED_EVERY:
             self._remember()
 
@@ -157,20 +164,19 @@ class RowFiles:
             if digest.hexdigest() != note["sha256"].get(name):
                 raise damaged(self._path(name), "does not hold the rows that were noted")
 
-    def _begin_note(self) -> None:
-        self._noted_runs: list[list[int]] = []
-        self._hashes = {name: hashlib.sha256() for name in self._columns}
+    def _nothing_pending(self, batches: int) -> _Pending:
+        return _Pending(batches, [], {name: hashlib.sha256() for name in self._columns})
 
     def _remember(self) -> None:
-        if not self._noted_runs:
+        batches, runs, digests = self._pending
+        if not runs:
             return
         # Rows first, the note after them: it must never promise what is not there.
         for descriptor, _ in self._files.values():
             os.fsync(descriptor)
-        hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
-        self._notes.add({"batches": self._written, "rows": self._noted_runs, "sha256": hashes})
-        self._begin_note()
-        self._noted_at = time.monotonic()
+        hashes = {name: digest.hexdigest() for name, digest in digests.items()}
+        self._notes.add({"batches": batches, "rows": runs, "sha256": hashes})
+        self._pending, self._noted_at = self._nothing_pending(batches), time.monotonic()
 
     def __enter__(self) -> Self:
         return self
