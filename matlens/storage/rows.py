@@ -286,7 +286,7 @@ def read_rows(
     """
     folder = Path(folder)
     config, columns = _open_columns(folder, expected, finite)
-    beside = {name: _stored(config, folder, name).read() for name in arrays}
+    beside = {name: np.array(_stored(config, folder, name).read()) for name in arrays}
     return config, beside, StoredRows({name: column.read for name, column in columns})
 
 
