@@ -10,7 +10,7 @@ from matlens import __version__
 from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, Folder, Title, Trust
-from matlens.cli.printing import print_figures, print_layers, report_errors
+from matlens.cli.printing import print_figures, print_layers, run_app
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -115,7 +115,7 @@ app.command()(updates.update)
 
 def main() -> None:
     """Run the command line."""
-    report_errors(app)
+    run_app(app)
 
 
 if __name__ == "__main__":

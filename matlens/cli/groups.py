@@ -13,6 +13,7 @@ from functools import wraps
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from matlens.arguments import require_number
 from matlens.cli import options
 from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice
 from matlens.errors import InputError
@@ -72,10 +73,10 @@ class SampleOptions:
     """How many sentences are run, which tokens give samples, and where the vectors are written."""
 
     out: options.Out
-    train: options.Train = 9000
-    val: options.Val = 3000
+    train: options.Train = None
+    val: options.Val = None
     seed: options.Seed = 0
-    positions: options.PositionsOption = PositionChoice.drawn
+    positions: options.PositionsOption = PositionChoice.auto
     draw_special: options.Special = True
     batch_tokens: options.BatchTokens = None
 
@@ -85,11 +86,23 @@ class SampleOptions:
 
         study = Study(
             load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
-            n_train=self.train, n_validation=self.val, seed=self.seed, positions=self.positions.value,
+            **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions.value,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens, **more,
         )  # fmt: skip
         print(study.corpus.report())
         return study
+
+
+def sizes_of(
+    train: int | None, val: int | None, *, default_train: int = 9000, default_val: int = 3000
+) -> dict[str, Any]:
+    """Sizes of a study, as its arguments: what the user gave is kept, and a default gives way if it must."""
+    sizes = {"train": train, "validation": val}
+    return {
+        "n_train": default_train if train is None else train,
+        "n_validation": default_val if val is None else val,
+        "adjustable": tuple(part for part, size in sizes.items() if size is None),
+    }
 
 
 @dataclass(frozen=True)
@@ -98,10 +111,12 @@ class FitOptions:
 
     pairs: options.PairsOption = "all"
     intercept: options.Intercept = False
-    ridge: options.Ridge = 0.0
+    ridge: options.Ridge = None
 
     def fit_arguments(self) -> dict[str, Any]:
         """Arguments of `fit_maps`."""
+        if self.ridge is not None:
+            require_number(self.ridge, "--ridge", least=0)
         return {"pairs": _pairs(self.pairs), "intercept": self.intercept, "ridge": self.ridge}
 
 

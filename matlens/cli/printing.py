@@ -2,64 +2,134 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from matlens.errors import InputError
 from matlens.storage.folders import system_errors
+from matlens.storage.numbers import number_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from matlens.ffn.projection import Projection
 
-_BAD_INPUT, _INTERRUPTED = 2, 130
+_BAD_INPUT, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
+_WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
+_LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
+
+
+def run_app(app: typer.Typer) -> NoReturn:
+    """Run a command line and end the process with its code."""
+    report_errors(lambda: app(standalone_mode=False))
+    sys.exit(0)
 
 
 def report_errors(work: Callable[[], Any]) -> None:
-    """Do some work; print what the user can mend in a line, and exit with code 2."""
+    """Do some work; print what the user can mend in a line, and exit with code 2.
+
+    An exit code that the work gives back is the process's. An interruption is a line as well, and a reader
+    of the output who has gone, as ``head`` does, ends the process without a word.
+    """
+    refusal: Exception | None = None
+    message = ""
     try:
         with system_errors("the output folder"):
-            work()
-        return
+            code = work()
+            sys.stdout and sys.stdout.flush()
+        if not isinstance(code, int) or not code:
+            return
     except InputError as error:
-        message = escape(str(error))
-    except SystemExit as stop:
-        if stop.code == _INTERRUPTED:  # what typer makes of Ctrl-C
-            Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
-        raise
+        code, message = _BAD_INPUT, escape(str(error))
+    except typer.Abort:
+        code = _INTERRUPTED
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        code = _PIPE_CLOSED
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's word on options that it cannot read
+            raise
+        code, refusal = _BAD_INPUT, error
     # Printed only here: while the exception lives, a bar that it came through is open, on an unfinished line.
-    Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
-    sys.exit(_BAD_INPUT)
+    if message:
+        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+    elif refusal is not None:
+        _print_refusal(refusal)
+    elif code == _INTERRUPTED:
+        Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
+    sys.exit(code)
+
+
+def _print_refusal(refusal: Any) -> None:
+    """Print typer's word on options; what was typed is echoed no longer than a message can be."""
+    from typer.rich_utils import rich_format_error
+
+    text = refusal.message
+    if len(text) > _LONGEST_ECHO:
+        half = _LONGEST_ECHO // 2
+        text = f"{text[:half]} [...] {text[-half:]}"
+    refusal.message = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    rich_format_error(refusal)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table of which all columns but the last keep their width."""
+    """Print a table of which all columns but the last keep their width, however narrow the terminal."""
     table = Table(*columns, title=escape(title), title_justify="left")
     for column in table.columns[:-1]:
         column.no_wrap = True
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
-    Console().print(table)
+    _print_whole(table)
 
 
-def print_layers(results: pd.DataFrame) -> None:
-    """Print how well maps onto the last layer fit and predict, a line for each layer."""
+def _print_whole(table: Table) -> None:
+    """Print a table so wide that no number in it is cut, which would lose its exponent."""
+    console = Console()
+    widths = [max(cell_len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
+    if not table.columns[-1].no_wrap:
+        widths[-1] = min(widths[-1], _WIDTH_OF_TEXT)
+    console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)
+    console.print(table)
+
+
+def print_layers(results: pd.DataFrame, note: str | None = None) -> None:
+    """Print how well maps onto the last layer fit and predict, a line for each layer.
+
+    Parameters
+    ----------
+    results
+        The table of results.
+    note
+        What one must know of the numbers to read them, in a line above them.
+    """
     from matlens.lens.quality import layer_table
 
     wide = layer_table(results)
+    there = layer_table(results.assign(value=0.0)).notna()  # a number that is nan is no gap
     table = Table(
         "layer", *wide.columns, title=f"Onto layer {results['target'].max()}, on the validation sentences"
     )
+    for column in table.columns:
+        column.no_wrap = True
     for layer, row in wide.iterrows():
-        table.add_row(str(layer), *("–" if value != value else f"{value:.3f}" for value in row))
-    Console().print(table)
+        cells = (
+            number_text(value) if known else "–" for value, known in zip(row, there.loc[layer], strict=True)
+        )
+        table.add_row(str(layer), *cells)
+    _print_whole(table)
+    if note:
+        Console().print(escape(note), highlight=False, soft_wrap=True)
 
 
 def print_figures(paths: Sequence[Path]) -> None:

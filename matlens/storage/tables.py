@@ -103,13 +103,26 @@ def read_table(
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
-        table = pd.read_csv(path, dtype=types, **{"keep_default_na": False, **options})
+        # pandas' own way of reading numbers is off by the last digit of some.
+        exact = {"keep_default_na": False, "float_precision": "round_trip"}
+        table = pd.read_csv(path, dtype=types, **{**exact, **options})
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]
     if missing:
         raise InputError(f"{path} is not {what}: it lacks the columns {', '.join(missing)}. {made_by}")
     return table
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """Spell out a table of results: every digit of every number, and ``nan`` where a value is no number.
+
+    Cells of other columns that hold nothing, such as intervals that there are none of, are empty.
+    """
+    if "value" in table and table["value"].isna().any():
+        value = table["value"].astype(object)
+        table = table.assign(value=value.where(value.notna(), "nan"))
+    return table.to_csv(index=False)
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
@@ -119,7 +132,7 @@ def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Ma
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_together(
             {
-                Path(folder) / f"{name}.csv": table.to_csv(index=False).encode(),
+                Path(folder) / f"{name}.csv": csv_text(table).encode(),
                 Path(folder) / f"{name}.json": to_json(described).encode(),
             }
         )
