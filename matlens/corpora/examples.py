@@ -19,6 +19,7 @@ from torch import Tensor
 
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
+from matlens.models.tokenization import encode_text, require_tokenizer
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -159,26 +160,24 @@ def make_examples(
         a mask token.
     """
     _require_readable(model)
-    tokenizer = model.tokenizer
+    tokenizer = require_tokenizer(model)
     if not len(corpus):
         raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
     mask_token = tokenizer.mask_token_id if is_masked(model) else None
     if is_masked(model) and mask_token is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
     n_ctx = _context_length(model)
-    encoded = [tokenizer(text, return_special_tokens_mask=True) for text in corpus.sentences]
-    too_long = [s for s, encoding in enumerate(encoded) if len(encoding["input_ids"]) > n_ctx]
+    encoded = [encode_text(model, text) for text in corpus.sentences]
+    too_long = [s for s, encoding in enumerate(encoded) if len(encoding.ids) > n_ctx]
     for s in too_long:
-        encoded[s] = tokenizer(
-            corpus.sentences[s], return_special_tokens_mask=True, truncation=True, max_length=n_ctx
-        )
+        encoded[s] = encode_text(model, corpus.sentences[s], longest=n_ctx)
     positions = np.array(
         [
-            _draw_position(text, encoding["special_tokens_mask"], seed, draw_special)
+            _draw_position(text, encoding.added, seed, draw_special)
             for text, encoding in zip(corpus.sentences, encoded, strict=True)
         ]
     )
-    ids = [np.asarray(encoding["input_ids"], dtype=np.int64) for encoding in encoded]
+    ids = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encoded]
     if mask_token is not None:
         for sentence, position in zip(ids, positions, strict=True):
             sentence[position] = mask_token
@@ -214,13 +213,13 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
     """
     if isinstance(prompts, str):
         raise InputError(f"{prompts!r} is one prompt. Expected a list of them.")
-    tokenizer = model.tokenizer
+    tokenizer = require_tokenizer(model)
     _require_readable(model)
     n_ctx = _context_length(model)
     ids, positions = [], []
     for prompt in prompts:
-        encoded = tokenizer(prompt, return_special_tokens_mask=True)
-        tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
+        encoded = encode_text(model, prompt)
+        tokens = np.asarray(encoded.ids, dtype=np.int64)
         ids.append(tokens)
         if len(tokens) > n_ctx:
             raise InputError(
@@ -228,7 +227,7 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
             )
         places = np.flatnonzero(tokens == tokenizer.mask_token_id)
         if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
-            places = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)[-1:]
+            places = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))[-1:]
         if len(places) != 1:
             expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
             raise InputError(f"The prompt {prompt!r} cannot be read out: expected {expected} in it.")
@@ -260,8 +259,8 @@ def _require_readable(model: TransformerBridge) -> None:
         )
 
 
-def _draw_position(text: str, special: list[int], seed: int, draw_special: bool) -> int:
-    allowed = np.arange(len(special)) if draw_special else np.flatnonzero(np.asarray(special) == 0)
+def _draw_position(text: str, added: list[bool], seed: int, draw_special: bool) -> int:
+    allowed = np.arange(len(added)) if draw_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
         raise InputError(f"The sentence {text!r} has no token whose position could be drawn.")
     digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()

@@ -42,11 +42,12 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Provenance | None = None) -> None:
         given = list(maps)
         self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in given}
-        models = {m.provenance.model.fingerprint for m in given if m.provenance.model}
+        models = {m.provenance.model.key: m.provenance.model for m in given if m.provenance.model}
         if len(models) > 1 or len(self._maps) < len(given):
+            names = ", ".join(sorted(model.fingerprint for model in models.values()))
             raise InputError(
                 "A set holds maps of one model, and one for each pair: these are of the models "
-                f"{', '.join(sorted(models))}, {len(given)} maps for {len(self._maps)} pairs."
+                f"{names}, {len(given)} maps for {len(self._maps)} pairs."
             )
         if provenance is None and given:
             provenance = given[0].provenance

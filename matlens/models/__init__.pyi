@@ -13,6 +13,9 @@ from .sites import Family as Family
 from .sites import Site as Site
 from .sites import block_hook as block_hook
 from .sites import require_finite as require_finite
+from .tokenization import TokenPolicy as TokenPolicy
+from .tokenization import encode_text as encode_text
+from .tokenization import token_policy as token_policy
 from .vocabulary import token_texts as token_texts
 from .vocabulary import visible as visible
 from .vocabulary import word_token as word_token

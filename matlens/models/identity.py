@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from matlens.errors import InputError
+from matlens.models.tokenization import token_policy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,7 +34,10 @@ class ModelIdentity:
     architecture
         The name of the model's class.
     fingerprint
-        See `fingerprint`: two models are the same where it is.
+        See `fingerprint`: two models have the same weights where it is.
+    tokens, token_policy
+        How text becomes tokens, as a digest and in words; see `TokenPolicy`. Two models are the same where
+        this is too. ``None`` for a model without a tokenizer.
     unembed_hash
         See `unembed_hash`.
     dtype
@@ -46,6 +50,8 @@ class ModelIdentity:
     revision: str | None
     architecture: str | None
     fingerprint: str
+    tokens: str | None
+    token_policy: str
     unembed_hash: str | None
     dtype: str
     n_layers: int
@@ -54,16 +60,39 @@ class ModelIdentity:
     @classmethod
     def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
         """Look at a model; the hash of the unembedding reads the whole matrix, and can be left out."""
+        policy = token_policy(model)
         return cls(
             name=str(model.cfg.model_name),
             revision=getattr(model, "matlens_revision", None),
             architecture=model.cfg.architecture,
             fingerprint=fingerprint(model),
+            tokens=policy.digest,
+            token_policy=policy.words,
             unembed_hash=unembed_hash(model) if hash_unembedding else None,
             dtype=str(model.cfg.dtype).removeprefix("torch."),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
         )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal where two models are the same, whatever they are called."""
+        return (self.fingerprint, self.tokens)
+
+    def difference(self, other: ModelIdentity) -> str:
+        """Say in words what tells another model from this one."""
+        if self.fingerprint != other.fingerprint:
+            return "weights or precision differ"
+        if self.tokens != other.tokens:
+            if self.token_policy == other.token_policy:
+                words = f"their vocabularies or special tokens differ ({self.token_policy} in both)"
+            else:
+                words = f"{self.token_policy} in the first, {other.token_policy} in the second"
+            return (
+                f"the weights are the same, but the same text becomes other tokens: {words}. Name how text "
+                "becomes tokens with matlens.wrap(), or load both with matlens.load()"
+            )
+        return "nothing differs"
 
     def to_json(self) -> dict[str, Any]:
         """What is written into files; the model's name is called there what adapters' files call it."""
@@ -154,13 +183,16 @@ class Provenance:
             The models differ, or one is not known.
         """
         model = other.model if isinstance(other, Provenance) else other
-        if self.model is None or model is None or self.model.fingerprint != model.fingerprint:
-            reason = "weights or precision differ" if self.model and model else "both must be known"
-            raise InputError(
-                f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Their models are "
-                f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} anew for this model, or "
-                f"load the model of {ours}."
-            )
+        reason = "both must be known"
+        if self.model is not None and model is not None:
+            if self.model.key == model.key:
+                return
+            reason = self.model.difference(model)
+        raise InputError(
+            f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Their models are "
+            f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} anew for this model, or "
+            f"load the model of {ours}."
+        )
 
     def to_json(self, *keys: str) -> dict[str, Any]:
         """What is written into files, or only these parts of it."""

@@ -185,3 +185,19 @@ def test_one_guard_refuses_what_belongs_to_another_model() -> None:
     for ours, theirs in ((WHOLE, Provenance()), (Provenance(), WHOLE), (Provenance(), Provenance())):
         with pytest.raises(InputError, match=r"not known.*: both must be known"):
             ours.require_same(theirs, ours="the clusters")
+
+
+def test_one_guard_refuses_what_was_made_of_other_tokens() -> None:
+    """The same weights read other tokens: what was made of these does not go together."""
+    other = make_identity(tokens="0001", token_policy="'<s>' in front")
+    told = (
+        r"The maps and this model do not belong together\. .*the weights are the same, but the same text "
+        r"becomes other tokens: nothing added in the first, "
+        r"'<s>' in front in the second\. .*matlens\.wrap\(\)"
+    )
+    with pytest.raises(InputError, match=told):
+        WHOLE.require_same(other, ours="the maps")
+    with pytest.raises(InputError, match="their vocabularies or special tokens differ"):
+        WHOLE.require_same(make_identity(tokens="0001"), ours="the maps")
+    with pytest.raises(InputError, match="no tokenizer in the second"):
+        WHOLE.require_same(make_identity(tokens=None, token_policy="no tokenizer"), ours="the maps")
