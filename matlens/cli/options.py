@@ -75,8 +75,8 @@ PositionsOption = Annotated[
     PositionChoice,
     typer.Option(
         "--positions",
-        help="One drawn token of each training sentence, or all of them. auto: drawn, as in the paper, or all "
-        "where there are fewer sentences than twice the width of the model.",
+        help="One drawn token of each training sentence, or all of them. auto: drawn, as in the paper, or "
+        "all where there are fewer sentences than twice the width of the model.",
     ),
 ]
 PairsOption = Annotated[
@@ -113,8 +113,6 @@ Words = Annotated[
 ]
 
 
-
-
 def train(default: int) -> Any:
     """The option ``--train``; without it there are ``default`` sentences, or fewer of a small corpus."""
     return _size("--train", "Sentences that maps are fitted on.", 1, default)
@@ -131,7 +129,7 @@ def sentences(fewest: int, default: int) -> Any:
 
 
 def _size(name: str, described: str, fewest: int, default: int) -> Any:
-    """An option that tells apart what the user gave, which is taken as it is, from what is taken if it can."""
+    """An option that tells what the user gave from a default, which gives way to a small corpus."""
     shown = f"{default}, or fewer of a small corpus"
     return Annotated[int | None, typer.Option(name, min=fewest, help=described, show_default=shown)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,12 +21,11 @@ from matlens.storage.folders import system_errors
 from matlens.storage.numbers import number_text
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from matlens.ffn.projection import Projection
 
 _BAD_INPUT, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 _WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
+_METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and what their columns are called
 _LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
 
 
@@ -103,33 +104,44 @@ def _print_whole(table: Table) -> None:
     console.print(table)
 
 
-def print_layers(results: pd.DataFrame, note: str | None = None) -> None:
+def print_results(folder: Path) -> None:
+    """Print the table of results in a folder, and what one must know to read it."""
+    # Read as plain text: a run that is finished is answered before pandas could be imported.
+    path = folder / "results.csv"
+    with system_errors(path), path.open(encoding="utf-8", newline="") as file:
+        print_layers(csv.DictReader(file))
+    note = json.loads((folder / "results.json").read_text()).get("note")
+    if note:
+        Console().print(escape(note), highlight=False, soft_wrap=True)
+
+
+def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
     """Print how well maps onto the last layer fit and predict, a line for each layer.
 
     Parameters
     ----------
-    results
-        The table of results.
-    note
-        What one must know of the numbers to read them, in a line above them.
+    rows
+        Rows of the table of results, as text.
     """
-    from matlens.lens.quality import layer_table
-
-    wide = layer_table(results)
-    there = layer_table(results.assign(value=0.0)).notna()  # a number that is nan is no gap
-    table = Table(
-        "layer", *wide.columns, title=f"Onto layer {results['target'].max()}, on the validation sentences"
-    )
+    named = [row for row in rows if row["k"] in ("", "1")]
+    last = max(int(row["target"]) for row in named)
+    cells = {
+        (int(row["layer"]), row["metric"], row["method"]): row["value"]
+        for row in named
+        if int(row["target"]) == last
+    }
+    columns = [(metric, method) for metric in _METRICS for method in ("mat", "id")]
+    shown = [column for column in columns if any(cell[1:] == column for cell in cells)]
+    heads = [f"{_METRICS[metric]} {method}" for metric, method in shown]
+    table = Table("layer", *heads, title=f"Onto layer {last}, on the validation sentences")
     for column in table.columns:
         column.no_wrap = True
-    for layer, row in wide.iterrows():
-        cells = (
-            number_text(value) if known else "–" for value, known in zip(row, there.loc[layer], strict=True)
+    for layer in sorted({layer for layer, _, _ in cells}):
+        values = (cells.get((layer, *column)) for column in shown)
+        table.add_row(
+            str(layer), *("–" if value is None else number_text(float(value or "nan")) for value in values)
         )
-        table.add_row(str(layer), *cells)
     _print_whole(table)
-    if note:
-        Console().print(escape(note), highlight=False, soft_wrap=True)
 
 
 def print_figures(paths: Sequence[Path]) -> None:

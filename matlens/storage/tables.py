@@ -103,9 +103,7 @@ def read_table(
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
-        # pandas' own way of reading numbers is off by the last digit of some.
-        exact = {"keep_default_na": False, "float_precision": "round_trip"}
-        table = pd.read_csv(path, dtype=types, **{**exact, **options})
+        table = pd.read_csv(path, dtype=types, **{"keep_default_na": False, **options})
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]

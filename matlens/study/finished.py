@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from matlens.models.loading import locate
+from matlens.models.places import locate
 from matlens.progress import waiting
 from matlens.storage.folders import LAYOUT, command_line, software_versions, write_json
 
@@ -70,7 +70,7 @@ class RunNote:
         }  # fmt: skip
 
     def _left(self) -> dict[str, Any]:
-        """What the run has left: its table, and what its parts say of themselves, if their files are there."""
+        """What the run has left: its table, and what its parts say of themselves and of their files."""
         left = {}
         for name in PARTS:
             config = json.loads((self._folder / name / "config.json").read_text())
@@ -117,12 +117,12 @@ def _version(package: str) -> str | None:
 
 
 def _files(folder: Path, but: Path) -> list[Path] | None:
-    found = []
+    paths = []
     for path in _walk(folder, but):
-        found.append(path)
-        if len(found) > _MOST_FILES or not path.is_file():
+        paths.append(path)
+        if len(paths) > _MOST_FILES or not path.is_file():
             return None
-    return sorted(found)
+    return sorted(paths)
 
 
 def _walk(folder: Path, but: Path) -> Iterable[Path]:

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from matlens import plots
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.corpora.corpus import Corpus
 from matlens.arguments import require_number
+from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, is_masked, make_examples
 from matlens.errors import InputError
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality

@@ -36,6 +36,7 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
+from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study import steps
@@ -99,7 +100,7 @@ class Study:
         device: str | None = None,
         **options: Any,
     ) -> Study:
-        """Load the corpus and then the model: the first takes seconds, the second can take minutes.
+        """Look for the model, load the corpus and then the model: the last can take minutes.
 
         Parameters
         ----------
@@ -119,6 +120,8 @@ class Study:
         InputError
             The model or the corpus is not there, or the corpus is too small.
         """
+        if isinstance(model, str):
+            locate(model, None)
         study = cls(
             load_model=lambda: load(model, device=device) if isinstance(model, str) else model,
             load_corpus=lambda: load_corpus(corpus) if isinstance(corpus, str) else corpus,
@@ -143,8 +146,8 @@ class Study:
         sizes = fitting_sizes(len(self.corpus), *wanted, self.adjustable)
         if sizes != wanted:
             tqdm.write(
-                f"{self.corpus.name} has {len(self.corpus):,} sentences, fewer than {wanted[0]:,}+{wanted[1]:,} "
-                f"(training+validation): it is split into {sizes[0]:,}+{sizes[1]:,}.",
+                f"{self.corpus.name} has {len(self.corpus):,} sentences, fewer than {wanted[0]:,}+"
+                f"{wanted[1]:,} (training+validation): it is split into {sizes[0]:,}+{sizes[1]:,}.",
                 file=sys.stderr,
             )
         return sizes

@@ -25,7 +25,7 @@ from matlens.activations import collecting
 from matlens.study import steps
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
-N_TRAIN, N_VALIDATION = 60, 20
+N_TRAIN, N_VALIDATION = 70, 20
 FIGURES = {"r2.png", "r2.pdf", "prediction.png", "prediction.pdf"}
 ALL_PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
 
@@ -79,7 +79,8 @@ def _finished(
     out = tmp_path_factory.mktemp("finished") / "out"
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
-    steps.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
+    parts = texts.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
+    steps.collect_parts(model, parts, out, progress=False)
     steps.fit_maps(out, progress=False)
     steps.evaluate_maps(model, out, progress=False)
     steps.plot_results(out)
@@ -499,7 +500,7 @@ def test_model_that_is_damaged(
         (None, ["There is no file or folder", "Give one of the samples"]),
         (b"", ["is empty", "Give a source with sentences in it"]),
         (b"too short\n\n", ["has no sentence to use", "1 shorter than 5 words"]),
-        (b"only this one sentence here\n", ["60+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
+        (b"only this one sentence here\n", ["70+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
         (b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n", ["is not UTF-8: line 2", "iconv"]),
     ],
 )
@@ -518,7 +519,7 @@ def test_corpus_that_cannot_be_used(
     ("options", "messages"),
     [
         (["--train", 90, "--val", 20], ["90+20 sentences", "were asked for", "has 100.", "Ask for fewer"]),
-        (["--limit", 70], ["60+20 sentences", "were asked for", "has 70."]),
+        (["--limit", 70], ["70+20 sentences", "were asked for", "has 70."]),
         (["--val", 1], ["'--val'", "greater than or equal to 2"]),
         (["--train", 0], ["'--train'", "greater than or equal to 1"]),
         (["--seed", -1], ["'--seed'", "greater than or equal to 0"]),
@@ -610,7 +611,7 @@ def test_output_folder_with_other_files(
     ("options", "messages"),
     [
         (["--seed", 5], ["seed: 0 there, 5 now"]),
-        (["--train", 40], ["n: 60 there, 40 now"]),
+        (["--train", 40], ["n: 70 there, 40 now"]),
         (["--positions", "all"], ["positions: drawn there, all now"]),
         (["--batch-tokens", 64], ["batch_tokens: 2048 there, 64 now"]),
         (["--dtype", "bfloat16"], ["dtype: float32 there, bfloat16 now"]),
@@ -834,6 +835,7 @@ def test_no_room_for_a_collection(
 
 def test_no_room_for_the_second_part(run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path) -> None:
     command = ["collect", "--model", gpt2, "--corpus", corpus, *sizes(10, 60), "--out", tmp_path / "out"]
+    command += ["--positions", "drawn"]
     with largest_file(5000):
         assert_refused(run_matlens(*command), *NO_ROOM, str(tmp_path / "out" / "validation"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]

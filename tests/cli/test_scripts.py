@@ -111,7 +111,7 @@ def test_what_cannot_be_used_is_told_in_a_line(
 
     for options, message in (
         (["--corpus", tmp_path / "absent.txt"], "error: There is no file or folder"),
-        (["--corpus", words], "were asked for"),
+        (["--corpus", words, "--train", 30], "were asked for"),
         (["--corpus", words, "--train", 9, "--val", 9, "--model", tmp_path / "absent"], "There is no model"),
     ):
         with pytest.raises(SystemExit) as ended:
