@@ -3,8 +3,6 @@ from .anatomy import output_layer as output_layer
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import require_raw as require_raw
-from .identity import unembed_hash as unembed_hash
-from .loading import SMOLLM2 as SMOLLM2
 from .loading import load as load
 from .places import SMOLLM2 as SMOLLM2
 from .places import locate as locate
