@@ -51,6 +51,9 @@ def waiting(desc: str, *, progress: bool = True) -> Iterator[None]:
 @contextmanager
 def _ticking(bar: Any) -> Iterator[Any]:
     """Draw a bar anew every second from another thread; the work itself has no time for it."""
+    if bar.disable:
+        yield bar
+        return
     done = threading.Event()
 
     def tick() -> None:
@@ -58,17 +61,14 @@ def _ticking(bar: Any) -> Iterator[Any]:
         while not done.wait(pause):
             pause = _TICK
             with bar.get_lock():
-                if not done.is_set():
-                    bar.delay = 0.0  # it is shown from now on, so closing it ends its line
-                    bar.refresh(nolock=True)
+                bar.delay = 0.0  # it is shown from now on, so closing it ends its line
+                bar.refresh(nolock=True)
 
-    thread = threading.Thread(target=tick, name=f"matlens: {bar.desc}", daemon=True)
-    if not bar.disable:
-        thread.start()
+    clock = threading.Thread(target=tick, name=f"clock of {bar.desc}", daemon=True)
+    clock.start()
     try:
         yield bar
     finally:
         done.set()
-        if thread.is_alive():
-            thread.join()
+        clock.join()
         bar.close()

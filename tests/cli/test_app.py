@@ -137,7 +137,7 @@ def test_run_does_everything(run_matlens: Matlens, inputs: list[str], tmp_path: 
     arrays = {"tokens.npy", "offsets.npy", "positions.npy", "config.json"}
     arrays |= {f"h.{layer}.npy" for layer in range(N_LAYERS + 1)}
     maps = {"config.json"} | {f"h.{layer}.safetensors" for layer in range(N_LAYERS)}
-    expected = FIGURES | {"results.csv", "results.json"}
+    expected = FIGURES | {"results.csv", "results.json", "run.json"}
     expected |= {f"{part}/{name}" for part in ("train", "validation") for name in arrays}
     expected |= {f"maps/{name}" for name in maps}
     assert set(files(out)) == expected
@@ -198,6 +198,7 @@ def test_run_equals_the_commands_one_after_the_other(
     ):
         assert run_matlens(*command).code == 0
     assert (whole / "results.csv").read_bytes() == (steps / "results.csv").read_bytes()
+    (whole / "run.json").unlink()  # what only 'run' looks at, when it is given again
     assert without_command(files(whole)) == without_command(files(steps))
 
 
