@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -925,3 +927,146 @@ def test_no_room_for_figures(run_matlens: Matlens, finished: Path) -> None:
     with largest_file(10_000):
         assert_refused(run_matlens("plot", finished), *NO_ROOM, str(finished))
     assert state(finished) == before
+
+
+# --- first runs -------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_answered_without_its_model(
+    run_matlens: Matlens, inputs: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.txt"
+    shutil.copy(corpus, copy)
+    inputs = [str(copy) if item == str(corpus) else item for item in inputs]
+    command = ["run", *inputs, "--out", tmp_path / "out"]
+    first = run_matlens(*command)
+    content = files(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        for name in ("matlens.models.loading.load", "matlens.corpora.corpus.load_corpus"):
+            patch.setattr(name, lambda *_, **__: 1 / 0)
+        again = run_matlens(*command)
+        assert again.code == 0
+        assert [line for line in again.out.splitlines() if line.startswith(("│", "Figures"))] == [
+            line for line in first.out.splitlines() if line.startswith(("│", "Figures"))
+        ]
+        assert files(tmp_path / "out") == content
+        with pytest.raises(ZeroDivisionError):
+            run_matlens(*command, "--seed", 1)
+        copy.write_text(copy.read_text().replace("w1 ", "w2 "))
+        with pytest.raises(ZeroDivisionError):
+            run_matlens(*command)
+    assert_refused(run_matlens(*command), "belongs to another job")
+
+
+def test_few_samples_take_all_positions_and_say_so(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path
+) -> None:
+    few = [*inputs, "--train", 40]
+    outcome = run_matlens("run", *few, "--out", tmp_path / "auto")
+    assert "40 sentences are few for 32 dimensions" in " ".join(outcome.err.split())
+    train = matlens.activations.Activations.load(tmp_path / "auto" / "train")
+    assert train.positions == "all"
+    assert "few" not in outcome.out
+    assert json.loads((tmp_path / "auto/results.json").read_text())["note"] is None
+
+    plain = run_matlens("run", *few, "--positions", "drawn", "--ridge", 0, "--out", tmp_path / "plain")
+    assert "on 40 samples, which is few for 32 dimensions" in " ".join(plain.out.split())
+    assert "40 samples" in json.loads((tmp_path / "plain/results.json").read_text())["note"]
+    assert mat_r2(results(tmp_path / "auto"), 0, 3) > mat_r2(results(tmp_path / "plain"), 0, 3)
+
+    drawn = run_matlens("run", *few, "--positions", "drawn", "--out", tmp_path / "drawn")
+    assert "a ridge of" in " ".join(drawn.out.split())
+    fit = json.loads((tmp_path / "drawn/results.json").read_text())["maps"]
+    assert fit["ridge"] > 0
+    assert mat_r2(results(tmp_path / "drawn"), 0, 3) > mat_r2(results(tmp_path / "plain"), 0, 3)
+
+
+def test_a_masked_model_of_few_samples_takes_a_ridge(
+    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    command = [
+        "run",
+        "--model",
+        model_folder("bert"),
+        "--corpus",
+        corpus,
+        *sizes(40),
+        "--out",
+        tmp_path / "o",
+    ]
+    outcome = run_matlens(*command)
+    assert "a ridge of" in " ".join(outcome.out.split())
+    assert matlens.activations.Activations.load(tmp_path / "o" / "train").positions == "drawn"
+
+
+def test_a_corpus_smaller_than_the_sizes_of_the_paper_is_split_in_proportion(
+    run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path
+) -> None:
+    command = ["collect", "--model", gpt2, "--corpus", corpus, "--device", "cpu"]
+    outcome = run_matlens(*command, "--out", tmp_path / "out")
+    assert "has 100 sentences, fewer than 9,000+3,000" in " ".join(outcome.err.split())
+    assert len(matlens.activations.Activations.load(tmp_path / "out" / "train").examples) == 75
+    assert len(matlens.activations.Activations.load(tmp_path / "out" / "validation").examples) == 25
+    assert run_matlens(*command, "--train", 90, "--out", tmp_path / "most").code == 0
+    assert len(matlens.activations.Activations.load(tmp_path / "most" / "validation").examples) == 10
+    asked = run_matlens(*command, "--train", 99, "--out", tmp_path / "too-many")
+    assert_refused(asked, "99+3000 sentences", "has 100")
+
+
+def test_a_model_is_looked_for_before_the_corpus_is_read(run_matlens: Matlens, tmp_path: Path) -> None:
+    for command in ("run", "collect"):
+        outcome = run_matlens(
+            command,
+            "--model",
+            tmp_path / "no.gguf",
+            "--corpus",
+            tmp_path / "no.txt",
+            "--out",
+            tmp_path / "out",
+        )
+        assert_refused(outcome, "There is no file", "no.gguf")
+        assert "no.txt" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ridge", "inf"], "--ridge is inf"),
+        (["--ridge", "nan"], "--ridge is nan"),
+        (["--pairs", "2:1"], "the source must lie before the target"),
+        (["--pairs", "-1:-2"], "the source must lie before the target"),
+        (["--seed", str(2**63)], "'--seed'"),
+        (["--seed", "9" * 5000], "'--seed'"),
+        (["--positions", "all", "--skip-special"], "special tokens"),
+        (["--device", "abacus"], "The device abacus cannot be used"),
+    ],
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
+)
+def test_options_are_refused_before_anything_is_read(
+    run_matlens: Matlens, gpt2: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    outcome = run_matlens(
+        "run", "--model", gpt2, "--corpus", tmp_path / "no.txt", "--out", tmp_path / "out", *options
+    )
+    assert_refused(outcome, message)
+    assert len(outcome.err) < 3000
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32, 2**63 - 1])
+def test_seeds_of_any_size(run_matlens: Matlens, inputs: list[str], tmp_path: Path, seed: int) -> None:
+    assert run_matlens("run", *inputs, "--pairs", "0:3", "--seed", seed, "--out", tmp_path / "out").code == 0
+
+
+def test_it_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
+    code = f"{sys.executable} -m matlens --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "141")
+    loud = (
+        "from matlens.cli.printing import report_errors\n"
+        "report_errors(lambda: [print('x' * 1000) for _ in range(1000)] and None)"
+    )
+    code = f'{sys.executable} -c "{loud}" | head -c 10; echo; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "141"
