@@ -51,9 +51,11 @@ def report_errors(work: Callable[[], Any]) -> None:
             return
     except InputError as error:
         code, message = _BAD_INPUT, escape(str(error))
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
-    except KeyboardInterrupt:
+    except SystemExit as stop:
+        if stop.code != _INTERRUPTED:
+            raise
         code = _INTERRUPTED
     except BrokenPipeError:
         code = _PIPE_CLOSED

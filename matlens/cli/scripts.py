@@ -120,6 +120,8 @@ def run_study(
             sizes = sizes_of(1, chosen["sentences"], default_val=sentences)
         elif "train" in chosen:
             sizes = sizes_of(chosen["train"], chosen["val"], default_train=train or 1, default_val=val)
+        for name in _listed(chosen.get("model")):  # before any corpus is read
+            ModelOptions(name, chosen["device"]).check()
         studies = _studies(chosen, sizes)
         work(studies if several else next(studies), report, **given)
 
@@ -145,10 +147,7 @@ def _named(default: str | Sequence[str], single: Any, several: Any) -> tuple[Any
 
 def _studies(chosen: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[Study]:
     """A study for each model and corpus, made when it is asked for; studies of one model load it once."""
-    models, corpora = (
-        list(dict.fromkeys([names] if isinstance(names, str | None) else names))
-        for names in (chosen.get("model"), chosen.get("corpus"))
-    )
+    models, corpora = (_listed(chosen.get(name)) or [None] for name in ("model", "corpus"))
     for model in models:
         load_model = cache(ModelOptions(model, chosen["device"]).load) if model is not None else None
         for corpus in corpora:
@@ -156,3 +155,8 @@ def _studies(chosen: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[St
                 load_model=load_model, load_corpus=None if corpus is None else CorpusOptions(corpus).load,
                 out=chosen["out"], **sizes, seed=chosen["seed"],
             )  # fmt: skip
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    """Names of one or several, each once."""
+    return list(dict.fromkeys([names] if isinstance(names, str) else names or ()))

@@ -312,8 +312,7 @@ def in_proportion(study: Study) -> Study:
     """The study itself, or one that splits a corpus which is too small in the same proportion."""
     if study.n_validation is None:  # whatever is left is for validation
         return study
-    share = min(1, len(study.corpus) / (study.n_train + study.n_validation))
-    n_train, n_validation = int(study.n_train * share), int(study.n_validation * share)
+    n_train, n_validation = fitting_sizes(len(study.corpus), study.n_train, study.n_validation)
     return replace(study, n_train=n_train, n_validation=n_validation)
 
 
