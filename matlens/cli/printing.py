@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from matlens.errors import InputError
-from matlens.storage.folders import system_errors
+from matlens.storage.files import system_errors
 from matlens.storage.numbers import number_text
 
 if TYPE_CHECKING:

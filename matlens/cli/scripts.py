@@ -18,7 +18,7 @@ from matlens import plots
 from matlens.cli import options
 from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
 from matlens.cli.printing import run_app
-from matlens.storage.folders import system_errors, write_text
+from matlens.storage.files import system_errors, write_text
 from matlens.storage.tables import write_results
 from matlens.study.study import Study
 

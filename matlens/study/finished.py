@@ -15,7 +15,8 @@ from typing import Any
 
 from matlens.models.places import locate
 from matlens.progress import waiting
-from matlens.storage.folders import LAYOUT, command_line, software_versions, write_json
+from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
+from matlens.storage.folders import LAYOUT, command_line, software_versions
 
 RUN, RESULTS, PARTS = "run.json", "results", ("train", "validation", "maps")
 FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
@@ -23,7 +24,6 @@ _MOST_FILES = 1000  # of a model's folder; more are no model alone
 _SAMPLES = ("wikipedia-sample", "news-sample")
 # What bundled samples are made from and by: they change with these alone.
 _MAKERS = ("gensim", "mwparserfromhell", "sentencex")
-_HASHED = 1 << 20  # bytes read at a time
 
 
 class RunNote:
@@ -46,19 +46,17 @@ class RunNote:
     def answers(self) -> bool:
         """Whether the folder holds what the run would give."""
         try:
-            note = json.loads(self._path.read_text())
+            note = require_seal(read_json(self._path), self._path)
             return self._asked is not None and note["run"] == self._asked and note["left"] == self._left()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):  # among these what is wrong with a file
             return False
 
     def write(self) -> None:
         """Leave the note, unless the model or the corpus has changed meanwhile or cannot be told apart."""
         self._path.unlink(missing_ok=True)
         if self._asked is not None and self._identities() == self._asked:
-            write_json(
-                self._path,
-                {"layout": LAYOUT, "run": self._asked, "left": self._left(), "command": command_line()},
-            )
+            note = {"layout": LAYOUT, "run": self._asked, "left": self._left(), "command": command_line()}
+            write_json(self._path, sealed(note))
 
     def _identities(self) -> dict[str, Any] | None:
         model = model_identity(self._options["model"], but=self._folder)
@@ -73,14 +71,14 @@ class RunNote:
         """What the run has left: its table, and what its parts say of themselves and of their files."""
         left = {}
         for name in PARTS:
-            config = json.loads((self._folder / name / "config.json").read_text())
+            config = read_json(self._folder / name / "config.json")
             for file, about in config.get("files", {}).items():
                 if (self._folder / name / file).stat().st_size != about["bytes"]:
                     raise ValueError(f"{file} has another size")
             said = json.dumps([config.get(key) for key in ("layout", "holds", "request", "files")])
             left[name] = hashlib.sha256(said.encode()).hexdigest()
         left[RESULTS] = _digest(self._folder / f"{RESULTS}.csv")
-        json.loads((self._folder / f"{RESULTS}.json").read_text())
+        require_seal(read_json(described := self._folder / f"{RESULTS}.json"), described)
         return left
 
 
@@ -135,8 +133,5 @@ def _walk(folder: Path, but: Path) -> Iterable[Path]:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASHED):
-            digest.update(block)
-    return digest.hexdigest()
+    with open_regular(path) as file:
+        return hash_file(file)[0]

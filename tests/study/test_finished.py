@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from matlens.storage.files import sealed, write_json
 from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
 
 
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
         config = {"layout": 3, "holds": part, "request": {"seed": 0}, "files": {"rows": {"bytes": 8}}}
         (out / part / "config.json").write_text(json.dumps(config))
     (out / "results.csv").write_text("value\n1.0\n")
-    (out / "results.json").write_text("{}")
+    write_json(out / "results.json", sealed({"note": None}))
     note = RunNote(out, options(tmp_path))
     assert not note.answers()
     note.write()
