@@ -113,8 +113,8 @@ def results(folder: Path) -> pd.DataFrame:
 
 
 def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
-    """The words of the command and the dates inside PDF files taken out."""
-    clean = {name: re.sub(rb'"command": ".*"', b"", data) for name, data in content.items()}
+    """The words of the command, digests that they enter and the dates inside PDF files taken out."""
+    clean = {name: re.sub(rb'"(command|digest)": ".*"', b"", data) for name, data in content.items()}
     return {name: re.sub(rb"/CreationDate \(.*?\)", b"", data) for name, data in clean.items()}
 
 
