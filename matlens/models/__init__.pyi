@@ -8,8 +8,9 @@ from .identity import require_raw as require_raw
 from .loading import load as load
 from .loading import require_known as require_known
 from .loading import wrap as wrap
-from .locating import SMOLLM2 as SMOLLM2
-from .locating import smollm2_path as smollm2_path
+from .places import SMOLLM2 as SMOLLM2
+from .places import locate as locate
+from .places import smollm2_path as smollm2_path
 from .readout import Readout as Readout
 from .sites import Family as Family
 from .sites import Site as Site

@@ -15,7 +15,7 @@ import torch
 from matlens.arguments import require_kind, short
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
-from matlens.models.locating import SMOLLM2, called, cause, locate
+from matlens.models.places import SMOLLM2, called, cause, locate
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
 
@@ -76,7 +76,7 @@ def load(
     name = os.fspath(name)
     from transformer_lens.model_bridge import TransformerBridge
 
-    boot: dict[str, Any] = {"device": _device(device), "dtype": dtype}
+    boot: dict[str, Any] = {"device": choose_device(device), "dtype": dtype}
     part = "file" if gguf else "configuration"
     try:
         if gguf:
@@ -353,7 +353,14 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return _require_vocabulary(tokenizer, str(path)), model
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device of this name, or the best there is.
+
+    Raises
+    ------
+    InputError
+        It cannot be used here.
+    """
     if device is None:
         from transformer_lens.utilities import get_device
 

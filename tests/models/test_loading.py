@@ -34,7 +34,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import matlens
 from matlens import InputError
 from matlens.models.loading import require_known
-from matlens.models.locating import SMOLLM2
+from matlens.models.places import SMOLLM2
 
 TEXT = " ".join(WORDS[3:15])
 

@@ -18,7 +18,13 @@ EXPECTED = f"Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf 
 
 
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
-    """Say where a model lies: ``(folder or hub name, gguf file in it, commit)``."""
+    """Say where a model lies, without loading it: ``(folder or hub name, gguf file in it, commit)``.
+
+    Raises
+    ------
+    InputError
+        There is no such file or folder, and no such model on the hub or in its cache.
+    """
     require_kind(name, (str, os.PathLike), "The model", way=EXPECTED)
     require_kind(revision, (str, type(None)), "revision", way="Give a branch, tag or commit on the hub.")
     name = os.fspath(name)
