@@ -60,6 +60,7 @@ def top_predictions(
         A layer is out of range or has no map to the last one, or the maps are of another model.
     """
     maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
+    readout.require_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:

@@ -66,6 +66,7 @@ def prediction_quality(
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    readout.require_same(validation.provenance)
     last = validation.provenance.identity.n_layers
     layers = [layer for layer in range(last) if (layer, last) in maps]
     if not layers:
