@@ -29,8 +29,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     examples
         What they were collected on.
     positions
-        ``"drawn"``: one row a sentence, in the order of the sentences. ``"all"``: a row for every
-        token, sentence after sentence.
+        ``"drawn"``: a row for each position of the examples, sentence after sentence, so one a sentence where
+        one was drawn. ``"all"``: a row for every token, sentence after sentence.
     provenance
         The model, the corpus, the seed and the software.
     """
@@ -78,7 +78,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     def head(self, n: int) -> Activations:
         """The rows of the first ``n`` sentences."""
         examples = self.examples.head(n)
-        rows = len(examples) if self.positions == "drawn" else len(examples.tokens)
+        rows = examples.n_positions if self.positions == "drawn" else len(examples.tokens)
         vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
         provenance = replace(self.provenance, data=examples.provenance, examples=examples.fingerprint)
         return Activations(vectors, examples, self.positions, provenance)

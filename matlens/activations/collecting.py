@@ -16,7 +16,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import HOLDS, Activations, Positions
-from matlens.corpora.examples import Batch, Examples, is_masked
+from matlens.arguments import require_choice, require_whole, short
+from matlens.corpora.examples import Batch, Examples, is_masked, require_examples, require_model
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
@@ -68,7 +69,7 @@ def collect(
     sites
         By default the stream, ``h.0 .. h.L``.
     positions
-        ``"drawn"``: only at the position of each sentence. ``"all"``: at every token.
+        ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
     folder
         Write there instead of keeping rows in memory. A killed run goes on where it was when it is
         called again, and gives the same bytes; a finished folder is opened without running anything,
@@ -81,14 +82,13 @@ def collect(
     Raises
     ------
     InputError
-        A vector is not finite, a site does not exist, or the folder cannot be used.
+        A vector is not finite, a site does not exist, the folder cannot be used, or the examples are none:
+        texts and token ids have to be made into `Examples` first.
     """
-    require_raw(model)
-    if isinstance(sites, str):
-        raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
+    _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
-    wanted = list(dict.fromkeys(map(anatomy.resolve, anatomy.stream if sites is None else sites)))
-    batch_tokens = batch_tokens or default_batch_tokens(model)
+    wanted = _resolve_sites(anatomy, anatomy.stream if sites is None else sites)
+    batch_tokens = _batch_tokens(model, batch_tokens)
     provenance = Provenance(
         ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
     )
@@ -105,7 +105,7 @@ def collect(
 
     config, vectors = keep_rows(
         HOLDS, request, _columns(anatomy, folder, wanted),
-        len(examples) if positions == "drawn" else len(examples.tokens), batches,
+        examples.n_positions if positions == "drawn" else len(examples.tokens), batches,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip
     return Activations(vectors, examples, positions, Provenance.from_config(config))
@@ -137,10 +137,11 @@ def stream(
     The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
     are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
     """
-    require_raw(model)
+    _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
-    hooks = {str(site): anatomy.hook(site) for site in map(anatomy.resolve, sites)}
-    batch_tokens = batch_tokens or default_batch_tokens(model)
+    hooks = {str(site): anatomy.hook(site) for site in _resolve_sites(anatomy, sites)}
+    batch_tokens = _batch_tokens(model, batch_tokens)
+    skip = require_whole(skip, "skip", least=0)
     yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip)
 
 
@@ -155,10 +156,6 @@ def _stream(
     skip: int,
 ) -> Iterator[Rows]:
     """Yield vectors by the sites' hooks; who asks has looked at the model."""
-    if positions not in get_args(Positions):
-        raise InputError(f"positions={positions!r}: expected one of {', '.join(get_args(Positions))}.")
-    if not hooks:
-        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
     read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
@@ -173,6 +170,32 @@ def _stream(
                 require_finite(values, name)
             yield Rows(index, at[1].numpy(), vectors)
             bar.update(len(batch.index))
+
+
+def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
+    require_model(model)
+    require_examples(examples)
+    require_choice(positions, get_args(Positions), "positions")
+    if not len(examples):
+        raise InputError("There are no sentences in the examples. Expected at least one.")
+    require_raw(model)
+
+
+def _resolve_sites(anatomy: Anatomy, sites: Any) -> list[Site]:
+    if isinstance(sites, (str, int, Site)):
+        raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
+    if not isinstance(sites, Iterable):
+        raise InputError(
+            f"The sites are {short(sites)}. Expected a list of them, such as ['h.0', 'attn_out.3']."
+        )
+    wanted = list(dict.fromkeys(map(anatomy.resolve, sites)))
+    if not wanted:
+        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
+    return wanted
+
+
+def _batch_tokens(model: TransformerBridge, wanted: int | None) -> int:
+    return default_batch_tokens(model) if wanted is None else require_whole(wanted, "batch_tokens", least=1)
 
 
 def default_batch_tokens(model: TransformerBridge) -> int:
@@ -227,7 +250,7 @@ def _places(
 ) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
     """Where in the batch the wanted vectors are, and which rows of the collection they make."""
     if positions == "drawn":
-        places = torch.arange(len(batch.index)), torch.from_numpy(examples.positions[batch.index])
-        return places, batch.index
+        row_of, position, number = examples.rows_of(batch.index)
+        return (torch.from_numpy(row_of), torch.from_numpy(position)), number
     row, column = batch.mask.nonzero(as_tuple=True)
     return (row, column), examples.offsets[batch.index][row.numpy()] + column.numpy()

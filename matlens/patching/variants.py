@@ -39,7 +39,7 @@ class Variant:
     first
         The layer of the stream up to which the model runs as it is; nothing is replaced before it.
     replacements
-        What is replaced from there on. A ``where`` with positions has one for each example.
+        What is replaced from there on. A ``where`` with positions has one for each sentence.
     description
         What distinguishes the variant from others in the record of a stored run.
     """
@@ -60,7 +60,7 @@ def run_variants(
     batch_tokens: int | None = None,
     progress: bool = True,
 ) -> Mapping[str, Float[Tensor, "n d_model"]]:
-    """Run every variant over the examples; gives what each has for ``h^L`` at the drawn positions.
+    """Run every variant over the examples; gives what each has for ``h^L`` at the examples' positions.
 
     Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
     starts from there at its own first layer. Nothing keeps a model with linear norms from growing beyond
@@ -70,7 +70,7 @@ def run_variants(
     Parameters
     ----------
     model, examples
-        The model and what it reads. Decoders read a sentence no further than its position.
+        The model and what it reads. Decoders read a sentence no further than its last position.
     variants
         The ways of running the model, by names that can be names of files.
     folder
@@ -98,7 +98,9 @@ def run_variants(
         with bar:
             for number, batch in enumerate(read.batches(budget)):
                 if number >= skip:
-                    yield batch.index, _run(model, batch, ready, examples.positions)
+                    row, position, number = examples.rows_of(batch.index)
+                    places = torch.from_numpy(row), torch.from_numpy(position)
+                    yield number, _run(model, batch, ready, places)
                 bar.update(len(batch.index))
 
     provenance = Provenance(ModelIdentity.from_model(model), examples.provenance, examples.fingerprint)
@@ -110,7 +112,7 @@ def run_variants(
     }
     columns = dict.fromkeys(variants, Column(anatomy.d_model))
     _, vectors = keep_rows(
-        _HOLDS, request, columns, len(examples), run,
+        _HOLDS, request, columns, examples.n_positions, run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
     )  # fmt: skip
     return vectors
@@ -139,12 +141,11 @@ class _LastLayerReached(Exception):
 
 
 def _run(
-    model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], positions: Any
+    model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], places: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     device, last = torch.device(model.cfg.device), Anatomy.from_model(model).n_layers
     index = torch.from_numpy(batch.index)
-    column = torch.from_numpy(positions)[index].to(device)
-    row = torch.arange(len(column), device=device)
+    row, column = (place.to(device) for place in places)
     clean = _run_to_layers(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
     final = {}
     for name, variant in variants.items():
