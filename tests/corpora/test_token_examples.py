@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "floats as positions": (RAGGED, {"positions": [0.0, 0.0]}, "positions of sentence 0 are no whole"),
     "mixed positions": (RAGGED, {"positions": [[True, 0], [0]]}, "positions of sentence 0 are no whole"),
     "nothing as positions": (RAGGED, {"positions": None}, "The positions are None"),
-    "marks of another shape": (RAGGED, {"positions": [[True], [True]]}, "mask of positions has another shape"),
+    "marks of another shape": (RAGGED, {"positions": [[True], [True]]}, "positions has another shape"),
     "marks and numbers": (RAGGED, {"positions": [[True, False], [0]]}, "sentence 1 holds no truth values"),
     "marks at padding": (
         BATCH, {"attention_mask": [[1, 1], [1, 0]], "positions": [[True, False], [False, True]]},
