@@ -39,7 +39,7 @@ demo: install
 
 # A file's tests run in one process, which trains and loads its models once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-val", type=int, default=100, help="validation sentences of tests/study/test_real.py"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files that take longest first, so that no process is left alone with one of them.
+
+    Those are the comparisons on the real model, and after them the files of many tests.
+    """
+    n_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("real") is None, -n_tests[item.path]))
 
 
 def _sentences(n: int, seed: int) -> list[str]:

@@ -6,9 +6,18 @@ from matlens.models.identity import ModelIdentity
 
 
 def make_identity(
-    name: str = "some/model", fingerprint: str = "f00d", *, n_layers: int = 3, d_model: int = 5
+    name: str = "some/model",
+    fingerprint: str = "f00d",
+    *,
+    n_layers: int = 3,
+    d_model: int = 5,
+    tokens: str | None = "cafe",
+    token_policy: str = "nothing added",
+    rounded: dict[str, str] | None = None,
+    dtype: str = "float32",
 ) -> ModelIdentity:
     return ModelIdentity(
-        name=name, revision=None, architecture=None, fingerprint=fingerprint, unembed_hash=None,
-        dtype="float32", n_layers=n_layers, d_model=d_model,
+        name=name, revision=None, architecture=None, fingerprint=fingerprint, tokens=tokens,
+        token_policy=token_policy, rounded=rounded or {}, unembed_hash=None, dtype=dtype, n_layers=n_layers,
+        d_model=d_model,
     )  # fmt: skip

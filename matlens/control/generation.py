@@ -22,6 +22,7 @@ from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.examples import is_masked
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
+from matlens.models.tokenization import encode_text
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -142,7 +143,7 @@ def _prompt_variants(
     model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int
 ) -> list[list[int]]:
     """Tokens of a prompt as it is, and after each prefix."""
-    tokens = list(model.tokenizer(prompt)["input_ids"])
+    tokens = encode_text(model, prompt).ids
     if not tokens:
         raise InputError(f"The prompt {prompt!r} has no tokens. Expected a text to go on from.")
     variants = [tokens, *(announced_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]

@@ -20,6 +20,7 @@ from torch import Tensor
 from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
+from matlens.models.tokenization import encode_text, require_tokenizer
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -221,19 +222,17 @@ def make_examples(
     if is_masked(model) and mask_token is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
     n_ctx = context_length(model)
-    encoded = [tokenizer(text, return_special_tokens_mask=True) for text in corpus.sentences]
-    too_long = [s for s, encoding in enumerate(encoded) if len(encoding["input_ids"]) > n_ctx]
+    encoded = [encode_text(model, text) for text in corpus.sentences]
+    too_long = [s for s, encoding in enumerate(encoded) if len(encoding.ids) > n_ctx]
     for s in too_long:
-        encoded[s] = tokenizer(
-            corpus.sentences[s], return_special_tokens_mask=True, truncation=True, max_length=n_ctx
-        )
+        encoded[s] = encode_text(model, corpus.sentences[s], longest=n_ctx)
     positions = np.array(
         [
-            _draw_position(text, encoding["special_tokens_mask"], seed, draw_special)
+            _draw_position(text, encoding.added, seed, draw_special)
             for text, encoding in zip(corpus.sentences, encoded, strict=True)
         ]
     )
-    ids = [np.asarray(encoding["input_ids"], dtype=np.int64) for encoding in encoded]
+    ids = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encoded]
     if mask_token is not None:
         for sentence, position in zip(ids, positions, strict=True):
             sentence[position] = mask_token
@@ -307,32 +306,16 @@ def require_readable(model: TransformerBridge) -> None:
         )
 
 
-def require_tokenizer(model: TransformerBridge) -> Any:
-    """The model's tokenizer.
-
-    Raises
-    ------
-    InputError
-        It has none.
-    """
-    if model.tokenizer is None:
-        raise InputError(
-            "This model has no tokenizer, so that texts cannot be read. Load it with one, or give token ids "
-            "to matlens.make_token_examples()."
-        )
-    return model.tokenizer
-
-
 def context_length(model: TransformerBridge) -> int:
     """How many tokens the model and its tokenizer can take."""
     return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
 
 
-def _draw_position(text: str, special: list[int], seed: int, draw_special: bool) -> int:
-    allowed = np.arange(len(special)) if draw_special else np.flatnonzero(np.asarray(special) == 0)
+def _draw_position(text: str, added: list[bool], seed: int, draw_special: bool) -> int:
+    allowed = np.arange(len(added)) if draw_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
         reason = (
-            "of it the tokenizer makes only special tokens" if special else "the tokenizer makes none of it"
+            "of it the tokenizer makes only special tokens" if added else "the tokenizer makes none of it"
         )
         raise InputError(f"The sentence {short(text)} has no token whose position could be drawn: {reason}.")
     digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()

@@ -18,10 +18,11 @@ from matlens.corpora.examples import (
     is_masked,
     require_model,
     require_readable,
-    require_tokenizer,
 )
-from matlens.corpora.sources import json_rows, numbered_lines, replace_surrogates, text_of_row
+from matlens.corpora.sources import json_rows, text_of_row
+from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
+from matlens.models.tokenization import encode_text, require_tokenizer
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -77,7 +78,7 @@ def _json_prompts(path: Path, field: str, challenging: bool) -> Iterator[str]:
         if row is None:
             continue
         text = _prompt_text(row, field, where)
-        yield "" if challenging and not _is_challenging(row, where) else replace_surrogates(text).strip()
+        yield "" if challenging and not _is_challenging(row, where) else text.strip()
 
 
 def _prompt_text(row: dict[str, Any], field: str, where: str) -> str:
@@ -123,8 +124,8 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
     n_ctx = context_length(model)
     ids, positions = [], []
     for prompt in prompts:
-        encoded = tokenizer(prompt, return_special_tokens_mask=True)
-        tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
+        encoded = encode_text(model, prompt)
+        tokens = np.asarray(encoded.ids, dtype=np.int64)
         ids.append(tokens)
         if len(tokens) > n_ctx:
             raise InputError(
@@ -132,7 +133,7 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
             )
         places = np.flatnonzero(tokens == tokenizer.mask_token_id)
         if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
-            places = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)[-1:]
+            places = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))[-1:]
         if len(places) != 1:
             expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
             raise InputError(f"The prompt {short(prompt)} cannot be read out: expected {expected} in it.")

@@ -87,6 +87,7 @@ def load(
     model.cfg.model_name = str(Path(name).expanduser().resolve()) if Path(name).exists() else name
     # Text given to the bridge itself becomes the same tokens as here.
     model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos
+    model.cfg.tokenizer_appends_eos = False  # an end of text that the tokenizer appends is not taken away
     model.matlens_revision = commit
     return model.eval()
 

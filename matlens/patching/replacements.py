@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -247,11 +247,11 @@ def _require_width(replacement: Replacement, d_model: int) -> None:
 
 
 def _require_fitted_on(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
-    origins: dict[str, Provenance] = {}
+    origins: dict[tuple[Any, ...], Provenance] = {}
     for replacement in replacements:
         provenance = getattr(replacement.function, "provenance", Provenance())
         if provenance.model is not None:
-            origins[provenance.model.fingerprint] = provenance
+            origins[provenance.model.key] = provenance
     if origins:
         identity = ModelIdentity.from_model(model, hash_unembedding=False)
         for provenance in origins.values():
