@@ -113,7 +113,7 @@ def run_variants(
     columns = dict.fromkeys(variants, Column(anatomy.d_model))
     _, vectors = keep_rows(
         _HOLDS, request, columns, examples.n_positions, run,
-        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
+        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
     )  # fmt: skip
     return vectors
 
