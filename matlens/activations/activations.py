@@ -61,9 +61,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         return len(self._vectors)
 
     def resolve(self, site: str | int | Site) -> Site:
-        """The site of this model; a negative layer counts from the end, see `Site.parse`."""
-        model = self.provenance.model
-        return Site.parse(site, None if model is None else model.n_layers)
+        """The site of this model, by any of its names; a negative layer counts from the end."""
+        return self.provenance.resolve(site)
 
     @property
     def n_rows(self) -> int:

@@ -21,7 +21,7 @@ from matlens.corpora.examples import Batch, Examples, is_masked, require_example
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import Site, require_finite
+from matlens.models.sites import STREAM, Site, require_finite
 from matlens.storage.folders import read_config
 from matlens.storage.rows import Column, keep_rows
 
@@ -89,9 +89,11 @@ def collect(
     anatomy = Anatomy.from_model(model)
     wanted = _resolve_sites(anatomy, anatomy.stream if sites is None else sites)
     batch_tokens = _batch_tokens(model, batch_tokens)
+    columns = _columns(anatomy, folder, wanted)
     provenance = Provenance(
-        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
-    )
+        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions,
+        hooks=_hook_names(anatomy, columns),
+    )  # fmt: skip
     request = {
         "provenance": provenance.to_json(),
         "batch_tokens": batch_tokens,
@@ -104,7 +106,7 @@ def collect(
             yield rows.index, rows.vectors
 
     config, vectors = keep_rows(
-        HOLDS, request, _columns(anatomy, folder, wanted),
+        HOLDS, request, columns,
         examples.n_positions if positions == "drawn" else len(examples.tokens), batches,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip
@@ -120,6 +122,14 @@ def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]
             if set(columns) <= set(there):
                 return {name: Column(*column) for name, column in there.items()}
     return columns
+
+
+def _hook_names(anatomy: Anatomy, columns: Iterable[str]) -> dict[str, list[str]]:
+    """All names of the columns' hooks, but of the stream's, which are called the same in every model."""
+    with contextlib.suppress(InputError):  # a folder of another model is refused later, in better words
+        inside = [site for site in columns if Site.parse(site).kind != STREAM]
+        return {site: anatomy.names(site) for site in inside}
+    return {}
 
 
 def stream(
@@ -218,7 +228,7 @@ def _run(
 
     def keep(name: str) -> Any:
         def hook(value: Tensor, hook: Any) -> None:
-            seen[name] = value[row, column].float()
+            seen[name] = value[row, column].flatten(1).float()  # of several heads, head after head
             # Not stop_at_layer: it runs the unembedding all the same.
             if len(seen) == len(hook_points):
                 raise _AllSeen

@@ -84,6 +84,7 @@ def fit_submodules(
     InputError
         A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
     """
+    pairs = [(str(samples.resolve(source)), str(samples.resolve(target))) for source, target in pairs]
     require_collected(pairs, samples)
     for pair in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
         # One by one: only the two sites of a pair are held in float64.

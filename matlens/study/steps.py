@@ -97,7 +97,7 @@ def fit_maps(
     train = Activations.load(Path(folder) / TRAIN)
     if not 0 <= ridge < float("inf"):
         raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
-    wanted = resolve_pairs(pairs, train.provenance.identity.n_layers)
+    wanted = resolve_pairs(pairs, train.provenance)
     require_collected(wanted, train)
     d_model = train.provenance.identity.d_model
     if train.n_rows < 2 * d_model and not ridge:
