@@ -22,6 +22,7 @@ from matlens.errors import InputError
 from matlens.linear.fitting import Samples, fit_rows
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.storage.arrays import (
@@ -73,11 +74,18 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}
         models = {m.provenance.model.key: m.provenance.model for m in given if m.provenance.model}
+        changes = {m.provenance.model.changes for m in given if m.provenance.model}
         if len(models) > 1 or len(self._maps) < len(given):
             names = ", ".join(sorted(model.fingerprint for model in models.values()))
             raise InputError(
                 "A set holds maps of one model, and one for each pair: these are of the models "
                 f"{names}, {len(given)} maps for {len(self._maps)} pairs."
+            )
+        if len(changes) > 1:
+            raise InputError(
+                "A set holds maps of one model with the same changes: among these are maps fitted with "
+                f"{' and maps fitted with '.join(sorted(map(describe_changes, changes)))}. Keep them in sets "
+                "of their own."
             )
         if provenance is None and given:
             hooks = {site: names for linear in given for site, names in linear.provenance.hooks.items()}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from matlens.errors import InputError
+from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
@@ -85,13 +86,16 @@ class Anatomy:
     def from_model(cls, model: TransformerBridge) -> Anatomy:
         """Find how a model's blocks are wired, by running a few tokens and checking the sums.
 
-        The answer is remembered for as long as the model lives, and asked for anew where hooks are turned on
-        in ``model.cfg``.
+        The answer is remembered for as long as the model lives, but not where the model is changed: hooks of
+        others can break its sums. Where hooks are turned on in ``model.cfg`` it is asked for anew.
         """
         switches = tuple(getattr(model.cfg, name, None) for name in _SWITCHES)
-        if model not in _KNOWN or _KNOWN[model][0] != switches:
-            _KNOWN[model] = switches, _examine(model)
-        return _KNOWN[model][1]
+        if model in _KNOWN and _KNOWN[model][0] == switches:
+            return _KNOWN[model][1]
+        anatomy = _examine(model)
+        if not changes_of(model):
+            _KNOWN[model] = switches, anatomy
+        return anatomy
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -206,12 +210,13 @@ def _examine(model: TransformerBridge) -> Anatomy:
     returned: list[type] = []
     listening = model.blocks[0].register_forward_hook(lambda *call: returned.append(type(call[2])))
     try:
-        with torch.inference_mode(), model.hooks(fwd_hooks=[(name, keep) for name in _open(model, points)]):
+        hooks = [(name, keep) for name in _open(model, points)]
+        with torch.inference_mode(), reading(model, hooks):
             model(tokens, return_type=None)
     finally:
         listening.remove()
     as_tuples = issubclass(returned[0], tuple)
-    hooks = {
+    by_name = {
         name: hook
         for own, names in points.items()
         for hook in [Hook(own, names, *_carried(fired.get(own, []), tuple(tokens.shape)))]
@@ -227,9 +232,9 @@ def _examine(model: TransformerBridge) -> Anatomy:
             ]
             d_mlp = _d_mlp(model, family, seen)
             kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples, hooks)
+            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples, by_name)
     return Anatomy(
-        STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples, hooks=hooks
+        STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples, hooks=by_name
     )  # fmt: skip
 
 

@@ -169,6 +169,8 @@ def _is_marker(name: str) -> bool:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value[:3]) + (f" and {len(value) - 3} more" if len(value) > 3 else "") or "nothing"
     return value if isinstance(value, str) else reprlib.repr(value)
 
 
