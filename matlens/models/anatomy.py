@@ -150,9 +150,30 @@ class Anatomy:
             return block_hook(0, STREAM_HOOKS["h"])
         return block_hook(site.layer - 1, STREAM_HOOKS["next"])
 
+    def written_at(self, site: str | int | Site) -> tuple[str, str | None]:
+        """The hook at which a site can be written, and one whose vectors are added to what is written there.
+
+        The stream between attention and FFN is the sum of the stream before and what attention writes: where
+        only a norm reads the sum off a hook, writing there would leave the stream as it is.
+        """
+        site = self.resolve(site)
+        addends = dict(self.family.sums).get(site.kind, ()) if site.kind == MID else ()
+        if not addends:
+            return self.hook(site), None
+        before, last = addends
+        return block_hook(site.layer, self.family.hooks[last]), block_hook(site.layer, STREAM_HOOKS[before])
+
     def order(self, site: str | int | Site) -> int:
         """When a pass comes to a site: the number of hooks that fire before."""
         return self.hooks[self.hook(site)].order
+
+    def write_order(self, site: str | int | Site) -> int:
+        """When a site is written, in the numbers of `order`."""
+        return self.hooks[self.written_at(site)[0]].order
+
+    def start_of_block(self, layer: int) -> int:
+        """When a pass comes to a block, in the numbers of `order`."""
+        return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
 
     def names(self, site: str | int | Site) -> list[str]:
         """All names of the hook that carries a site's vectors."""
@@ -195,7 +216,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
     n_layers = model.cfg.n_layers
     candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*STREAM_HOOKS.values()}
     wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
-    tokens = _probe_tokens(model)
+    tokens = probe_tokens(model)
     seen: dict[str, Tensor] = {}
     fired: dict[str, list[tuple[int, Any]]] = {}
     count = itertools.count()
@@ -238,7 +259,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
     )  # fmt: skip
 
 
-def _probe_tokens(model: TransformerBridge) -> Tensor:
+def probe_tokens(model: TransformerBridge) -> Tensor:
     """A few sentences whose number and length tell a batch's dimensions from all others."""
     heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
     length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)

@@ -127,9 +127,17 @@ def run_variants(
 
 
 def _resolve_variant(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
-    first = Anatomy.from_model(model).resolve(Site(STREAM, variant.first)).layer
+    anatomy = Anatomy.from_model(model)
+    first = anatomy.resolve(Site(STREAM, variant.first)).layer
+    start, end = anatomy.order(Site(STREAM, first)) if first else -1, anatomy.order(anatomy.stream[-1])
     replacements = resolve_replacements(model, variant.replacements)
-    early = [replacement for replacement in replacements if replacement.source.layer < first]
+    late = [replacement for replacement in replacements if anatomy.order(replacement.target) > end]
+    if late:
+        raise InputError(
+            f"{late[0]} in {name} replaces what lies behind {anatomy.stream[-1]}, which variants give. "
+            "Expected replacements before."
+        )
+    early = [replacement for replacement in replacements if anatomy.order(replacement.source) < start]
     if early:
         raise InputError(
             f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
