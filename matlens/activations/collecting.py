@@ -17,7 +17,14 @@ from tqdm.auto import tqdm
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arguments import require_choice, require_whole, short
-from matlens.corpora.examples import Batch, Examples, is_masked, require_examples, require_model
+from matlens.corpora.examples import (
+    Batch,
+    Examples,
+    is_masked,
+    require_examples,
+    require_model,
+    require_tokens,
+)
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of, reading, unchanged
@@ -196,6 +203,12 @@ def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
     require_choice(positions, get_args(Positions), "positions")
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
+    require_tokens(model, examples.tokens, "the examples")
+    if int(examples.lengths.max()) > model.cfg.n_ctx:
+        raise InputError(
+            f"A sentence of the examples has {examples.lengths.max()} tokens, and the model's context "
+            f"{model.cfg.n_ctx}. Were they made for another model?"
+        )
     require_raw(model)
 
 

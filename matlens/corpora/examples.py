@@ -108,7 +108,7 @@ class Examples:
 
     def head(self, n: int) -> Examples:
         """The first ``n`` sentences, with all of their positions."""
-        n = min(require_whole(n, "The number of sentences", least=0), len(self))
+        n = min(require_whole(n, "The number of sentences", least=1), len(self))
         kept = int(np.searchsorted(self.sentences, n))
         return Examples(
             self.tokens[: self.offsets[n]], self.offsets[: n + 1], self.positions[:kept],
@@ -149,6 +149,7 @@ class Examples:
 
         A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
         """
+        max_tokens = require_whole(max_tokens, "The number of tokens in a batch", least=1)
         order = np.argsort(-self.lengths, kind="stable")
         start = 0
         while start < len(order):
@@ -274,6 +275,25 @@ def require_examples(examples: Any) -> None:
         A corpus, texts, or token ids were given instead.
     """
     require_kind(examples, Examples, "What the model is to read", way=MAKE_EXAMPLES)
+
+
+def require_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:
+    """Refuse tokens that a model does not have.
+
+    Raises
+    ------
+    InputError
+        An id is negative or past the vocabulary.
+    """
+    embedding = model.original_model.get_input_embeddings()
+    size = min(model.cfg.d_vocab, getattr(embedding, "num_embeddings", model.cfg.d_vocab))
+    outside = (tokens < 0) | (tokens >= size)
+    if outside.any():
+        place = int(outside.argmax())
+        raise InputError(
+            f"Token {place} of {of} is {tokens[place]}, and the model has the tokens 0 to {size - 1}. Were "
+            "they made by the tokenizer of another model?"
+        )
 
 
 def require_model(model: Any) -> None:

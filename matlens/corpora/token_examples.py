@@ -9,7 +9,14 @@ import numpy as np
 from torch import Tensor
 
 from matlens.arguments import require_kind, short
-from matlens.corpora.examples import Examples, end_to_end, is_masked, require_model, require_readable
+from matlens.corpora.examples import (
+    Examples,
+    end_to_end,
+    is_masked,
+    require_model,
+    require_readable,
+    require_tokens,
+)
 from matlens.errors import InputError
 
 if TYPE_CHECKING:
@@ -200,15 +207,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _require_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
-    embedding = model.original_model.get_input_embeddings()
-    size = min(model.cfg.d_vocab, getattr(embedding, "num_embeddings", model.cfg.d_vocab))
-    outside = (ids < 0) | (ids >= size)
-    if outside.any():
-        place = int(outside.argmax())
-        raise InputError(
-            f"Token {place} of sentence {number} is {ids[place]}, and the model has the tokens 0 to "
-            f"{size - 1}. Were they made by the tokenizer of another model?"
-        )
+    require_tokens(model, ids, f"sentence {number}")
     if len(ids) > model.cfg.n_ctx:
         raise InputError(
             f"Sentence {number} has {len(ids)} tokens, and the model's context {model.cfg.n_ctx}. Cut it "

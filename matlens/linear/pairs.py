@@ -29,8 +29,11 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
     InputError
         These are not pairs, a site is out of range, or a layer of the stream does not lie before its target.
     """
-    n_layers = model.identity.n_layers if isinstance(model, Provenance) else model
     known = model if isinstance(model, Provenance) else None
+    wanted_by_name = isinstance(pairs, str) and pairs in ("all", "last")
+    n_layers = (
+        model if not isinstance(model, Provenance) else model.identity.n_layers if wanted_by_name else 0
+    )
     if isinstance(pairs, str) and pairs == "all":
         named: list[Pair] = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
     elif isinstance(pairs, str) and pairs == "last":

@@ -28,7 +28,7 @@ from matlens.errors import InputError
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
-_LONGEST = 200  # characters of a name, and far fewer digits than Python refuses to read
+_LONGEST, _MOST_LAYERS = 200, 1_000_000  # characters of a name, and layers; no model has more
 _HOOK = re.compile(r"(?:\w+\.)*hook_\w+")
 _BLOCK_HOOK = re.compile(rf"blocks\.(-?[0-9]+)\.({_HOOK.pattern})")
 _IN_BLOCK = (
@@ -64,7 +64,9 @@ class Site:
 
     def __post_init__(self) -> None:
         require_kind(self.kind, str, "The kind of a site", way="Expected a name, such as 'attn_out'.")
-        require_whole(self.layer, "The layer of a site")
+        if not self.kind:
+            raise InputError("The kind of a site is empty. Expected a name, such as 'attn_out'.")
+        require_whole(self.layer, "The layer of a site", least=-_MOST_LAYERS, most=_MOST_LAYERS)
 
     @property
     def is_hook(self) -> bool:

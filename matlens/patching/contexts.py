@@ -131,7 +131,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
         elif source == target:
             writing.append((target, _mapping_hook(replacement, places)))
         else:
-            entered, added = _Kept(places), _Kept(places)
+            entered, added = _Kept(places, anatomy.order(replacement.source)), _Kept(places)
             writing.append(
                 (target, _writing_hook(replacement, places, entered, None if before is None else added))
             )
@@ -198,8 +198,8 @@ def _stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor
 class _Kept:
     """The vectors at a hook, from when a pass comes to it until they are used in the same pass."""
 
-    def __init__(self, places: TokenPlaces) -> None:
-        self._places = places
+    def __init__(self, places: TokenPlaces, order: int | None = None) -> None:
+        self._places, self._order = places, order
         self._running = threading.local()  # a patched model may be run by several threads
         self.keep: Callable[..., None] = self._keep  # one object, by which the hook is known
 
@@ -207,9 +207,10 @@ class _Kept:
         self._running.kept = self._places.number, value.flatten(2)
 
     def use(self) -> Tensor | None:
-        """The vectors of this pass; ``None`` where it has not come to the hook."""
+        """The vectors of this pass; ``None`` where it has not come to the hook, or has started behind it."""
         number, value = vars(self._running).pop("kept", (None, None))
-        return value if number == self._places.number else None
+        behind = self._order is not None and self._places.starts_behind(self._order)
+        return None if behind or number != self._places.number else value
 
 
 def _writing_hook(
@@ -240,10 +241,15 @@ class TokenPlaces:
     """
 
     def __init__(self, model: TransformerBridge) -> None:
-        self._inner = model.original_model
+        self._model, self._inner = model, model.original_model
         self._signature = inspect.signature(self._inner.forward)
         self._running = threading.local()  # the batch that runs in each thread
         self.look: Callable[..., None] = self._look  # one object, by which the hook is known
+
+    def starts_behind(self, order: int) -> bool:
+        """Whether the running pass starts at a later layer than a hook, which then carries nothing of it."""
+        start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
+        return start is not None and order < Anatomy.from_model(self._model).start_of_block(start)
 
     @property
     def number(self) -> int:
@@ -262,6 +268,14 @@ class TokenPlaces:
             )
         where = where.to(places.device)
         if where.dtype != torch.bool:
+            outside = (places == 0).any(1) & (where > places.max(1).values)
+            if bool(outside.any()):
+                sentence = int(outside.int().argmax())
+                raise InputError(
+                    f"'where' has the position {int(where[sentence])} for sentence {sentence}, which has the "
+                    f"tokens 0 to {int(places[sentence].max())}. Expected one of them; truth values for each "
+                    "token mean those to come, too."
+                )
             return places == where[:, None]
         known = places < where.shape[1]
         meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known

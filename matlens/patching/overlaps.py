@@ -57,7 +57,7 @@ def _find_lost(anatomy: Anatomy, one: Replacement, other: Replacement) -> str | 
         return None
     if anatomy.written_at(one.target)[0] == anatomy.written_at(other.target)[0]:
         return str(one.target)
-    for outer, inner in ((one, other), (other, one)):
+    for outer, inner in sorted(((one, other), (other, one)), key=lambda both: not both[0].is_jump):
         moments = {inner.target: anatomy.write_order(inner.target)}
         if outer.is_jump:
             moments[inner.source] = anatomy.order(inner.source)

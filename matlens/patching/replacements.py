@@ -129,6 +129,8 @@ def stand_ins(
     InputError
         The range runs backwards, or there is no map of a sub-module.
     """
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise InputError(f"The sub-modules are {short(names)}. Expected a list, such as ['attn', 'ffn'].")
     first, last = _layer(maps, first), _layer(maps, last)
     if not 0 <= first <= last:
         raise InputError(
