@@ -22,11 +22,11 @@ from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import hanging, intervening
-from matlens.patching.overlaps import find_overlap
 from matlens.patching.replacements import (
     Replacement,
     Where,
     describe_replacement,
+    find_overlap,
     resolve_replacements,
 )
 
