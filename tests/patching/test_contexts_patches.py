@@ -248,6 +248,8 @@ def test_patches_hold_while_a_model_writes(small_model: Models) -> None:
 
 def test_hooks_are_gone_after_an_exception_and_nothing_old_is_used(small_model: Models) -> None:
     model = small_model("gpt2")
+    h = torch.zeros(1, len(SENTENCES[0]), D_MODEL)
+    model(h, start_at_layer=1)
     before = state_after_a_pass(model)
     linear = random_map(model, "z.0", "attn_out.2")
 
@@ -261,7 +263,6 @@ def test_hooks_are_gone_after_an_exception_and_nothing_old_is_used(small_model: 
     with patched(model, [linear]):
         with pytest.raises(Failure), model.hooks(fwd_hooks=[("blocks.1.hook_in", fail)]):
             model(tokens)  # the source has fired, the target not
-        h = torch.zeros(1, len(SENTENCES[0]), D_MODEL)
         with pytest.raises(
             InputError, match=r"came to attn_out\.2 and not to blocks\.0\.attn\.hook_z before"
         ):
@@ -376,7 +377,7 @@ def test_neighbours_of_patches_do_not_overlap(small_model: Models) -> None:
         random_map(model, "h.1", "z.1"),
         random_map(model, "z.1", "mid.2"),
     ]
-    others = [replacement(submodule_part("ffn", 2)), replacement(submodule_part("attn", 0))]
+    others = [replacement(submodule_part("ffn", 2)), replacement(submodule_part("ln1", 0))]
     with patched(model, [*map(Replacement.from_map, beside), *others]):
         pass
     some = Replacement.from_map(random_map(model, "z.0", "h.3"), where="not-first")  # the rest is not lost
