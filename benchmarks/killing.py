@@ -15,11 +15,13 @@ from campaign import Campaign, campaign, differing, files
 _IN_A_ROW = 4  # kills of one job, before it is let run to its end
 
 
-def kill(setting: Campaign, name: str, draw: random.Random) -> tuple[int, str | None]:
-    """Kill a command up to four times in one folder and let it end; how many kills, and what went wrong."""
+def kill(
+    setting: Campaign, name: str, draw: random.Random, in_a_row: int = _IN_A_ROW
+) -> tuple[int, str | None]:
+    """Kill a command some times in one folder and let it end; how many kills, and what went wrong."""
     expected, seconds = setting.alone(name)
     folder, kills = setting.folder(name), 0
-    for _ in range(_IN_A_ROW):
+    for _ in range(in_a_row):
         process = setting.start(name, folder)
         time.sleep(draw.uniform(0, seconds))
         os.kill(process.pid, signal.SIGKILL)
