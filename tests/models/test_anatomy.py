@@ -309,10 +309,8 @@ def test_anatomy_runs_the_model_once(
 ) -> None:
     model = small_model("llama")
     runs: list[None] = []
-    forward = type(model).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda *given, **more: runs.append(None) or forward(*given, **more)
-    )
+    examine = anatomy._examine
+    monkeypatch.setattr(anatomy, "_examine", lambda model: runs.append(None) or examine(model))
     first = Anatomy.from_model(model)
     assert Anatomy.from_model(model) is first
     assert len(runs) == 1
@@ -360,11 +358,11 @@ def test_hooks_have_the_width_and_the_order_of_a_pass(name: str, small_model: Ca
         order.append(hook.name)
         shapes[hook.name] = tuple(getattr(value, "shape", ()))
 
-    hooks = [(known.hook(site), keep) for site in dict.fromkeys(map(known.resolve, usable_hooks(known)))]
+    hooks = [(hook, keep) for hook in dict.fromkeys(map(known.hook, usable_hooks(known)))]
     with model.hooks(fwd_hooks=hooks):
         model(TOKENS.repeat(2, 1))
     assert sorted(order, key=lambda hook: known.hooks[hook].order) == order
-    assert len(set(order)) == len(order) > 80
+    assert len(set(order)) == len(order) > 60
     for hook, shape in shapes.items():
         assert shape[:2] == (2, TOKENS.shape[1])
         assert known.width(hook) == torch.Size(shape[2:]).numel()
