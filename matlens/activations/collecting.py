@@ -21,6 +21,7 @@ from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import Site, require_finite
+from matlens.signatures import checked
 from matlens.storage.folders import read_config
 from matlens.storage.rows import Column, keep_rows
 
@@ -49,6 +50,7 @@ class Rows:
     vectors: dict[str, Float[Tensor, "n d"]]
 
 
+@checked
 def collect(
     model: TransformerBridge,
     examples: Examples,
@@ -122,6 +124,7 @@ def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]
     return columns
 
 
+@checked
 def stream(
     model: TransformerBridge,
     examples: Examples,
@@ -175,6 +178,7 @@ def _stream(
             bar.update(len(batch.index))
 
 
+@checked
 def default_batch_tokens(model: TransformerBridge) -> int:
     """Tokens of a batch that suit the device the model is on."""
     return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS

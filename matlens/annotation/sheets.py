@@ -13,10 +13,12 @@ from pathlib import Path
 import pandas as pd
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.folders import system_errors, write_together
 from matlens.storage.tables import read_table
 
 
+@checked
 def write_sheet(path: str | Path, table: pd.DataFrame) -> None:
     """Write a table as a sheet to be filled in.
 

@@ -23,6 +23,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -31,6 +32,7 @@ PAPER_COEFFICIENT = 3.0  # what the paper sets coefficients of GPT-2 to
 _ACTIVE: WeakKeyDictionary[Any, set[ValueVector]] = WeakKeyDictionary()
 
 
+@checked
 @contextmanager
 def controlled(
     model: TransformerBridge,

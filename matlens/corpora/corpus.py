@@ -14,11 +14,13 @@ import numpy as np
 
 from matlens.corpora.sources import open_source
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 MIN_WORDS = 5
 """A sentence of fewer words, counted between spaces, gives a model too little context to count."""
 
 
+@checked
 @dataclass(frozen=True)
 class Corpus:
     """Sentences that passed the checks, in the source's order, and what was left out.
@@ -96,6 +98,7 @@ class Corpus:
         )
 
 
+@checked
 def load_corpus(
     source: str, *, field: str = "text", split: str = "train", limit: int | None = None
 ) -> Corpus:

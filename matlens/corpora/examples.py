@@ -20,6 +20,7 @@ from torch import Tensor
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 ARRAYS = ("tokens", "offsets", "positions")  # what is stored of examples beside vectors
 
 
+@checked
 @dataclass(frozen=True)
 class Examples:
     """Tokenised sentences with a position in each.
@@ -135,6 +137,7 @@ class Batch:
     mask: Int[Tensor, "batch length"]
 
 
+@checked
 def make_examples(
     model: TransformerBridge, corpus: Corpus, *, seed: int = 0, draw_special: bool = True
 ) -> Examples:
@@ -193,6 +196,7 @@ def make_examples(
     return _end_to_end(ids, positions, provenance)
 
 
+@checked
 def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
     """Tokenise prompts, each with the position whose prediction one wants to read.
 
@@ -237,6 +241,7 @@ def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
     return _end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
 
 
+@checked
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"

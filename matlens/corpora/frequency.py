@@ -8,12 +8,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from matlens.corpora.corpus import Corpus
+from matlens.signatures import checked
 
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
 _SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
 
 
+@checked
 class TokenFrequency:
     """How common each token is in a running text.
 

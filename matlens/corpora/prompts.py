@@ -8,12 +8,14 @@ from typing import Any
 
 from matlens.corpora.sources import json_rows, numbered_lines, replace_surrogates, text_of_row
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 PROMPT_FIELD = "prompt"
 """Field of JSON lines that holds a prompt unless another is given."""
 CHALLENGING_FIELD = "challenging"
 
 
+@checked
 def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bool = False) -> list[str]:
     """Read prompts from a file; blank ones are left out, and so is white space around them.
 

@@ -33,6 +33,7 @@ from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
@@ -72,11 +73,13 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
+@checked
 def default_threshold(scores: TraceScores) -> float:
     """The threshold that the size of a score passes in one of a hundred dominant sub-updates."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
+@checked
 def extreme_sub_updates(
     trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
@@ -109,6 +112,7 @@ def extreme_sub_updates(
     return _at((sizes > threshold).nonzero(), trace, values, scores)
 
 
+@checked
 def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
@@ -160,6 +164,7 @@ def sub_updates_by_cluster(sub_updates: SubUpdates, clusters: Clusters) -> pd.Da
     )
 
 
+@checked
 def cluster_activity(
     sub_updates: SubUpdates,
     clusters: Clusters,
@@ -220,6 +225,7 @@ def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str
     return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())
 
 
+@checked
 @torch.inference_mode()
 def prediction_confidence(
     model: TransformerBridge, examples: Examples, *, progress: bool = True
@@ -238,6 +244,7 @@ def prediction_confidence(
     return torch.cat([readout.logits(rows).softmax(-1).amax(-1).cpu() for rows in last.split(_ROWS)])
 
 
+@checked
 def group_table(
     extreme: SubUpdates,
     drawn: SubUpdates,
@@ -314,6 +321,7 @@ def group_table(
     return result_table(rows)
 
 
+@checked
 def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
     """How many extreme sub-updates an example has, by the place of its token in the sentence (section 5.2).
 

@@ -21,12 +21,14 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.signatures import checked
 from matlens.storage.folders import Workplace, read_config, write_bytes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
 _HOLDS = "maps"
 
 
+@checked
 class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 

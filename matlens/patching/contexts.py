@@ -19,6 +19,7 @@ from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Function, Replacement, Where, find_overlap, resolve_replacements
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 
 
+@checked
 @contextmanager
 def patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]

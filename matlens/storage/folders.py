@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 LAYOUT = 2  # of config.json and what lies beside it; a folder of another is refused
 _UNFINISHED = "unfinished.json"
@@ -200,6 +201,7 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
+@checked
 def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """Read what a finished folder says of itself.
 

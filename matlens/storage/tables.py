@@ -15,6 +15,7 @@ import pandas as pd
 
 from matlens.errors import InputError
 from matlens.metrics import Estimate
+from matlens.signatures import checked
 from matlens.storage.folders import command_line, software_versions, system_errors, to_json, write_together
 
 COLUMNS = (
@@ -78,6 +79,7 @@ def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:
     return table.astype(dict.fromkeys(unnamed, "Int64"))
 
 
+@checked
 def read_table(
     path: str | Path, columns: Mapping[str, str] | Sequence[str], *, what: str, made_by: str, **options: Any
 ) -> pd.DataFrame:
@@ -110,6 +112,30 @@ def read_table(
     if missing:
         raise InputError(f"{path} is not {what}: it lacks the columns {', '.join(missing)}. {made_by}")
     return table
+
+
+def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
+    """Refuse a table in memory that lacks columns, or rows.
+
+    Parameters
+    ----------
+    table
+        The table.
+    columns
+        Columns that must be there.
+    what
+        What the table should be, such as ``"the table of lens.top_predictions"``.
+
+    Raises
+    ------
+    InputError
+        It has no rows, or columns are missing.
+    """
+    missing = [column for column in columns if column not in table]
+    if missing:
+        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
+    if table.empty:
+        raise InputError(f"The table has no rows. Expected {what}.")
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:

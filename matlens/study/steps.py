@@ -29,6 +29,7 @@ from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
+from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, read_table, write_results
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
 
 
+@checked
 def collect_parts(
     model: TransformerBridge,
     corpus: Corpus,
@@ -77,6 +79,7 @@ def collect_parts(
     return collected[0], collected[1]
 
 
+@checked
 def fit_maps(
     folder: str | Path,
     *,
@@ -115,6 +118,7 @@ def fit_maps(
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 
 
+@checked
 def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
@@ -142,11 +146,13 @@ def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: boo
     return results
 
 
+@checked
 def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
     """What maps were fitted on, and what they were tested on."""
     return {"maps": maps.provenance.to_json(), "validation": validation.provenance.to_json("data")["data"]}
 
 
+@checked
 def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
     """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written.
 
@@ -168,6 +174,7 @@ def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
     return written
 
 
+@checked
 def read_results(folder: str | Path) -> pd.DataFrame:
     """Read the table that `evaluate_maps` has written.
 

@@ -36,6 +36,7 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.signatures import checked
 from matlens.study import steps
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 Fitted = Literal["all", "not-first", "not-sink"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A model, a corpus and sizes; everything else is made when it is first asked for.
@@ -274,6 +276,7 @@ class Study:
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
+@checked
 def slug(name: str) -> str:
     """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
     path = Path(name)
