@@ -1,4 +1,11 @@
-"""The one exception that a user's input can cause."""
+"""The one exception that a user's input can cause, and foreign text made fit to be shown in it."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_MOST = 2000  # characters of a message: what is longer echoes something
+_SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, is written by its number
 
 
 class InputError(ValueError):
@@ -6,4 +13,47 @@ class InputError(ValueError):
 
     The message says what was wrong, what was expected and what to do. The command line
     prints it without a traceback and exits with code 2; everything else is a defect of ours.
+    What cannot be seen in it, such as control characters that a file brought, is written by its number, and
+    a message that echoes too much is cut in the middle.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message), most=_MOST, keep="\n"))
+
+
+def printable(text: str, *, most: int | None = None, keep: str = "") -> str:
+    r"""Write foreign text so that a terminal shows it and does nothing else.
+
+    Control characters, marks that turn the direction of reading, halves of surrogate pairs and whatever else
+    cannot be seen are written by their numbers, such as ``\x1b`` and ``\u202e``.
+
+    Parameters
+    ----------
+    text
+        What somebody else wrote: tokens, sentences, names of files, answers of servers.
+    most
+        Number of characters from which the text is cut in its middle, with a note of how many are left out.
+    keep
+        Characters that stay as they are, such as a line break.
+    """
+    if most is not None:
+        text = _cut(text, most)
+    if not text.isprintable():
+        text = "".join(
+            c if c.isprintable() or c in keep or unicodedata.category(c) == _SHOWN_SPACES else _number(c)
+            for c in text
+        )
+    return text if most is None else _cut(text, most)
+
+
+def _number(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    note = f" … ({len(text):,} characters, cut here) … "
+    head = max(2 * (most - len(note)) // 3, 0)
+    tail = max(most - len(note) - head, 0)
+    return text[:head] + note + text[len(text) - tail :] if tail else f"{text[: max(most - 1, 0)]}…"

@@ -289,7 +289,7 @@ _SIMPLE: dict[Any, Kind] = {
     None: Kind("None", lambda value: value is None),
     int: Kind("a whole number", _accepts(require_whole)),
     float: Kind("a finite number", _accepts(require_number)),
-    bool: Kind("True or False", lambda value: isinstance(value, bool) or "bool_" in _names(value)),
+    bool: Kind("True or False", lambda value: not {"bool", "bool_"}.isdisjoint(_names(value))),
     str: Kind("a text", lambda value: isinstance(value, str)),
     bytes: Kind("bytes", lambda value: isinstance(value, bytes)),
     Path: _PATH,

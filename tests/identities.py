@@ -13,9 +13,11 @@ def make_identity(
     d_model: int = 5,
     tokens: str | None = "cafe",
     token_policy: str = "nothing added",
+    rounded: dict[str, str] | None = None,
+    dtype: str = "float32",
 ) -> ModelIdentity:
     return ModelIdentity(
         name=name, revision=None, architecture=None, fingerprint=fingerprint, tokens=tokens,
-        token_policy=token_policy, unembed_hash=None, dtype="float32", n_layers=n_layers,
+        token_policy=token_policy, rounded=rounded or {}, unembed_hash=None, dtype=dtype, n_layers=n_layers,
         d_model=d_model,
     )  # fmt: skip

@@ -1,19 +1,23 @@
 """Where sentences come from, and which of them count.
 
-A corpus is read once, lazily, from one of the bundled samples, a file (plain text, JSON lines,
-Leipzig) or a dataset; sentences that are empty, too short or already seen are counted and left
-out, so that "9,000 sentences" means nine thousand different ones.
+A corpus is read once, lazily, from one of the bundled samples, a file (plain text, JSON lines, Leipzig), a
+dataset or what the user iterates over; sentences that are empty, too short or already seen are counted and
+left out, so that "9,000 sentences" means nine thousand different ones.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from matlens.corpora.sources import open_source
-from matlens.errors import InputError
+from matlens.arguments import require_kind, require_seed, require_whole
+from matlens.bounds import CORPUS, SENTENCES
+from matlens.corpora.sources import Source, file_of_source, open_source
+from matlens.corpora.streams import check_to_the_end
+from matlens.errors import InputError, printable
 from matlens.signatures import checked
 
 MIN_WORDS = 5
@@ -54,7 +58,7 @@ class Corpus:
     def report(self) -> str:
         """One line that says how many sentences there are and how many were left out."""
         return (
-            f"{len(self):,} sentences of {self.name} (read {self.n_read:,}; left out: "
+            f"{len(self):,} sentences of {printable(self.name, most=200)} (read {self.n_read:,}; left out: "
             f"{self.n_empty:,} empty, {self.n_short:,} shorter than {MIN_WORDS} words, "
             f"{self.n_duplicate:,} duplicates)"
         )
@@ -78,6 +82,9 @@ class Corpus:
         tuple of Corpus
             The training and the validation part, each in the order drawn.
         """
+        n_train = require_whole(n_train, "n_train")
+        n_validation = require_whole(n_validation, "n_validation")
+        seed = require_seed(seed)
         if n_train < 1 or n_validation < 2:
             raise InputError(
                 f"{self.name} cannot be split into {n_train} training and {n_validation} validation "
@@ -100,7 +107,12 @@ class Corpus:
 
 @checked
 def load_corpus(
-    source: str, *, field: str = "text", split: str = "train", limit: int | None = None
+    source: Source,
+    *,
+    field: str = "text",
+    split: str = "train",
+    limit: int | None = None,
+    name: str | None = None,
 ) -> Corpus:
     r"""Read the sentences of a source and leave out those that are empty, short or repeated.
 
@@ -108,15 +120,19 @@ def load_corpus(
     ----------
     source
         "wikipedia-sample" or "news-sample"; a file: text with one sentence a line, ``.jsonl``,
-        Leipzig (``id<TAB>sentence``, plain or in its ``.tar.gz``); a folder with a dataset; or
-        the id of a dataset, ``name`` or ``name:config``.
+        Leipzig (``id<TAB>sentence``, plain or in its ``.tar.gz``), each also packed by gzip, bz2, xz or zip;
+        a folder with a dataset; the id of a dataset, ``name`` or ``name:config``; or the sentences
+        themselves: whatever gives them one by one, or rows of which a field holds a text, such as a dataset.
     field
         Name of the field that holds the text, in JSON lines and datasets. A dataset's texts are split into
         sentences.
     split
         Name of the split to read, in datasets.
     limit
-        Number of sentences after which reading stops; by default all are read.
+        Number of sentences after which reading stops; by default all are read. A packed file is checked to
+        its end all the same, unless it is larger than 64 MiB, which is told.
+    name
+        What the corpus is called, by default what the source is.
 
     Returns
     -------
@@ -126,22 +142,36 @@ def load_corpus(
     Raises
     ------
     InputError
-        The source cannot be found or read, or no sentence of it is left.
+        The source cannot be found or read, it is past one of the bounds of `matlens.bounds`, or no sentence
+        of it is left.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"The limit is {limit}. Expected at least 1 sentence, or no limit to read all.")
-    corpus = _select_sentences(source, open_source(source, field, split), limit)
+    if limit is not None:
+        limit = require_whole(limit, "limit", least=1)
+    if name is not None:
+        require_kind(name, str, "name", way="Give the corpus a name in words.")
+    pieces = open_source(source, field, split)
+    if name is None:
+        name = os.fspath(source) if isinstance(source, str | os.PathLike) else "given sentences"
+    corpus = _select_sentences(name, pieces, limit)
+    path = file_of_source(source)
+    if path is not None and len(corpus) == limit:
+        check_to_the_end(path)
     if not corpus.sentences:
         fault = "is empty" if corpus.n_read == corpus.n_empty else "has no sentence to use"
-        raise InputError(f"{source!r} {fault}: {corpus.report()}. Give a source with sentences in it.")
+        raise InputError(
+            f"'{printable(name, most=200)}' {fault}: {corpus.report()}. Give a source with sentences in it."
+        )
     return corpus
 
 
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
     kept: dict[str, None] = {}  # a set that remembers the order
-    n_read = n_empty = n_short = n_duplicate = 0
+    n_read = n_empty = n_short = n_duplicate = n_characters = 0
+    most_read, most_characters = SENTENCES.limit, CORPUS.limit
     for piece in pieces:
         n_read += 1
+        if n_read > most_read:
+            raise SENTENCES.error(f"'{printable(name, most=200)}'")
         words = piece.split()
         sentence = " ".join(words)
         if not words:
@@ -152,6 +182,9 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
             n_duplicate += 1
         else:
             kept[sentence] = None
+            n_characters += len(sentence)
+            if n_characters > most_characters:
+                raise CORPUS.error(f"'{printable(name, most=200)}'")
             if len(kept) == limit:
                 break
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)

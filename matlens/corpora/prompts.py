@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matlens.corpora.sources import json_rows, numbered_lines, replace_surrogates, text_of_row
+from matlens.corpora.sources import json_rows, text_of_row
+from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
 from matlens.signatures import checked
 
@@ -62,7 +63,7 @@ def _json_prompts(path: Path, field: str, challenging: bool) -> Iterator[str]:
         if row is None:
             continue
         text = _prompt_text(row, field, where)
-        yield "" if challenging and not _is_challenging(row, where) else replace_surrogates(text).strip()
+        yield "" if challenging and not _is_challenging(row, where) else text.strip()
 
 
 def _prompt_text(row: dict[str, Any], field: str, where: str) -> str:

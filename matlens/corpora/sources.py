@@ -1,22 +1,32 @@
 """Reading sentences lazily from samples, files and datasets; which of them count is `corpus`'s part."""
 
-import json
+from __future__ import annotations
+
+import os
 import re
-import socket
-import tarfile
-import urllib.request
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from sentencex import segment
 
+from matlens.arguments import require_kind, short
+from matlens.bounds import LINE, parse_json
+from matlens.corpora.hub import dataset_rows, iterated
+from matlens.corpora.packing import (
+    ARCHIVE_SUFFIXES,
+    LEIPZIG_NAME,
+    PACKED_SUFFIXES,
+    open_regular,
+    shown,
+)
 from matlens.corpora.samples import news_sample, wikipedia_sample
-from matlens.errors import InputError
+from matlens.corpora.streams import inner_name, numbered_lines
+from matlens.errors import InputError, printable
+
+Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
+"""What sentences are read from."""
 
 _SAMPLES: dict[str, Callable[[], Iterator[str]]] = {
     "wikipedia-sample": wikipedia_sample,
@@ -27,15 +37,13 @@ _CHOICES = (
     "of a .jsonl file or of a Leipzig corpus, or the id of a dataset on the Hugging Face Hub (name or "
     "name:config)."
 )
-_ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar")
-_FILE_SUFFIXES = (*_ARCHIVE_SUFFIXES, ".txt", ".tsv", ".csv", ".jsonl", ".json")
-_LEIPZIG_NAME = "-sentences.txt"
-_LEIPZIG_LINE = re.compile(rb"(?:\xef\xbb\xbf)?\d+\t")
+_FILE_SUFFIXES = (*ARCHIVE_SUFFIXES, *PACKED_SUFFIXES, ".txt", ".tsv", ".csv", ".jsonl", ".json")
+_LEIPZIG_LINE = re.compile(r"[0-9]+\t")
 _SNIFFED_LINES = 10
-_CONNECT_SECONDS = 5.0
+_NAMED_FIELDS = 10
 
 
-def open_source(source: str, field: str, split: str) -> Iterator[str]:
+def open_source(source: Source, field: str, split: str) -> Iterator[str]:
     """Read a source sentence by sentence; `load_corpus` says what sources there are.
 
     Parameters
@@ -52,37 +60,69 @@ def open_source(source: str, field: str, split: str) -> Iterator[str]:
     InputError
         The source is not there, or a line of it cannot be read.
     """
+    require_kind(field, str, "field", way="Give the name of a field of JSON lines or of a dataset.")
+    require_kind(split, str, "split", way="Give the name of a split of a dataset, such as 'train'.")
+    if not isinstance(source, str | os.PathLike):
+        return _given_sentences(source, field)
+    path = file_of_source(source)
+    if path is not None:
+        return _file_sentences(path, field)
+    source = os.fspath(source)
     if source in _SAMPLES:
         return _SAMPLES[source]()
-    path = Path(source).expanduser()
-    if path.is_file():
-        return _file_sentences(path, field)
+    path = Path(source).expanduser() if source.startswith("~/") else Path(source)
     # The id of a dataset has one slash at most; what looks more like a path is not sent to the hub.
     looks_like_path = source.startswith((".", "/", "~")) or "\\" in source or source.count("/") > 1
-    if not source or (not path.is_dir() and (looks_like_path or source.lower().endswith(_FILE_SUFFIXES))):
-        raise InputError(f"There is no file or folder {source!r}. {_CHOICES}")
-    return _dataset_sentences(source, path, field, split)
+    if not source or (
+        not os.path.isdir(path) and (looks_like_path or source.lower().endswith(_FILE_SUFFIXES))
+    ):
+        raise InputError(f"There is no file or folder {shown(source)}. {_CHOICES}")
+    return _dataset_sentences(source, dataset_rows(source, path, split, _CHOICES), field)
+
+
+def file_of_source(source: Source) -> Path | None:
+    """The file that sentences are read from, if they are; nothing is read of it.
+
+    Raises
+    ------
+    InputError
+        It is there and no file that can be read: a pipe, a device, or denied.
+    """
+    if not isinstance(source, str | os.PathLike) or source in _SAMPLES:
+        return None
+    try:
+        text = os.fspath(source)
+        require_kind(text, str, "source", way=_CHOICES)
+        path = Path(text).expanduser()
+        if not text or not os.path.lexists(path) or os.path.isdir(path):
+            return None
+        open_regular(path).close()
+    except InputError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, denied
+        reason = printable(str(error).partition("\n")[0], most=200)
+        raise InputError(f"{shown(text)} cannot be read ({reason}). {_CHOICES}") from error
+    return path
 
 
 def _file_sentences(path: Path, field: str) -> Iterator[str]:
-    name = path.name.lower()
+    name = inner_name(path)
     if name.endswith(".csv"):
         raise InputError(
-            f"{str(path)!r} is a table, whose columns would be read as text. Expected one sentence a line "
+            f"{shown(path)} is a table, whose columns would be read as text. Expected one sentence a line "
             "(.txt) or JSON lines (.jsonl)."
         )
     if name.endswith((".jsonl", ".json")):
         return _json_sentences(path, field)
-    if name.endswith((*_ARCHIVE_SUFFIXES, _LEIPZIG_NAME, ".tsv")) or _looks_like_leipzig(path):
+    if name.endswith((LEIPZIG_NAME, ".tsv")) or _looks_like_leipzig(path):
         return _leipzig_sentences(path)
     return (line for _, line in numbered_lines(path))
 
 
 def _looks_like_leipzig(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
-            head = [line for line in islice(stream, _SNIFFED_LINES) if line.strip()]
-    except OSError:
+        head = [line for _, line in islice(numbered_lines(path), _SNIFFED_LINES) if line.strip()]
+    except InputError:
         return False  # reading it says why
     return bool(head) and all(map(_LEIPZIG_LINE.match, head))
 
@@ -92,7 +132,7 @@ def _leipzig_sentences(path: Path) -> Iterator[str]:
         identifier, tab, sentence = line.partition("\t")
         if line.strip() and not (tab and identifier.strip().isdecimal()):
             raise InputError(
-                f"Line {number} of {str(path)!r} is not 'number<TAB>sentence', as in a Leipzig corpus: "
+                f"Line {number} of {shown(path)} is not 'number<TAB>sentence', as in a Leipzig corpus: "
                 f"{line.strip()[:60]!r}. Remove it, or give the sentences one a line in a file named .txt."
             )
         yield sentence
@@ -100,7 +140,7 @@ def _leipzig_sentences(path: Path) -> Iterator[str]:
 
 def _json_sentences(path: Path, field: str) -> Iterator[str]:
     for where, row in json_rows(path):
-        yield replace_surrogates(text_of_row(row, field, where) if row is not None else "")
+        yield text_of_row(row, field, where) if row is not None else ""
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -112,14 +152,12 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         A line is no JSON object, or the file cannot be read.
     """
     for number, line in numbered_lines(path):
-        where = f"line {number} of {str(path)!r}"
-        try:
-            row = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"There is no JSON in {where} ({error}). Expected one JSON object a line."
-            ) from error
-        if not isinstance(row, dict) and line.strip():
+        where = f"line {number} of {shown(path)}"
+        if not line.strip():
+            yield where, None
+            continue
+        row = parse_json(line, f"{where}, which should hold one JSON object a line")
+        if not isinstance(row, dict):
             raise InputError(
                 f"There is a JSON {type(row).__name__} in {where}. Expected one JSON object a line."
             )
@@ -131,7 +169,7 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
+def text_of_row(row: Any, field: str, where: str) -> str:
     """The text in a field of a row; it is empty where the field is null.
 
     Parameters
@@ -146,110 +184,71 @@ def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
     Raises
     ------
     InputError
-        There is no such field, or something else is in it.
+        There is no such field, or something else than text is in it.
     """
+    if not isinstance(row, Mapping):
+        raise InputError(f"There is {_kind_of(row)} in {where}. Expected a row with fields.")
     if field not in row:
+        names = [printable(str(name), most=60) for name in islice(row, _NAMED_FIELDS)]
+        more = f" and {len(row) - _NAMED_FIELDS:,} more" if len(row) > _NAMED_FIELDS else ""
         raise InputError(
-            f"There is no field {field!r} in {where}, it has {', '.join(row)}. Say which with --field "
-            "(field= in Python)."
+            f"There is no field {short(field)} in {where}, it has {', '.join(names) or 'none'}{more}. Say "
+            "which with --field (field= in Python)."
         )
-    if not isinstance(row[field], str | None):
-        raise InputError(f"The field {field!r} in {where} holds {type(row[field]).__name__}. Expected text.")
-    return row[field] or ""
+    return checked_text(row[field], f"The field {short(field)} in {where}")
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a file, or of the sentences inside an archive, with their numbers from 1.
+def checked_text(text: Any, where: str) -> str:
+    """A text that a row holds; ``None`` is an empty one.
 
     Raises
     ------
     InputError
-        The file cannot be read, or is not UTF-8.
+        It is no text, too long, or has a NUL character.
     """
-    offset = 0
-    try:
-        with _opened(path) as stream:
-            for number, raw in enumerate(stream, 1):
-                text = raw.decode()
-                yield number, text.removeprefix("\ufeff") if number == 1 else text
-                offset += len(raw)
-    except UnicodeDecodeError as error:
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise InputError(f"{where} holds {_kind_of(text)}. Expected text, or nothing (null, None).")
+    LINE.check(len(text), where)
+    if "\0" in text:
         raise InputError(
-            f"{str(path)!r} is not UTF-8: line {number}, byte {offset + error.start} of the text. Convert "
-            f"it, for example: iconv -f LATIN1 -t UTF-8 {path.name} > utf8.txt"
-        ) from error
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        reason = str(error).partition("\n")[0]
+            f"{where} has a NUL character, character {text.index(chr(0))} of the text: it is no text, or it "
+            "is damaged."
+        )
+    return replace_surrogates(text)
+
+
+def _kind_of(value: Any) -> str:
+    empty = isinstance(value, float) and value != value
+    return f"{type(value).__name__}{' (NaN)' if empty else ''}"
+
+
+def _dataset_sentences(source: str, rows: Iterator[Any], field: str) -> Iterator[str]:
+    for number, row in enumerate(rows, 1):
+        yield from _sentences(text_of_row(row, field, f"row {number} of {shown(source)}"))
+
+
+def _given_sentences(rows: Any, field: str) -> Iterator[str]:
+    """Sentences that are given one by one, or texts in rows such as those of a dataset."""
+    try:
+        # Going over a table gives the names of its columns, and over bytes numbers.
+        is_other = isinstance(rows, bytes | bytearray | Mapping) or hasattr(rows, "columns")
+        iterator = None if is_other else iter(rows)
+    except TypeError:
+        iterator = None
+    if iterator is None:
         raise InputError(
-            f"{str(path)!r} could not be read ({reason}): it may be damaged. Fetch it again."
-        ) from error
+            f"The source is {short(rows)}. {_CHOICES} Or give the sentences themselves, such as a list "
+            "or a column of a table."
+        )
+    for number, row in enumerate(iterated(iterator, "What gives the sentences"), 1):
+        if isinstance(row, Mapping):
+            yield from _sentences(text_of_row(row, field, f"row {number}"))
+        else:
+            yield checked_text(row, f"Sentence {number}")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    if not path.name.lower().endswith(_ARCHIVE_SUFFIXES):
-        with path.open("rb") as stream:
-            yield stream
-        return
-    with tarfile.open(path) as archive:
-        names = []
-        for member in archive:
-            content = archive.extractfile(member)
-            if content is not None and member.name.endswith(_LEIPZIG_NAME):
-                yield content
-                return
-            names.append(member.name)
-    raise InputError(
-        f"{str(path)!r} has no file that ends in {_LEIPZIG_NAME!r}, as a Leipzig archive does; "
-        f"it has: {', '.join(names[:5]) or 'nothing'}."
-    )
-
-
-def _dataset_sentences(source: str, path: Path, field: str, split: str) -> Iterator[str]:
-    for number, row in enumerate(_dataset_rows(source, path, split), 1):
-        pieces = segment("en", text_of_row(row, field, f"row {number} of {source!r}"))
-        # Blank lines between paragraphs are no sentences; a text without any is one that is empty.
-        yield from [piece for piece in pieces if piece.strip()] or [""]
-
-
-def _dataset_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, Any]]:
-    import datasets  # takes a second to import, and most sources do without it
-
-    try:
-        if (path / "dataset_dict.json").is_file():
-            parts = datasets.load_from_disk(str(path))
-            if split not in parts:
-                raise InputError(
-                    f"{source!r} has no split {split!r}, it has {', '.join(parts)}. Say which with --split "
-                    "(split= in Python)."
-                )
-            return parts[split]
-        if (path / "state.json").is_file():
-            return datasets.load_from_disk(str(path))
-        if path.is_dir():
-            return datasets.load_dataset(str(path), split=split, streaming=True)
-        name, _, config = source.partition(":")
-        offline = datasets.config.HF_HUB_OFFLINE
-        if not offline:
-            _check_connection(datasets.config.HF_ENDPOINT)
-        # Offline, what was downloaded before can be read from the cache, but not streamed.
-        return datasets.load_dataset(name, config or None, split=split, streaming=not offline)
-    except InputError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"The dataset {source!r} could not be loaded ({reason}). {_CHOICES}") from error
-
-
-def _check_connection(endpoint: str) -> None:
-    """Fail at once without a network, where `datasets` would retry for half a minute."""
-    if urllib.request.getproxies():
-        return  # the proxy finds the host, this machine need not
-    url = urlsplit(endpoint)
-    try:
-        address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
-        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        raise OSError(
-            f"{endpoint} does not answer: {error}; a dataset downloaded before is read with HF_HUB_OFFLINE=1"
-        ) from error
+def _sentences(text: str) -> list[str]:
+    # Blank lines between paragraphs are no sentences; a text without any is one that is empty.
+    return [piece for piece in segment("en", text) if piece.strip()] or [""]

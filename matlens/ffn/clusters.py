@@ -29,7 +29,7 @@ from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens.arguments import require_number, require_whole, short
+from matlens.arguments import require_number, short
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
@@ -239,7 +239,9 @@ class Clusters:
         for cluster in numbers:
             _ = self.members(cluster)
         if len(directions) != len(numbers):
-            raise InputError(f"{len(directions)} directions for {len(numbers)} clusters. Expected one for each.")
+            raise InputError(
+                f"{len(directions)} directions for {len(numbers)} clusters. Expected one for each."
+            )
         require_finite(directions, "the directions")
         size = self.sizes[list(numbers)].astype(float)
         squared = directions.double().square().sum(1).numpy()

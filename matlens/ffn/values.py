@@ -58,12 +58,11 @@ class ValueVector:
             parts = re.fullmatch(r"[Ll](-?[0-9]{1,18})[Dd](-?[0-9]{1,18})", text)
             if parts is not None:
                 return cls(int(parts[1]), int(parts[2]))
-        elif isinstance(text, Sequence) and [isinstance(number, Integral) for number in text] == [True, True]:
-            if bool not in map(type, text):
-                return cls(int(text[0]), int(text[1]))
+        elif isinstance(text, Sequence) and list(map(_is_whole, text)) == [True, True]:
+            return cls(int(text[0]), int(text[1]))
         raise InputError(
-            f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a layer "
-            "and an index."
+            f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a "
+            "layer and an index."
         )
 
 
@@ -192,6 +191,10 @@ class ValueVectors:
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:

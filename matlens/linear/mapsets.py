@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 
     ``maps[3, 30]`` is the map between two layers of the stream; sites are named otherwise, as in
-    ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map.
+    ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map. With
+    ``same_precision=False`` the maps may be used on the same weights in another precision, such as maps of a
+    float32 model while it runs in bfloat16.
 
     Raises
     ------
@@ -41,8 +44,16 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         The maps are of several models, or there are two for a pair.
     """
 
-    def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Provenance | None = None) -> None:
+    def __init__(
+        self,
+        maps: Iterable[LinearMap] = (),
+        *,
+        provenance: Provenance | None = None,
+        same_precision: bool = True,
+    ) -> None:
         given = list(maps)
+        if not same_precision:
+            given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in given}
         models = {m.provenance.model.key: m.provenance.model for m in given if m.provenance.model}
         if len(models) > 1 or len(self._maps) < len(given):
@@ -54,6 +65,8 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         if provenance is None and given:
             provenance = given[0].provenance
         self.provenance = provenance or Provenance()
+        if not same_precision:
+            self.provenance = replace(self.provenance, same_precision=False)
 
     def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
         source, target = (str(Site.parse(site)) for site in pair)
@@ -137,8 +150,16 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         write_maps(folder, list(self), given, self.provenance, content=digest.hexdigest()[:16])
 
     @classmethod
-    def load(cls, folder: str | Path) -> MapSet:
+    def load(cls, folder: str | Path, *, same_precision: bool = True) -> MapSet:
         """Open what `save` has written; a map's numbers are read when it is asked for.
+
+        Parameters
+        ----------
+        folder
+            Where the maps are.
+        same_precision
+            Whether they belong to the model in the precision alone that they were fitted in. With ``False``
+            they may be used while the same weights run in another one.
 
         Raises
         ------
@@ -154,7 +175,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 f"{folder / 'config.json'} is damaged: it lacks {error}. Remove {folder} and fit "
                 "the maps again."
             ) from error
-        maps = cls(provenance=provenance)
+        maps = cls(provenance=provenance, same_precision=same_precision)
         for source, target in pairs:
             maps._maps[source, target] = _file(folder, source)
         for source in dict.fromkeys(source for source, _ in maps):

@@ -2,9 +2,7 @@ from .anatomy import Anatomy as Anatomy
 from .anatomy import output_layer as output_layer
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
-from .identity import fingerprint as fingerprint
 from .identity import require_raw as require_raw
-from .identity import unembed_hash as unembed_hash
 from .loading import SMOLLM2 as SMOLLM2
 from .loading import load as load
 from .loading import smollm2_path as smollm2_path
@@ -20,3 +18,6 @@ from .vocabulary import token_texts as token_texts
 from .vocabulary import visible as visible
 from .vocabulary import word_token as word_token
 from .vocabulary import word_tokens as word_tokens
+from .weights import fingerprint as fingerprint
+from .weights import rounded_fingerprints as rounded_fingerprints
+from .weights import unembed_hash as unembed_hash

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import torch
-
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.tokenization import token_policy
+from matlens.models.weights import known_fingerprints, precision, unembed_hash
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+_KINDS: dict[str, Any] = {
+    "name": str, "revision": (str, NoneType), "architecture": (str, NoneType), "fingerprint": str,
+    "tokens": (str, NoneType), "token_policy": str, "rounded": Mapping, "unembed_hash": (str, NoneType),
+    "dtype": str, "n_layers": int, "d_model": int,
+}  # fmt: skip
 _IN_JSON = {"name": "base_model_name_or_path", "revision": "base_model_revision"}
-_SAMPLED = 1024  # values of each parameter that enter a fingerprint
 
 
 @checked
@@ -40,6 +40,8 @@ class ModelIdentity:
     tokens, token_policy
         How text becomes tokens, as a digest and in words; see `TokenPolicy`. Two models are the same where
         this is too. ``None`` for a model without a tokenizer.
+    rounded
+        Fingerprints of the weights rounded to half precisions, by precision; see `rounded_fingerprints`.
     unembed_hash
         See `unembed_hash`.
     dtype
@@ -54,6 +56,7 @@ class ModelIdentity:
     fingerprint: str
     tokens: str | None
     token_policy: str
+    rounded: Mapping[str, str] = field(hash=False)
     unembed_hash: str | None
     dtype: str
     n_layers: int
@@ -63,15 +66,17 @@ class ModelIdentity:
     def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
         """Look at a model; the hash of the unembedding reads the whole matrix, and can be left out."""
         policy = token_policy(model)
+        exact, rounded = known_fingerprints(model)
         return cls(
             name=str(model.cfg.model_name),
             revision=getattr(model, "matlens_revision", None),
             architecture=model.cfg.architecture,
-            fingerprint=fingerprint(model),
+            fingerprint=exact,
             tokens=policy.digest,
             token_policy=policy.words,
+            rounded=rounded,
             unembed_hash=unembed_hash(model) if hash_unembedding else None,
-            dtype=str(model.cfg.dtype).removeprefix("torch."),
+            dtype=precision(model),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
         )
@@ -81,9 +86,20 @@ class ModelIdentity:
         """What is equal where two models are the same, whatever they are called."""
         return (self.fingerprint, self.tokens)
 
+    def same_but_rounded(self, other: ModelIdentity) -> bool:
+        """Whether the one model's weights are the other's, rounded to its half precision."""
+        narrow = {self.dtype, other.dtype} & self.rounded.keys() & other.rounded.keys()
+        return self.dtype != other.dtype and any(self.rounded[k] == other.rounded[k] for k in narrow)
+
     def difference(self, other: ModelIdentity) -> str:
         """Say in words what tells another model from this one."""
         if self.fingerprint != other.fingerprint:
+            if self.same_but_rounded(other):
+                return (
+                    f"the weights are the same but for their precision, {self.dtype} in the first and "
+                    f"{other.dtype} in the second. Where that is meant, use the maps with "
+                    "same_precision=False (as in MapSet.load(folder, same_precision=False))"
+                )
             return "weights or precision differ"
         if self.tokens != other.tokens:
             if self.token_policy == other.token_policy:
@@ -111,9 +127,16 @@ class ModelIdentity:
         """
         names = {written: key for key, written in _IN_JSON.items()}
         try:
-            return cls(**{names.get(key, key): value for key, value in values.items()})
+            identity = cls(**{names.get(key, key): value for key, value in values.items()})
         except (TypeError, AttributeError) as error:
             raise InputError(f"The record of a model is damaged: {error}.") from error
+        for key, kinds in _KINDS.items():
+            if not isinstance(getattr(identity, key), kinds):
+                raise InputError(
+                    f"The record of a model is damaged: its {_IN_JSON.get(key, key)} is "
+                    f"{short(getattr(identity, key))}."
+                )
+        return identity
 
 
 @checked
@@ -133,6 +156,9 @@ class Provenance:
         Whether rows are of drawn positions or of all.
     details
         Whatever else was chosen, such as the ridge of a fit or the seed of a trace.
+    same_precision
+        False where the user lets this go together with the same weights in another precision. It is not
+        written into files.
     """
 
     model: ModelIdentity | None = None
@@ -140,6 +166,7 @@ class Provenance:
     examples: str | None = None
     positions: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    same_precision: bool = field(default=True, compare=False)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -188,6 +215,9 @@ class Provenance:
         model = other.model if isinstance(other, Provenance) else other
         reason = "both must be known"
         if self.model is not None and model is not None:
+            apart = self.same_precision and getattr(other, "same_precision", True)
+            if not apart and self.model.same_but_rounded(model):
+                model = replace(model, fingerprint=self.model.fingerprint)
             if self.model.key == model.key:
                 return
             reason = self.model.difference(model)
@@ -263,39 +293,3 @@ def require_raw(model: TransformerBridge) -> None:
             "its vectors are not those of the published model. Load it again with matlens.load() and "
             "do not call enable_compatibility_mode()."
         )
-
-
-@checked
-def fingerprint(model: TransformerBridge) -> str:
-    """Sixteen hex digits that change with the weights, their precision and names, and the configuration.
-
-    Values are sampled evenly from every parameter, so that it takes a moment for large models too; an
-    edit of a few numbers in a large matrix can go unseen.
-    """
-    config = model.original_model.config.to_dict()
-    shaping = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True, default=str).encode())
-    for name, parameter in model.original_model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        values = flat[_taken(flat.numel()).to(flat.device)].float().cpu().numpy()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(values.tobytes())
-    return digest.hexdigest()[:16]
-
-
-@cache
-def _taken(size: int) -> torch.Tensor:
-    """Which values of a parameter of this size are looked at."""
-    return torch.from_numpy(np.unique(np.linspace(0, size - 1, min(_SAMPLED, size), dtype=np.int64)))
-
-
-@checked
-def unembed_hash(model: TransformerBridge) -> str | None:
-    """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
-
-    Models that share it, with their final norm, can share a read-out.
-    """
-    if not hasattr(model, "unembed"):
-        return None
-    weight = model.unembed.original_component.weight.detach().cpu().contiguous()
-    return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]

@@ -3,117 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import (
-    ARCHITECTURES,
-)
 from identities import make_identity
 
 import matlens
 from matlens import InputError
-from matlens.models.identity import ModelIdentity, Provenance, fingerprint
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.weights import fingerprint
 from matlens.storage.folders import software_versions
-
-
-def _changed(model: Any, name: str) -> str:
-    parameter = dict(model.original_model.named_parameters())[name]
-    kept = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.mul_(1.001).add_(1e-4)
-        found = fingerprint(model)
-        parameter.copy_(kept)
-    return found
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_fingerprint_changes_with_every_parameter(name: str, small_model: Callable[[str], Any]) -> None:
-    model = small_model(name)
-    names = [name for name, _ in model.original_model.named_parameters()]
-    found = [fingerprint(model)] + [_changed(model, name) for name in names]
-    assert len(set(found)) == 1 + len(names)
-    assert fingerprint(model) == found[0]
-    assert all(len(one) == 16 and int(one, 16) >= 0 for one in found)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_fingerprint_is_the_same_for_every_load_and_use(
-    name: str, model_folder: Callable[[str], Path], small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    first = fingerprint(small_model(name))
-    shutil.copytree(model_folder(name), tmp_path / "elsewhere")
-    again = matlens.load(str(tmp_path / "elsewhere"), device="cpu")
-    again(torch.arange(5, 15)[None], return_type=None)
-    matlens.Readout(again)
-    assert fingerprint(again) == first
-
-
-def test_fingerprint_changes_with_dtype(model_folder: Callable[[str], Path]) -> None:
-    folder = str(model_folder("gpt2"))
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    found = [fingerprint(matlens.load(folder, device="cpu", dtype=dtype)) for dtype in kinds]
-    assert len(set(found)) == 3
-
-
-def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any]) -> None:
-    """Values that both precisions hold exactly are not enough to be the same model."""
-
-    class Bridge:
-        def __init__(self, dtype: torch.dtype) -> None:
-            self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
-            torch.nn.init.ones_(self.original_model.weight)
-            self.original_model.config = transformers.PretrainedConfig()
-
-    wide, narrow = Bridge(torch.float32), Bridge(torch.float16)
-    assert fingerprint(wide) != fingerprint(narrow)  # type: ignore[arg-type]
-
-
-def test_fingerprint_changes_with_names_and_shapes() -> None:
-    """The same numbers in other places are another model."""
-
-    class Bridge:
-        def __init__(self, **shapes: tuple[int, int]) -> None:
-            self.original_model = torch.nn.ParameterDict(
-                {name: torch.ones(shape) for name, shape in shapes.items()}
-            )
-            self.original_model.config = transformers.PretrainedConfig()
-
-    kinds = (Bridge(a=(2, 6)), Bridge(b=(2, 6)), Bridge(a=(6, 2)))
-    assert len({fingerprint(kind) for kind in kinds}) == 3  # type: ignore[arg-type]
-
-
-def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
-    class Bridge:
-        original_model = torch.nn.Linear(3000, 700, bias=False)
-        original_model.config = transformers.PretrainedConfig()
-
-    weight = Bridge.original_model.weight
-    first = fingerprint(Bridge())  # type: ignore[arg-type]
-    for row, column in [(0, 0), (699, 2999)]:
-        with torch.no_grad():
-            weight[row, column] += 1
-        second = fingerprint(Bridge())  # type: ignore[arg-type]
-        assert second != first
-        first = second
-
-
-def test_fingerprint_changes_with_the_configuration(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The same weights compute something else with another epsilon."""
-    shutil.copytree(model_folder("llama"), tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    folders = (model_folder("llama"), tmp_path / "other")
-    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
-    assert first != second
 
 
 def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], Any]) -> None:
@@ -201,3 +104,31 @@ def test_one_guard_refuses_what_was_made_of_other_tokens() -> None:
         WHOLE.require_same(make_identity(tokens="0001"), ours="the maps")
     with pytest.raises(InputError, match="no tokenizer in the second"):
         WHOLE.require_same(make_identity(tokens=None, token_policy="no tokenizer"), ours="the maps")
+
+
+def test_one_guard_takes_another_precision_only_where_it_is_told_so() -> None:
+    wide = make_identity(fingerprint="aa", rounded={"bfloat16": "b1", "float16": "h1"})
+    narrow = make_identity(fingerprint="bb", rounded={"bfloat16": "b1"}, dtype="bfloat16")
+    other = make_identity(fingerprint="cc", rounded={"bfloat16": "b2"}, dtype="bfloat16")
+    strict, lenient = Provenance(wide), Provenance(wide, same_precision=False)
+    with pytest.raises(
+        InputError, match=r"same but for their precision, float32 .*bfloat16 .*same_precision"
+    ):
+        strict.require_same(narrow, ours="the maps")
+    lenient.require_same(narrow, ours="the maps")
+    Provenance(narrow).require_same(lenient, ours="the activations")
+    assert lenient == strict
+    assert "same_precision" not in lenient.to_json()
+    with pytest.raises(InputError, match="weights or precision differ"):
+        lenient.require_same(other, ours="the maps")
+    with pytest.raises(InputError, match="becomes other tokens"):
+        lenient.require_same(replace(narrow, tokens="0001", token_policy="'<s>' in front"), ours="the maps")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("fingerprint", 3), ("tokens", 0.5), ("rounded", "b1"), ("n_layers", "3"), ("d_model", None)],
+)
+def test_a_damaged_record_of_a_model_is_named(key: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"The record of a model is damaged: its {key} is"):
+        ModelIdentity.from_json({**make_identity().to_json(), key: value})

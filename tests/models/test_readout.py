@@ -29,7 +29,7 @@ from matlens import InputError, Readout, collect, make_examples
 from matlens.activations.collecting import stream
 from matlens.corpora.corpus import Corpus
 from matlens.models import readout
-from matlens.models.identity import unembed_hash
+from matlens.models.weights import unembed_hash
 
 DECODERS = tuple(name for name in ARCHITECTURES if name not in MASKED)
 SCALED = ("gemma2", "granite", "cohere")

@@ -16,7 +16,7 @@ from conftest import N_LAYERS
 import matlens
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.models.identity import unembed_hash
+from matlens.models.weights import unembed_hash
 from matlens.study import steps
 
 N_TRAIN, N_VALIDATION = 25, 15

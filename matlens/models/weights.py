@@ -1,0 +1,148 @@
+"""Fingerprints of weights: exact, rounded to half precision, and of the unembedding alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+HALF = (torch.bfloat16, torch.float16)
+# Parts of a configuration that say where a model lies and how it is called, run or written, not what it is.
+_NOT_THE_MODEL = frozenset({
+    "_name_or_path", "_commit_hash", "transformers_version", "tokenizer_class", "auto_map", "architectures",
+    "gguf_file", "dtype", "torch_dtype", "attn_implementation", "_attn_implementation",
+    "_attn_implementation_internal", "_attn_implementation_autoset", "output_attentions",
+    "output_hidden_states", "return_dict", "use_cache", "torchscript", "pad_token_id", "bos_token_id",
+    "eos_token_id", "sep_token_id", "decoder_start_token_id", "id2label", "label2id", "problem_type",
+    "task_specific_params", "finetuning_task",
+})  # fmt: skip
+_WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_RUN = 2**20  # values that share a checksum, of at most two words each
+_AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
+
+
+@checked
+def fingerprint(model: TransformerBridge) -> str:
+    """Sixteen hex digits that change with any number of the weights, their precision and the configuration.
+
+    Every bit enters, with the parameters' names and shapes, and the digits are the same on every device.
+    Where the model lies and how its file is called do not enter.
+    """
+    return _digest(model, None)
+
+
+@checked
+def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
+    """Fingerprints of the weights rounded to each half precision that the model can be rounded to.
+
+    Two models are the same up to rounding where one of them runs in half precision and this fingerprint is
+    the same. A model in half precision has that of its own precision alone.
+    """
+    wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
+    kinds = HALF if wide else [dtype for dtype in HALF if dtype == _dtype(model)]
+    return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
+
+
+def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
+    """Both, the second remembered for as long as the first is the same."""
+    exact = fingerprint(model)
+    if model not in _ROUNDED or _ROUNDED[model][0] != exact:
+        _ROUNDED[model] = (exact, rounded_fingerprints(model))
+    return exact, dict(_ROUNDED[model][1])
+
+
+_ROUNDED: WeakKeyDictionary[Any, tuple[str, dict[str, str]]] = WeakKeyDictionary()
+
+
+def precision(model: TransformerBridge) -> str:
+    """The precision of the weights, or where they are of several, that of the configuration."""
+    return str(_dtype(model)).removeprefix("torch.")
+
+
+def _dtype(model: TransformerBridge) -> torch.dtype:
+    kinds = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 else model.cfg.dtype
+
+
+@checked
+def unembed_hash(model: TransformerBridge) -> str | None:
+    """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
+
+    Models that share it, with their final norm, can share a read-out.
+    """
+    if not hasattr(model, "unembed"):
+        return None
+    weight = model.unembed.original_component.weight.detach().cpu().contiguous()
+    return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
+
+
+def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
+    shaping = _shaping(model.original_model.config.to_dict())
+    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True, default=str).encode())
+    for name, tensor in _tensors(model):
+        kind = "rounded" if rounding and tensor.is_floating_point() else tensor.dtype
+        digest.update(f"{name}{tuple(tensor.shape)}{kind}".encode())
+        digest.update(_checksums(tensor, rounding).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """The configuration, those inside it included, without what is not the model."""
+    kept = {str(key): value for key, value in config.items() if str(key) not in _NOT_THE_MODEL}
+    quantization = kept.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf":
+        del kept["quantization_config"]  # it is read as plain numbers, which are seen themselves
+    return {key: _shaping(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a checkpoint holds."""
+    yield from model.original_model.named_parameters()
+    for place, module in model.original_model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{place}.{name}", buffer
+
+
+def _checksums(tensor: Tensor, rounding: torch.dtype | None) -> np.ndarray:
+    """A sum modulo 2**64 for each run of words, each word times its place's odd multiplier.
+
+    A change of one word changes its sum for certain, since an odd number can be divided by.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    device = flat.device
+    factors, step = _multipliers(device), _AT_ONCE if device.type == "cpu" else 2 * _RUN
+    sums = []
+    for run in flat.split(_RUN):
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        rounded = run.to(rounding) if rounding and run.is_floating_point() else run
+        words = rounded.view(_WORDS[rounded.element_size()])
+        for start in range(0, len(words), step):
+            block = words[start : start + step].to(torch.int64)
+            total += block.mul_(factors[start : start + len(block)]).sum()
+        sums.append(total)
+    return torch.stack(sums).cpu().numpy() if sums else np.empty(0, dtype=np.int64)
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    """Odd numbers of 64 bits that have nothing to do with one another, by the steps of SplitMix64."""
+    with np.errstate(over="ignore"):
+        mixed = np.arange(1, 2 * _RUN + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)

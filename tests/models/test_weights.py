@@ -1,0 +1,216 @@
+"""A model's fingerprint changes with every number of its weights, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES
+
+import matlens
+from matlens.models.identity import ModelIdentity
+from matlens.models.weights import fingerprint, rounded_fingerprints
+
+
+def _changed(model: Any, name: str) -> str:
+    parameter = dict(model.original_model.named_parameters())[name]
+    kept = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.mul_(1.001).add_(1e-4)
+        found = fingerprint(model)
+        parameter.copy_(kept)
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fingerprint_changes_with_every_parameter(name: str, small_model: Callable[[str], Any]) -> None:
+    model = small_model(name)
+    names = [name for name, _ in model.original_model.named_parameters()]
+    found = [fingerprint(model)] + [_changed(model, name) for name in names]
+    assert len(set(found)) == 1 + len(names)
+    assert fingerprint(model) == found[0]
+    assert all(len(one) == 16 and int(one, 16) >= 0 for one in found)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_fingerprint_is_the_same_for_every_load_and_use(
+    name: str, model_folder: Callable[[str], Path], small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    first = fingerprint(small_model(name))
+    shutil.copytree(model_folder(name), tmp_path / "elsewhere")
+    again = matlens.load(str(tmp_path / "elsewhere"), device="cpu")
+    again(torch.arange(5, 15)[None], return_type=None)
+    matlens.Readout(again)
+    assert fingerprint(again) == first
+
+
+def test_fingerprint_changes_with_dtype(model_folder: Callable[[str], Path]) -> None:
+    folder = str(model_folder("gpt2"))
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    found = [fingerprint(matlens.load(folder, device="cpu", dtype=dtype)) for dtype in kinds]
+    assert len(set(found)) == 3
+
+
+def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any]) -> None:
+    """Values that both precisions hold exactly are not enough to be the same model."""
+
+    class Bridge:
+        def __init__(self, dtype: torch.dtype) -> None:
+            self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
+            torch.nn.init.ones_(self.original_model.weight)
+            self.original_model.config = transformers.PretrainedConfig()
+
+    wide, narrow = Bridge(torch.float32), Bridge(torch.float16)
+    assert fingerprint(wide) != fingerprint(narrow)  # type: ignore[arg-type]
+
+
+def test_fingerprint_changes_with_names_and_shapes() -> None:
+    """The same numbers in other places are another model."""
+
+    class Bridge:
+        def __init__(self, **shapes: tuple[int, int]) -> None:
+            self.original_model = torch.nn.ParameterDict(
+                {name: torch.ones(shape) for name, shape in shapes.items()}
+            )
+            self.original_model.config = transformers.PretrainedConfig()
+
+    kinds = (Bridge(a=(2, 6)), Bridge(b=(2, 6)), Bridge(a=(6, 2)))
+    assert len({fingerprint(kind) for kind in kinds}) == 3  # type: ignore[arg-type]
+
+
+def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
+    class Bridge:
+        original_model = torch.nn.Linear(3000, 700, bias=False)
+        original_model.config = transformers.PretrainedConfig()
+
+    weight = Bridge.original_model.weight
+    first = fingerprint(Bridge())  # type: ignore[arg-type]
+    for row, column in [(0, 0), (699, 2999)]:
+        with torch.no_grad():
+            weight[row, column] += 1
+        second = fingerprint(Bridge())  # type: ignore[arg-type]
+        assert second != first
+        first = second
+
+
+def test_fingerprint_changes_with_the_configuration(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The same weights compute something else with another epsilon."""
+    shutil.copytree(model_folder("llama"), tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    folders = (model_folder("llama"), tmp_path / "other")
+    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
+    assert first != second
+
+
+class Holder:
+    """What a fingerprint is taken of: a module with a configuration."""
+
+    def __init__(self, module: torch.nn.Module, **config: Any) -> None:
+        self.original_model: Any = module
+        self.original_model.config = transformers.PretrainedConfig(**config)
+
+
+def _edited(weight: torch.Tensor, dtype: torch.dtype, edit: Callable[[torch.Tensor], Any]) -> tuple[str, str]:
+    layer = torch.nn.Linear(3000, 700, bias=False)
+    layer.weight.data = weight.to(dtype, copy=True)
+    first = fingerprint(Holder(layer))  # type: ignore[arg-type]
+    edit(layer.weight.data)
+    return first, fingerprint(Holder(layer))  # type: ignore[arg-type]
+
+
+def _swap(w: torch.Tensor, a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    kept = w[a].clone()
+    w[a] = w[b]
+    w[b] = kept
+
+
+EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one number": lambda w: w[311, 1234].add_(0.25),
+    "the last bit": lambda w: w.view(torch.int16)[311, 1235].bitwise_xor_(1),
+    "two signs": lambda w: w[5, 101:104:2].neg_(),
+    "two signs far apart": lambda w: (w[5, 101].neg_(), w[699, 2999].neg_()),
+    "all signs": lambda w: w.neg_(),
+    "doubled": lambda w: w[17].mul_(2),
+    "two numbers swapped": lambda w: _swap(w, (3, 7), (3, 9)),
+    "two numbers far apart swapped": lambda w: _swap(w, (3, 7), (600, 7)),
+    "two rows swapped": lambda w: _swap(w, (3,), (600,)),
+    "rows turned around": lambda w: w.copy_(w.flip(0)),
+    "up here and down there": lambda w: (w[3, 4].add_(0.5), w[3, 6].sub_(0.5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_fingerprint_sees_any_edit(edit: Callable[[torch.Tensor], Any], dtype: torch.dtype) -> None:
+    """Edits that keep sums, sets of numbers or sampled places as they were, through ``.data`` too."""
+    weight = torch.randn(700, 3000, generator=torch.Generator().manual_seed(0))
+    before, after = _edited(weight, dtype, edit)
+    assert before != after
+    assert _edited(weight, dtype, lambda w: None) == (before, before)
+
+
+def test_fingerprint_sees_buffers_that_a_checkpoint_holds() -> None:
+    module = torch.nn.Linear(3, 2)
+    module.register_buffer("kept", torch.ones(4))
+    module.register_buffer("made", torch.ones(4), persistent=False)
+    first = fingerprint(Holder(module))  # type: ignore[arg-type]
+    module.made[1] = 2
+    assert fingerprint(Holder(module)) == first  # type: ignore[arg-type]
+    module.kept[1] = 2
+    assert fingerprint(Holder(module)) != first  # type: ignore[arg-type]
+
+
+def test_fingerprint_does_not_ask_how_the_model_was_loaded(model_folder: Callable[[str], Path]) -> None:
+    """By matlens, by TransformerLens from the folder, and by TransformerLens around a loaded model."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    for name in ("gpt2", "gemma3"):
+        folder = str(model_folder(name))
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        bridges = (
+            matlens.load(folder, device="cpu"),
+            TransformerBridge.boot_transformers(folder, device="cpu"),
+            TransformerBridge.boot_transformers(folder, device="cpu", hf_model=plain),
+        )
+        assert len({fingerprint(bridge) for bridge in bridges}) == 1
+
+
+def test_half_precisions_are_known_to_be_of_the_same_weights(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = model_folder("gpt2")
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    wide, brain, half = (
+        ModelIdentity.from_model(matlens.load(str(folder), device="cpu", dtype=kind)) for kind in kinds
+    )
+    assert [model.dtype for model in (wide, brain, half)] == ["float32", "bfloat16", "float16"]
+    assert wide.same_but_rounded(brain)
+    assert half.same_but_rounded(wide)
+    assert not brain.same_but_rounded(half)
+    assert not wide.same_but_rounded(wide)
+
+    other = matlens.load(str(folder), device="cpu", dtype=torch.bfloat16)
+    weight = next(other.original_model.parameters())
+    weight.data.view(torch.int16)[-1, -1] ^= 1
+    assert not wide.same_but_rounded(ModelIdentity.from_model(other))
+    # What rounding takes away is not seen in the rounded weights, and seen in those themselves.
+    fine = matlens.load(str(folder), device="cpu")
+    before = fingerprint(fine), rounded_fingerprints(fine)
+    next(fine.original_model.parameters()).data.view(torch.int32)[-1, -1] ^= 1
+    assert (fingerprint(fine) != before[0], rounded_fingerprints(fine)) == (True, before[1])
+
+
+def test_fingerprint_of_the_same_numbers_is_the_same_in_every_layout() -> None:
+    weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
+    plain, turned = torch.nn.Linear(30, 40, bias=False), torch.nn.Linear(30, 40, bias=False)
+    plain.weight.data, turned.weight.data = weight, weight.T.contiguous().T
+    assert fingerprint(Holder(plain)) == fingerprint(Holder(turned))  # type: ignore[arg-type]

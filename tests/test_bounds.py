@@ -1,0 +1,97 @@
+"""Bounds hold, say which they are and what raises them, and JSON past them is refused in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from matlens.bounds import BOUNDS, NESTING, Bound, parse_json
+from matlens.errors import InputError
+
+PLANKS = Bound("MATLENS_TEST_PLANKS", 3, "planks in a box", 10)
+
+
+def test_a_bound_names_itself_and_the_variable_that_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANKS.check(30, "The box")
+    with pytest.raises(InputError) as raised:
+        PLANKS.check(31, "The box")
+    assert str(raised.value) == (
+        "The box has more than 3 planks in a box, which is the bound. If it is meant to, raise it by the "
+        "environment variable MATLENS_TEST_PLANKS."
+    )
+    monkeypatch.setenv("MATLENS_TEST_PLANKS", " 4 ")
+    PLANKS.check(40, "The box")
+    with pytest.raises(InputError, match="more than 4 planks"):
+        PLANKS.check(41, "The box")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "9" * 30, "٣", "1e3", "\x1b[2J"])
+def test_a_variable_that_is_no_number_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATLENS_TEST_PLANKS", text)
+    with pytest.raises(InputError, match=r"MATLENS_TEST_PLANKS is .*above 0, the most planks.* it is 3"):
+        PLANKS.check(1, "The box")
+
+
+def test_variables_are_called_alike_and_each_is_of_one_bound() -> None:
+    names = [bound.variable for bound in BOUNDS]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("MATLENS_MAX_") for name in names)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=12,
+    )
+)
+def test_json_within_the_bounds_is_read_as_it_is(value: Any) -> None:
+    assert parse_json(json.dumps(value), "it") == value
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":'])
+def test_nesting_is_bounded_and_brackets_in_texts_are_none(opening: str) -> None:
+    n = opening.count("[") + opening.count("{")
+    closing = "".join("]" if c == "[" else "}" for c in reversed(opening) if c in "[{")
+
+    def nested(times: int) -> str:
+        return opening * times + "1" + closing * times
+
+    parse_json(nested(NESTING.limit // n), "it")
+    for times in (NESTING.limit // n + 1, 100_000):
+        with pytest.raises(
+            InputError, match=r"JSON in it has more than 100 lists and .* MATLENS_MAX_NESTING\."
+        ):
+            parse_json(nested(times), "it")
+    texts = ["[" * 500, '"' + "{" * 500, "\\" * 3 + "[" * 200]
+    assert parse_json(json.dumps(texts), "it") == texts
+    assert len(parse_json("[" + ",".join(["[]"] * 500) + "]", "it")) == 500
+
+
+def test_brackets_after_a_text_that_never_ends_take_no_time() -> None:
+    with pytest.raises(InputError, match="no JSON in it"):
+        parse_json('["' + '\\"' * 500_000 + "[" * 1000, "it")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no JSON in it"),
+        ("", "no JSON in it"),
+        ("1" * 5000, "no JSON in it .*digits"),
+        ('{"n": -' + "7" * 9000 + "}", "no JSON in it .*digits"),
+        ('{"a": 1, "b": 2, "a": 1}', "the key 'a' is there twice"),
+        ('[{"x": {"": 0, "": 0}}]', "the key '' is there twice"),
+        ("nul", "no JSON in it"),
+        ('{"a\\u001b": 1, "a\\u001b": 2}', r"the key 'a\\x1b' is there twice"),
+    ],
+)
+def test_json_that_cannot_be_read_is_refused_in_words(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        parse_json(text, "it")
+    assert len(str(raised.value)) < 400

@@ -1,0 +1,54 @@
+"""A message shows what others wrote, and does nothing to the terminal."""
+
+from __future__ import annotations
+
+import pickle
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matlens.errors import InputError, printable
+
+RISKY = (
+    "\x00\x07\x08\x0b\x0c\r\t\x1b\x7f\x85\x9b\xad\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069"
+    "\ufeff\ud800\U000e0041"
+)
+
+
+@pytest.mark.parametrize("character", [*RISKY, "\n"])
+def test_what_a_terminal_acts_on_is_written_by_its_number(character: str) -> None:
+    assert printable(f"a{character}b") == "a" + character.encode("unicode_escape").decode() + "b"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "日本 é ␣ 𝄞", "a\u00a0b\u3000c", "\\x1b", "[red]"])
+def test_what_can_be_seen_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+@given(st.text(st.characters()), st.integers(1, 120))
+def test_nothing_unseen_is_left_and_no_more_than_asked_for(text: str, most: int) -> None:
+    for shown in (printable(text), printable(text, most=most)):
+        assert all(unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for c in shown)
+        assert shown.encode() or not text
+    assert len(printable(text, most=most)) <= most
+    assert printable(printable(text)) == printable(text)
+
+
+def test_what_is_long_is_cut_in_its_middle_and_says_so() -> None:
+    shown = printable("a" * 5000 + "b" * 5000, most=200)
+    assert len(shown) <= 200
+    assert shown.startswith("aaaa")
+    assert shown.endswith("bbb")
+    assert "(10,000 characters, cut here)" in shown
+
+
+def test_an_error_cleans_its_message_and_keeps_its_lines() -> None:
+    error = InputError(f"First.\nSecond \x1b[2J\u202e{'x' * 10**6}. Do that.")
+    assert str(error).startswith("First.\nSecond \\x1b[2J\\u202exxx")
+    assert str(error).endswith("x. Do that.")
+    assert len(str(error)) <= 2000
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == str(InputError(error))
+    assert isinstance(error, ValueError)
+    assert str(InputError()) == ""
