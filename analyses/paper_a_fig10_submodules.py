@@ -8,21 +8,16 @@ attention sinks, which is closer to the paper's picture in models that have them
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated
 
-import pandas as pd
 import typer
 
-from matlens import mat_ffn, mat_ln1_ln2, plots
-from matlens.activations import find_sinks
+from matlens import plots
 from matlens.cli import Patched, Report, run_study
-from matlens.lens import as_substitute, judge_predictions, prediction_quality, prediction_rows
-from matlens.patching import Variant, attend_nowhere, run_variants
+from matlens.lens import submodule_layers
 from matlens.study import Study
 
 NAME = "paper_a_fig10_submodules"
-CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
 
 
 def main(
@@ -32,37 +27,12 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
 ) -> None:
     """Fit all sub-modules, replace each kind from every layer on, and draw what is left of the prediction."""
-    everywhere, elsewhere = study.submodule_maps("all"), study.submodule_maps("not-sink")
-    last, validation = study.n_layers, study.validation
-    layers = sorted({*range(0, last, every), last - 1})
-    single = {
-        ("mat_attn", layer): attend_nowhere(study.model, everywhere, validation[layer], layer, last)
-        for layer in layers
-    }
-    some = validation.head(patched)
-    no_sinks = ~find_sinks(study.model, some.examples)
-    variants = {}
-    for (name, replaced), layer in itertools.product(CONTEXTUAL.items(), layers):
-        variants[f"{name}.{layer}"] = Variant(layer, replaced(everywhere, layer, last))
-        without = replaced(elsewhere, layer, last, where=no_sinks)
-        variants[f"{name} without sinks.{layer}"] = Variant(layer, without)
-    outputs = run_variants(
-        study.model, some.examples, variants,
-        folder=study.folder / f"{NAME}-{every}-{some.n_rows}", origin=everywhere.provenance.to_json(),
+    stand_ins = study.stand_ins("all", "not-sink")
+    n_patched = min(patched, study.validation.n_rows)
+    table = submodule_layers(
+        study.readout, study.model, study.maps, stand_ins, study.validation,
+        every=every, patched=patched, folder=study.folder / f"{NAME}-{every}-{n_patched}",
     )  # fmt: skip
-    rows = []
-    for data, vectors in (
-        (validation, single),
-        (some, {tuple(key.split(".")): outputs[key] for key in variants}),
-    ):
-        judged = judge_predictions(
-            study.readout, data[last], {key: as_substitute(h) for key, h in vectors.items()}
-        )
-        for (method, layer), predictions in judged.items():
-            rows += prediction_rows(NAME, data, str(method), int(layer), predictions)
-    blocks = prediction_quality(study.readout, study.maps, validation, methods=["mat"])
-    blocks = blocks[blocks["layer"] < last].assign(experiment=NAME)
-    table = pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
     report.write(NAME, table, study.origin, plots.by_method(table))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from matlens import plots
 from matlens.cli import Report, run_study
-from matlens.lens import exit_sweep, layers_saved
+from matlens.lens import exit_sweep, savings
 from matlens.study import Study
 
 NAME = "paper_a_fig9_early_exit"
@@ -19,9 +19,9 @@ NAME = "paper_a_fig9_early_exit"
 def main(study: Study, report: Report) -> None:
     """Sweep the threshold, print the layers saved at a precision of 95% and draw the curves."""
     table = exit_sweep(study.readout, study.maps, study.validation)
-    for method in ("mat", "id"):
-        saved = layers_saved(table, method)
-        print(f"{method}: {saved:.2f} of {study.n_layers} layers saved at 95% ({saved / study.n_layers:.1%})")
+    for row in savings(table).to_dict("records"):
+        amount = f"{row['saved']:.2f} of {row['n_layers']} layers saved at 95% ({row['share']:.1%})"
+        print(f"{row['method']}: {amount}")
     report.write(NAME, table, study.origin, plots.early_exit(table))
 
 

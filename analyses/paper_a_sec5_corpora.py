@@ -8,18 +8,15 @@ Precision@1 on GPT-2, relative to maps of the same corpus, and nearly nothing on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from matlens import MapSet, plots
+from matlens import plots
 from matlens.cli import Report, run_study
-from matlens.lens import prediction_quality
-from matlens.linear import fit_samples
-from matlens.study import Study, origin_of
+from matlens.lens import fit_equally_many, transfer_losses, transfer_quality
+from matlens.study import Study, in_proportion, origin_of
 
 NAME = "paper_a_sec5_corpora"
 
@@ -27,40 +24,22 @@ NAME = "paper_a_sec5_corpora"
 def main(studies: Iterator[Study], report: Report) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
     by_corpus = {study.corpus.name: in_proportion(study) for study in studies}
-    equal = min(study.n_train for study in by_corpus.values())
-    last = next(iter(by_corpus.values())).n_layers
-    pairs = [(layer, last) for layer in range(last)]
-    maps = {
-        name: MapSet(fit_samples(study.stream[0].head(equal), pairs)) for name, study in by_corpus.items()
-    }
-    tables = []
-    for fitted, (tested, study) in product(maps, by_corpus.items()):
-        quality = prediction_quality(study.readout, maps[fitted], study.validation, methods=["mat"])
-        quality = quality[quality["layer"] < last]
-        tables.append(quality.assign(experiment=NAME, corpus=tested, method=f"mat of {fitted}"))
-    table = pd.concat(tables, ignore_index=True)
-    origins = {name: origin_of(maps[name], study.validation) for name, study in by_corpus.items()}
-    show(table)
-    report.write(NAME, table, {"studies": origins, "n_fitted": equal}, plots.across_corpora(table))
+    maps = fit_equally_many({name: study.stream[0] for name, study in by_corpus.items()})
+    validations = {name: study.validation for name, study in by_corpus.items()}
+    readout = next(iter(by_corpus.values())).readout
+    table = transfer_quality(readout, maps, validations)
+    origins = {name: origin_of(maps[name], validations[name]) for name in maps}
+    n_fitted = min(study.n_train for study in by_corpus.values())
+    show(transfer_losses(table))
+    report.write(NAME, table, {"studies": origins, "n_fitted": n_fitted}, plots.across_corpora(table))
 
 
-def in_proportion(study: Study) -> Study:
-    """The study itself, or one that splits a corpus which is too small in the same proportion."""
-    if study.n_validation is None:  # whatever is left is for validation
-        return study
-    share = min(1, len(study.corpus) / (study.n_train + study.n_validation))
-    n_train, n_validation = int(study.n_train * share), int(study.n_validation * share)
-    return replace(study, n_train=n_train, n_validation=n_validation)
-
-
-def show(table: pd.DataFrame) -> None:
+def show(losses: pd.DataFrame) -> None:
     """Print Precision@1 averaged over layers, and how it differs from that of maps of the same corpus."""
-    wide = table[table["k"] == 1].pivot_table(index="layer", columns=["corpus", "method"], values="value")
     printed = Table("tested on", "maps", "Precision@1, mean over layers", "difference", "relative, mean")
-    for corpus, method in map(tuple, wide.columns):
-        same, here = wide[corpus, f"mat of {corpus}"], wide[corpus, method]
-        relative = f"{((here - same) / same).mean():+.1%}"
-        printed.add_row(corpus, method, f"{here.mean():.3f}", f"{(here - same).mean():+.3f}", relative)
+    for row in losses.to_dict("records"):
+        numbers = f"{row['precision']:.3f}", f"{row['difference']:+.3f}", f"{row['relative']:+.1%}"
+        printed.add_row(row["corpus"], row["method"], *numbers)
     Console().print(printed)
 
 

@@ -14,11 +14,9 @@ count. The trace that all is read off is kept in the output folder, for other an
 
 from __future__ import annotations
 
-import pandas as pd
-
 from matlens import plots
 from matlens.cli import Dominant, Report, run_study
-from matlens.ffn import event_scores, lift_scores, odds_scores, saturation_frequency, update_scores
+from matlens.ffn import event_tables
 from matlens.study import Study
 
 EVENTS, LAYERS = "paper_b_table4_events", "paper_b_fig3_scores"
@@ -28,30 +26,13 @@ SATURATION = "paper_b_table9_saturation"
 def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     """Trace what FFNs do to predictions over a corpus, and tell where they are made and who pushes them."""
     trace = study.trace(dominant)
-    reads = {
-        "score": trace.score,
-        "lift": lift_scores(trace, study.model),
-        "odds": odds_scores(trace, study.model),
-    }
-    chosen = {"all examples": None} | ({"sinks left out": ~trace.sinks} if trace.sinks.any() else {})
-    tables = {
-        name: pd.concat(
-            make(trace, scores=scores, rows=rows).assign(examples=examples, read=read)
-            for read, scores in reads.items()
-            for examples, rows in chosen.items()
-        )
-        for name, make in ((EVENTS, event_scores), (LAYERS, update_scores))
-    }
-    tables[SATURATION] = saturation_frequency(trace)
-    plain = tables[LAYERS][tables[LAYERS]["read"] == "score"]
-    figures = {
-        EVENTS: plots.events_figure(tables[EVENTS]),
-        LAYERS: plots.layers_figure(plain),
-        SATURATION: plots.saturation_figure(tables[SATURATION]),
-    }
-    origin = trace.provenance.to_json("model", "data", "seed", "k")
-    for name, table in tables.items():
-        report.write(name, table, origin | {"n_sinks": int(trace.sinks.sum())}, figures[name])
+    tables = event_tables(trace, study.model)
+    events, layers = plots.events_figure(tables.events), plots.layers_figure(tables.scores_of("score"))
+    saturation = plots.saturation_figure(tables.saturation)
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {"n_sinks": int(trace.sinks.sum())}
+    report.write(EVENTS, tables.events, origin, events)
+    report.write(LAYERS, tables.scores, origin, layers)
+    report.write(SATURATION, tables.saturation, origin, saturation)
 
 
 if __name__ == "__main__":

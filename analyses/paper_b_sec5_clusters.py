@@ -16,24 +16,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import pandas as pd
 import typer
 
 from matlens.cli import Memory, Report, run_study
 from matlens.corpora import TokenFrequency
-from matlens.ffn import (
-    MEMORY_GIB,
-    N_CLUSTERS,
-    Projection,
-    cluster_activity,
-    default_threshold,
-    draw_sub_updates,
-    extreme_sub_updates,
-    group_table,
-    lift_scores,
-    place_table,
-    prediction_confidence,
-)
+from matlens.ffn import MEMORY_GIB, N_CLUSTERS, Projection, extreme_tables
+from matlens.lens import prediction_confidence
 from matlens.plots import extremes_figure, model_title
 from matlens.study import Study
 
@@ -51,36 +39,23 @@ def main(
     beside: Annotated[int, typer.Option(min=1, help="Drawn sub-updates to set beside the extreme.")] = 2000,
 ) -> None:
     """Find the clusters of extreme sub-updates, what they promote, and when they are active."""
-    trace, values, projection = study.trace(), study.values, Projection.from_model(study.model)
+    trace, projection = study.trace(), Projection.from_model(study.model)
     fitted = study.clusters(clusters, memory=memory)
     frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))
     confidence = prediction_confidence(study.model, trace.examples)
-    tables, groups, places, thresholds = [], [], [], {}
-    for read, scores in (("score", trace.score), ("lift", lift_scores(trace, study.model))):
-        thresholds[read] = default_threshold(scores) if threshold is None else threshold
-        extreme = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
-        drawn = draw_sub_updates(trace, values, beside, scores=scores, seed=study.seed)
-        activity = [
-            cluster_activity(sub_updates, fitted, trace, values, projection, frequency).assign(
-                sub_updates=name
-            )
-            for name, sub_updates in (("extreme", extreme), ("drawn", drawn))
-        ]
-        tables += [table.assign(read=read) for table in activity]
-        kinds = pd.concat(activity)
-        group = group_table(extreme, drawn, kinds, fitted, values, trace, confidence)
-        groups.append(group.assign(read=read))
-        places.append(place_table(extreme, kinds, fitted, trace).assign(read=read))
-    table = pd.concat(tables, ignore_index=True)
+    tables = extreme_tables(
+        trace, study.model, fitted, frequency, confidence,
+        threshold=threshold, n_drawn=beside, seed=study.seed,
+    )  # fmt: skip
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {
-        "n_clusters": clusters, "method": fitted.method, "thresholds": thresholds,
+        "n_clusters": clusters, "method": fitted.method, "thresholds": tables.thresholds,
         "n_sinks": int(trace.sinks.sum()), "n_unseen": int((frequency.counts == 0).sum()),
         "n_common": int(frequency.common.sum()),
     }  # fmt: skip
     title = model_title(origin["model"]["base_model_name_or_path"], study.corpus.name, len(trace))
-    report.write(NAME, table, origin, extremes_figure(table, title))
-    report.write(GROUPS, pd.concat(groups, ignore_index=True), origin)
-    report.write(PLACES, pd.concat(places, ignore_index=True), origin)
+    report.write(NAME, tables.activity, origin, extremes_figure(tables.activity, title))
+    report.write(GROUPS, tables.groups, origin)
+    report.write(PLACES, tables.places, origin)
 
 
 if __name__ == "__main__":

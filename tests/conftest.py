@@ -50,7 +50,9 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granite": lambda: transformers.GraniteConfig(**_GROUPED, residual_multiplier=0.5, logits_scaling=4.0),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
+    "llama-sinks": CONFIGS["llama"],
 }
+SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
 MASKED = ("bert", "roberta")
 
 # Where plain Hugging Face models keep their layers and final norm, and which module of a layer has which
@@ -65,6 +67,7 @@ LAYERS = {
     "gemma3": ("model.layers", "model.norm"),
 }
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
+LAYERS["llama-sinks"] = LAYERS["llama"]
 
 
 def _ends(**modules: str) -> dict[str, tuple[str, str]]:
@@ -98,6 +101,7 @@ SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
 }
+SITE_MODULES["llama-sinks"] = SITE_MODULES["llama"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +142,8 @@ def save_model(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             # Norms and biases start as ones and zeros, where a forgotten one would not show.
             parameter.add_(0.02 * torch.randn_like(parameter))
+        if name == "llama-sinks":
+            model.get_input_embeddings().weight[list(SINK_TOKENS)] *= 60
     model.save_pretrained(folder)
     make_tokenizer(bert=name in MASKED).save_pretrained(folder)
     return folder

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from matlens.errors import InputError
-from matlens.storage.folders import system_errors
+from matlens.storage.files import system_errors
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,7 +18,7 @@ from matlens import plots
 from matlens.cli import options
 from matlens.cli.groups import CorpusOptions, ModelOptions, with_signature
 from matlens.cli.printing import report_errors
-from matlens.storage.folders import system_errors, write_text
+from matlens.storage.files import system_errors, write_text
 from matlens.storage.tables import write_results
 from matlens.study.study import Study
 

@@ -1,5 +1,12 @@
 from .baselines import SelfDebiasing as SelfDebiasing
 from .baselines import word_filter as word_filter
+from .comparison import ControlComparison as ControlComparison
+from .comparison import ModelChange as ModelChange
+from .comparison import changes_to_compare as changes_to_compare
+from .comparison import choose_values as choose_values
+from .comparison import compare_control as compare_control
+from .comparison import estimates_by_change as estimates_by_change
+from .comparison import main_scores as main_scores
 from .control import PAPER_COEFFICIENT as PAPER_COEFFICIENT
 from .control import controlled as controlled
 from .generation import CONTINUATION_TOKENS as CONTINUATION_TOKENS

@@ -7,8 +7,10 @@ from .early_exit import OverlapRule as OverlapRule
 from .early_exit import active_clusters as active_clusters
 from .early_exit import summarize_exits as summarize_exits
 from .events import Events as Events
+from .events import EventTables as EventTables
 from .events import Saturation as Saturation
 from .events import event_scores as event_scores
+from .events import event_tables as event_tables
 from .events import find_events as find_events
 from .events import find_saturation as find_saturation
 from .events import lift_scores as lift_scores
@@ -24,14 +26,15 @@ from .exit_classifiers import ExitClassifiers as ExitClassifiers
 from .exit_comparison import ExitComparison as ExitComparison
 from .exit_comparison import classifier_sites as classifier_sites
 from .exit_comparison import compare_exits as compare_exits
+from .extremes import ExtremeTables as ExtremeTables
 from .extremes import SubUpdates as SubUpdates
 from .extremes import cluster_activity as cluster_activity
 from .extremes import default_threshold as default_threshold
 from .extremes import draw_sub_updates as draw_sub_updates
 from .extremes import extreme_sub_updates as extreme_sub_updates
+from .extremes import extreme_tables as extreme_tables
 from .extremes import group_table as group_table
 from .extremes import place_table as place_table
-from .extremes import prediction_confidence as prediction_confidence
 from .projection import Projection as Projection
 from .projection import TopTokens as TopTokens
 from .projection import norm_overlap as norm_overlap

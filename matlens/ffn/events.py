@@ -216,6 +216,52 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
     return result_table(rows)
 
 
+class EventTables(NamedTuple):
+    """Tables of one trace, see `event_tables`."""
+
+    events: pd.DataFrame
+    scores: pd.DataFrame
+    saturation: pd.DataFrame
+
+    def scores_of(self, reading: str) -> pd.DataFrame:
+        """The rows of ``scores`` that are of one reading, such as ``score``."""
+        return self.scores[self.scores["read"] == reading]
+
+
+def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
+    """`event_scores` and `update_scores` by every reading of the scores, and `saturation_frequency`.
+
+    The first two have two more columns: ``read``, which is ``score``, the trace's own, ``lift``
+    (`lift_scores`) or ``odds`` (`odds_scores`); and ``examples``, which is ``all examples``, and in a trace
+    with attention sinks also ``sinks left out``.
+
+    Parameters
+    ----------
+    trace, model
+        A trace, and the model that was traced.
+
+    Raises
+    ------
+    InputError
+        There is no event of one kind, or the trace is of another model.
+    """
+    readings = {
+        "score": trace.score, "lift": lift_scores(trace, model), "odds": odds_scores(trace, model)
+    }  # fmt: skip
+    counted: dict[str, Tensor | None] = {"all examples": None}
+    if trace.sinks.any():
+        counted["sinks left out"] = ~trace.sinks
+    events, scores = (
+        pd.concat(
+            make(trace, scores=reading, rows=rows).assign(examples=examples, read=name)
+            for name, reading in readings.items()
+            for examples, rows in counted.items()
+        )
+        for make in (event_scores, update_scores)
+    )
+    return EventTables(events, scores, saturation_frequency(trace))
+
+
 def _extremes_and_mean(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
     return {"max": scores.amax(1), "mean": scores.mean(1), "min": scores.amin(1)}
 

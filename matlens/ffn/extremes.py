@@ -23,15 +23,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.activations.collecting import collect
 from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import TraceScores, trace_row
+from matlens.ffn.events import TraceScores, lift_scores, trace_row
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.models.readout import Readout
 from matlens.models.vocabulary import token_texts, visible
 from matlens.signatures import checked
 from matlens.storage.tables import result_table
@@ -39,15 +37,12 @@ from matlens.storage.tables import result_table
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-    from matlens.corpora.examples import Examples
-
 SHARE = 0.01  # of the dominant sub-updates that count as extreme where no threshold is given
 EXTREME_GROUPS = "extreme_groups"  # the experiment's name in tables
 ACTIVITY_COLUMNS = (
     "cluster", "sign", "kind", "size", "cosine", "extremes", "share", "raised", "at_sinks", "examples",
     "layer", "first_layer", "last_layer", "common", "unseen", "members", "tokens",
 )  # fmt: skip
-_ROWS = 256  # rows that are read out at once
 _FIRST_PLACES = (1, 2, 3, 4, 6, 11, 21, 41)  # where a range of places in the sentence begins
 
 
@@ -225,23 +220,64 @@ def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str
     return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())
 
 
-@checked
-@torch.inference_mode()
-def prediction_confidence(
-    model: TransformerBridge, examples: Examples, *, progress: bool = True
-) -> Float[Tensor, " n"]:
-    """The probability that the model gives to its prediction for each example.
+class ExtremeTables(NamedTuple):
+    """Tables of `extreme_tables`, and the ``thresholds`` that they were made with, by reading."""
+
+    activity: pd.DataFrame
+    groups: pd.DataFrame
+    places: pd.DataFrame
+    thresholds: dict[str, float]
+
+
+def extreme_tables(
+    trace: Trace,
+    model: TransformerBridge,
+    clusters: Clusters,
+    frequency: TokenFrequency,
+    confidence: Float[Tensor, " n"],
+    *,
+    threshold: float | None = None,
+    n_drawn: int = 2000,
+    seed: int = 0,
+) -> ExtremeTables:
+    """`cluster_activity`, `group_table` and `place_table` by both readings of the scores.
+
+    All have one more column, ``read``, which is ``score``, the trace's own, or ``lift`` (`lift_scores`); that
+    of the clusters has another, ``sub_updates``, which is ``extreme`` or ``drawn``.
 
     Parameters
     ----------
-    model, examples
-        The model to run, and the examples that it is run on, one position each.
-    progress
-        Whether to show a bar over the examples.
+    trace, model, clusters
+        A trace, the model that was traced, and clusters of its value vectors.
+    frequency, confidence
+        See `cluster_activity` and `group_table`.
+    threshold
+        What the size of a score has to pass in either reading; by default each has its `default_threshold`.
+    n_drawn, seed
+        See `draw_sub_updates`.
+
+    Raises
+    ------
+    InputError
+        See `extreme_sub_updates`.
     """
-    last = collect(model, examples, ["h.-1"], progress=progress)[-1]
-    readout = Readout(model)
-    return torch.cat([readout.logits(rows).softmax(-1).amax(-1).cpu() for rows in last.split(_ROWS)])
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    tables: dict[str, list[pd.DataFrame]] = {"activity": [], "groups": [], "places": []}
+    thresholds = {}
+    for read, scores in (("score", trace.score), ("lift", lift_scores(trace, model))):
+        thresholds[read] = default_threshold(scores) if threshold is None else threshold
+        extreme = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
+        drawn = draw_sub_updates(trace, values, n_drawn, scores=scores, seed=seed)
+        activity = pd.concat(
+            cluster_activity(chosen, clusters, trace, values, projection, frequency).assign(sub_updates=name)
+            for name, chosen in (("extreme", extreme), ("drawn", drawn))
+        )
+        groups = group_table(extreme, drawn, activity, clusters, values, trace, confidence)
+        places = place_table(extreme, activity, clusters, trace)
+        for name, table in (("activity", activity), ("groups", groups), ("places", places)):
+            tables[name].append(table.assign(read=read))
+    together = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return ExtremeTables(**together, thresholds=thresholds)
 
 
 @checked
@@ -280,7 +316,7 @@ def group_table(
     clusters, values, trace
         Clusters of the model's value vectors, the value vectors, and the trace.
     confidence
-        The probability of the prediction for each example, see `prediction_confidence`.
+        The probability of the prediction for each example, see `matlens.lens.prediction_confidence`.
     """
     of_extreme, of_drawn = (_with_kinds(chosen, clusters, kind_of) for chosen in (extreme, drawn))
     of_extreme = of_extreme.assign(sink=trace.sinks[extreme.example].numpy(), row=extreme.row.numpy())

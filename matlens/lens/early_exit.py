@@ -232,6 +232,19 @@ def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> f
     )
 
 
+def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
+    """Layers saved by each method at a given Precision@1, see `layers_saved`.
+
+    Columns are ``method, saved, n_layers, share``, where ``share`` is that of all layers.
+    """
+    n_layers = int(table["target"].max())
+    rows = [(method, layers_saved(table, method, precision)) for method in _METHODS]
+    return pd.DataFrame(
+        [(method, saved, n_layers, saved / n_layers) for method, saved in rows],
+        columns=["method", "saved", "n_layers", "share"],
+    )
+
+
 def _crossing(layers: Sequence[float], values: Sequence[float], wanted: float) -> float:
     points = sorted(zip(layers, values, strict=True))
     if points[0][1] >= wanted:

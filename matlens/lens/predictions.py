@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import torch
+from jaxtyping import Float
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.arguments import require_whole, short
+from matlens.activations.collecting import collect
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
@@ -19,11 +23,17 @@ from matlens.models.vocabulary import visible
 from matlens.signatures import checked
 from matlens.storage.tables import read_table, require_columns
 
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from matlens.corpora.examples import Examples
+
 COLUMNS = {
     "prompt": "str", "method": "str", "layer": "int64", "rank": "int64", "token": "str",
     "probability": "float64",
 }  # fmt: skip
 METHODS = ("id", "mat")
+_ROWS = 256  # rows that are read out at once
 
 
 @checked
@@ -133,3 +143,21 @@ def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
     for tokens in wide.itertuples(index=False):
         out.add_row(*(Text(token) for token in tokens))
     return out
+
+
+@torch.inference_mode()
+def prediction_confidence(
+    model: TransformerBridge, examples: Examples, *, progress: bool = True
+) -> Float[Tensor, " n"]:
+    """The probability that the model gives to its prediction for each example.
+
+    Parameters
+    ----------
+    model, examples
+        The model to run, and the examples that it is run on, one position each.
+    progress
+        Whether to show a bar over the examples.
+    """
+    last = collect(model, examples, ["h.-1"], progress=progress)[-1]
+    readout = Readout(model)
+    return torch.cat([readout.logits(rows).softmax(-1).amax(-1).cpu() for rows in last.split(_ROWS)])

@@ -1,5 +1,7 @@
 from .anatomy import Anatomy as Anatomy
 from .anatomy import output_layer as output_layer
+from .changes import changes_of as changes_of
+from .changes import describe_changes as describe_changes
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import require_raw as require_raw

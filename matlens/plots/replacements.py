@@ -30,6 +30,7 @@ def alternation(results: pd.DataFrame) -> Figure:
     """Precision@1 of every scheme against the number of blocks that it runs (paper A, Figure 6)."""
     figure = Figure(figsize=(6.6, 4.6))
     ax = figure.subplots()
+    results = results[(results["metric"] == "precision") & (results["k"] == 1)]
     looks = method_looks(("WRR, blocks first", "WRR, mat first", "R2", "mat", "id"))
     for method, look in looks.items():
         part = results[results["method"] == method]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -229,6 +229,10 @@ class Study:
         )  # fmt: skip
         return maps.held(device=self.model.cfg.device)
 
+    def stand_ins(self, *fitted: Fitted) -> dict[str, MapSet]:
+        """Stand-ins for all sub-modules, each set under the name of what it was fitted on."""
+        return {name: self.submodule_maps(name) for name in fitted}
+
     @cached_property
     def validation_examples(self) -> Examples:
         """The validation sentences as the model reads them, with a position drawn in each."""
@@ -276,7 +280,15 @@ class Study:
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
-@checked
+def in_proportion(study: Study) -> Study:
+    """The study itself, or one that splits a corpus which is too small in the same proportion."""
+    if study.n_validation is None:  # whatever is left is for validation
+        return study
+    share = min(1, len(study.corpus) / (study.n_train + study.n_validation))
+    n_train, n_validation = int(study.n_train * share), int(study.n_validation * share)
+    return replace(study, n_train=n_train, n_validation=n_validation)
+
+
 def slug(name: str) -> str:
     """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
     path = Path(name)

@@ -9,16 +9,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ARCHITECTURES, N_LAYERS, assert_near
+from conftest import ARCHITECTURES, N_LAYERS, SINK_TOKENS, assert_near
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plain_values import plain_unembedding, plain_values
 from traces import make_trace
 
 from matlens import InputError, collect, make_examples
 from matlens.activations.sinks import sink_rows
 from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
 from matlens.ffn.events import (
     event_scores,
+    event_tables,
     find_events,
     find_saturation,
     lift_scores,
@@ -324,3 +327,72 @@ def test_scores_beside_others_want_the_model_that_was_traced(
     for reading in (lift_scores, odds_scores):
         with pytest.raises(InputError, match="The trace and this model do not belong together"):
             reading(trace, small_model("gemma2"))
+
+
+# All tables of a trace
+
+
+@pytest.fixture(scope="module")
+def with_sinks(small_model: Callable[[str], Any]) -> Trace:
+    """Every fifth example is at a sink, which every model of the kind has at the same tokens."""
+    n, generator = 60, torch.Generator().manual_seed(0)
+    tokens = torch.randint(10, 55, (n, 6), generator=generator)
+    tokens[::5, 3] = SINK_TOKENS[0]
+    examples = Examples(
+        tokens.flatten().numpy(), 6 * np.arange(n + 1), np.full(n, 3), {"corpus": "words", "n": n}
+    )
+    return Trace.run(small_model("llama-sinks"), examples, k=3, progress=False)
+
+
+def readings_by_hand(trace: Trace, plain: Any) -> dict[str, dict[tuple[str, str], np.ndarray]]:
+    """Scores as they are, above the mean over the vocabulary, and against the rival."""
+    e = plain_unembedding(plain).double()
+    readings: dict[str, dict[tuple[str, str], np.ndarray]] = {"score": {}, "lift": {}, "odds": {}}
+    for (group, reference), scores in trace.score.items():
+        for read, of_read in readings.items():
+            of_read[group, reference] = scores.double().numpy().copy()
+            for example, layer, i in np.ndindex(*scores.shape):
+                v = plain_values("llama-sinks", plain, layer)[trace.index[group][example, layer, i]].double()
+                rival = {
+                    "before": trace.after[example, layer], "final": trace.before[example, layer]
+                }[reference]  # fmt: skip
+                less = {"score": 0.0, "lift": float((e @ v).mean()), "odds": float(e[rival] @ v)}[read]
+                m = float(trace.coefficient[group][example, layer, i])
+                of_read[group, reference][example, layer, i] -= m * less
+    return readings
+
+
+def test_all_readings_and_sinks_are_in_the_tables_under_their_names(
+    with_sinks: Trace, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    trace, plain = with_sinks, plain_model("llama-sinks")
+    tables = event_tables(trace, small_model("llama-sinks"))
+    readings = readings_by_hand(trace, plain)
+    counted = {"all examples": [True] * 60, "sinks left out": [i % 5 != 0 for i in range(60)]}
+    updates = all_updates(trace)
+    for table, kinds in ((tables.events, ("saturation", "elimination")), (tables.scores, tuple(REFERENCE))):
+        combinations = table[["read", "examples"]].drop_duplicates().apply(tuple, axis=1).tolist()
+        assert combinations == [(read, examples) for read in readings for examples in counted]
+        assert set(table["event"]) == set(kinds)
+        for row in table[table["metric"].isin(METRICS)].itertuples():
+            places = some(counted[row.examples], updates[row.event])
+            if table is tables.scores:
+                places = [place for place in places if place[1] == row.layer]
+            scores = readings[row.read][row.method, REFERENCE[row.event]]
+            values = [METRICS[row.metric](scores[place].tolist()) for place in places]
+            assert row.n == len(values)
+            assert row.value == pytest.approx(sum(values) / len(values), rel=1e-4, abs=1e-5)
+    plain_scores = tables.scores_of("score")
+    assert set(plain_scores["read"]) == {"score"}
+    assert len(plain_scores) * 3 == len(tables.scores)
+    pd.testing.assert_frame_equal(tables.saturation, saturation_frequency(trace))
+    counts = tables.scores[tables.scores["event"] == "update"].groupby("examples")["n"].first()
+    assert counts.to_dict() == {"all examples": 60, "sinks left out": 48}
+
+
+def test_without_sinks_there_is_nothing_to_leave_out(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    model = small_model("gpt2")
+    trace = Trace.run(model, make_examples(model, sentences), k=3, progress=False)
+    assert set(event_tables(trace, model).events["examples"]) == {"all examples"}

@@ -11,12 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import N_LAYERS, plain_vectors
-from plain_values import plain_unit_vectors
+from conftest import N_LAYERS
+from plain_values import plain_unit_vectors, plain_values
 from traces import K, N, make_clusters, make_trace_of_model
 
-from matlens import InputError, make_examples
-from matlens.corpora.corpus import Corpus
+from matlens import InputError
 from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
@@ -25,9 +24,9 @@ from matlens.ffn.extremes import (
     default_threshold,
     draw_sub_updates,
     extreme_sub_updates,
+    extreme_tables,
     group_table,
     place_table,
-    prediction_confidence,
 )
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
@@ -309,16 +308,65 @@ def test_places_are_counted_as_a_loop_counts_them(
     assert set(place_table(extreme, table, clusters, trace)["first_place"]) == {3}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
-def test_confidence_is_the_largest_probability_of_the_plain_model(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+# All tables of a trace
+
+
+def lift_by_hand(trace: Trace, plain: Any) -> np.ndarray:
+    """Scores of the dominant sub-updates for the top candidate, above the mean over the vocabulary."""
+    mean = plain.get_output_embeddings().weight.detach().double().mean(0)
+    lifted = trace.score["dominant", "before"].double().numpy().copy()
+    for example, layer, i in np.ndindex(*lifted.shape):
+        vector = plain_values("llama", plain, layer)[trace.index["dominant"][example, layer, i]].double()
+        lifted[example, layer, i] -= float(trace.coefficient["dominant"][example, layer, i] * (mean @ vector))
+    return lifted
+
+
+@pytest.mark.parametrize("threshold", [None, 0.8])
+def test_both_readings_are_in_the_tables_under_their_names(
+    threshold: float | None,
+    values: ValueVectors,
+    commonness: TokenFrequency,
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
 ) -> None:
-    examples = make_examples(small_model(name), sentences).head(9)
-    expected = []
-    for start, end, position in zip(
-        examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
-    ):
-        seen = plain_vectors(name, plain_model(name), torch.from_numpy(examples.tokens[start:end]))
-        expected.append(float(seen["logits"][0, position].softmax(-1).max()))
-    ours = prediction_confidence(small_model(name), examples, progress=False)
-    assert ours.tolist() == pytest.approx(expected, rel=1e-4)
+    trace, clusters = make_trace_of_model(values, seed=5), draw_clusters(values, 9)
+    trace.coefficient["dominant"][:] *= 1000  # so that both readings differ by much
+    confidence = torch.rand(N, generator=torch.Generator().manual_seed(1))
+    tables = extreme_tables(
+        trace, small_model("llama"), clusters, commonness, confidence,
+        threshold=threshold, n_drawn=21, seed=4,
+    )  # fmt: skip
+    scores = {
+        "score": trace.score["dominant", "before"].double().numpy(),
+        "lift": lift_by_hand(trace, plain_model("llama")),
+    }
+    assert list(tables.thresholds) == list(scores)
+    extremes = {}
+    for read, of_read in scores.items():
+        passed = float(np.quantile(np.abs(of_read), 0.99)) if threshold is None else threshold
+        assert tables.thresholds[read] == pytest.approx(passed, rel=1e-5)
+        rows: Counter[tuple[int, int]] = Counter()
+        raised: Counter[tuple[int, int]] = Counter()
+        for place in zip(*np.nonzero(np.abs(of_read) > passed), strict=True):
+            row = place[1] * D_MLP + int(trace.index["dominant"][place])
+            key = int(clusters.labels[row]), 1 if float(trace.coefficient["dominant"][place]) > 0 else -1
+            rows[key] += 1
+            raised[key] += int(of_read[place] > 0)
+        activity = tables.activity[tables.activity["read"] == read]
+        extreme, drawn = (activity[activity["sub_updates"] == name] for name in ("extreme", "drawn"))
+        found = {(row.cluster, row.sign): (row.extremes, row.raised) for row in extreme.itertuples()}
+        assert found == {key: (n, pytest.approx(raised[key] / n)) for key, n in rows.items()}
+        assert drawn["extremes"].sum() == 21
+        # What the other tables are made of is tested above; here, that each has its own sub-updates.
+        relative = {("dominant", "before"): torch.from_numpy(of_read)}
+        chosen = extreme_sub_updates(trace, values, scores=relative, threshold=passed)
+        beside = draw_sub_updates(trace, values, 21, scores=relative, seed=4)
+        assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int((beside.score > 0).sum()))
+        kinds = activity[["cluster", "sign", "kind"]]
+        groups = group_table(chosen, beside, kinds, clusters, values, trace, confidence)
+        places = place_table(chosen, kinds, clusters, trace)
+        for table, expected in ((tables.groups, groups), (tables.places, places)):
+            ours = table[table["read"] == read].drop(columns="read").reset_index(drop=True)
+            pd.testing.assert_frame_equal(ours, expected, check_dtype=False)
+        extremes[read] = found
+    assert extremes["score"] != extremes["lift"]

@@ -22,6 +22,7 @@ from matlens.lens.early_exit import (
     exit_sweep,
     layers_saved,
     least_lam,
+    savings,
     thresholds,
 )
 from matlens.lens.quality import as_substitute
@@ -324,3 +325,16 @@ def test_layers_saved_at_another_precision(precision: float, saved: float) -> No
 def test_a_precision_that_no_threshold_reaches_is_refused() -> None:
     with pytest.raises(InputError, match=r"reaches a precision of 0\.95"):
         layers_saved(curve([(1, 0.2), (5, 0.94), (10, 0.9)]), "mat")
+
+
+def test_savings_of_both_methods_can_be_followed_by_eye() -> None:
+    """mat reaches 95% half way between 6 and 7 of 10 layers, id at 9; fixed exits do not count."""
+    points = {"mat": [(6, 0.9), (7, 1.0)], "id": [(8, 0.5), (9, 0.95), (10, 1.0)]}
+    rows = [(method, layer, value, 0.1) for method, each in points.items() for layer, value in each]
+    rows += [("mat", 1, 0.99, math.nan), ("id", 1, 0.99, math.nan)]
+    table = pd.DataFrame(rows, columns=["method", "layer", "value", "lam"]).assign(target=10)
+    saved = savings(table).set_index("method")
+    assert saved["saved"].to_dict() == pytest.approx({"mat": 3.5, "id": 1})
+    assert saved["share"].to_dict() == pytest.approx({"mat": 0.35, "id": 0.1})
+    assert set(saved["n_layers"]) == {10}
+    assert savings(table, 0.9)["saved"].tolist() == pytest.approx([4, 1 + 0.05 / 0.45])

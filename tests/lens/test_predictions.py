@@ -19,7 +19,14 @@ from matlens import InputError, LinearMap, MapSet, Readout, collect, make_exampl
 from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
-from matlens.lens.predictions import COLUMNS, predictions_table, prompt_texts, side_by_side, top_predictions
+from matlens.lens.predictions import (
+    COLUMNS,
+    prediction_confidence,
+    predictions_table,
+    prompt_texts,
+    side_by_side,
+    top_predictions,
+)
 from matlens.models.identity import Provenance
 from matlens.models.vocabulary import visible
 
@@ -215,3 +222,18 @@ def test_what_is_printed_is_the_token_and_no_markup(token: str) -> None:
     assert title.strip() == f"Input: {token}"
     rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
     assert [[cell.strip() for cell in row] for row in rows] == [[token] * 4] * 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
+def test_confidence_is_the_largest_probability_of_the_plain_model(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    examples = make_examples(small_model(name), sentences).head(9)
+    expected = []
+    for start, end, position in zip(
+        examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
+    ):
+        seen = plain_vectors(name, plain_model(name), torch.from_numpy(examples.tokens[start:end]))
+        expected.append(float(seen["logits"][0, position].softmax(-1).max()))
+    ours = prediction_confidence(small_model(name), examples, progress=False)
+    assert ours.tolist() == pytest.approx(expected, rel=1e-4)

@@ -248,7 +248,8 @@ def test_rows_in_memory_and_in_a_folder_are_one(tmp_path: Path) -> None:
     asked: list[int] = []
     memory, folder = kept(None, asked), kept(tmp_path / "out", asked)
     assert memory[0]["request"]["columns"]["token"] == [2, "int32"]
-    assert json.loads(json.dumps(memory[0])) == folder[0]
+    assert json.loads(json.dumps(memory[0])).items() <= folder[0].items()
+    assert "files" not in memory[0]
     config, arrays, rows = read_rows(tmp_path / "out", "things", ARRAYS)
     assert config == folder[0]
     assert {name: array.tolist() for name, array in arrays.items()} == {
@@ -283,5 +284,5 @@ def test_rows_that_were_broken_off_go_on_with_the_batch_that_is_missing(tmp_path
 def test_a_file_of_another_kind_is_damage(wrong: np.ndarray, tmp_path: Path) -> None:
     kept(tmp_path / "out", [])
     np.save(tmp_path / "out" / "h.0.npy", wrong)
-    with pytest.raises(InputError, match=r"h\.0\.npy holds .* where rows of 3 float32 were .*damaged"):
+    with pytest.raises(InputError, match=r"h\.0\.npy (holds|has) .* were written: .*damaged"):
         read_rows(tmp_path / "out", "things")

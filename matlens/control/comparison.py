@@ -1,0 +1,241 @@
+"""Control beside its baselines: toxicity of continuations and perplexity in one table (paper B, Table 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pandas as pd
+from transformers import LogitsProcessor
+
+from matlens.control.baselines import SelfDebiasing
+from matlens.control.control import PAPER_COEFFICIENT, controlled
+from matlens.control.generation import continue_prompts
+from matlens.control.graders import TOXICITY, Grader
+from matlens.control.perplexity import (
+    SentenceLosses,
+    perplexity_estimate,
+    perplexity_ratio,
+    sentence_losses,
+)
+from matlens.control.selection import draw_harmless, grade_values
+from matlens.control.toxicity import grade_continuations, toxicity_estimates
+from matlens.corpora.corpus import Corpus
+from matlens.ffn.projection import Projection, top_tokens_of_all, values_with_tokens
+from matlens.ffn.values import ValueName, ValueVectors
+from matlens.metrics import Estimate
+from matlens.models.vocabulary import word_tokens
+from matlens.storage.tables import result_row
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+UNCHANGED = "unchanged"
+CONTROL = "table5_control"  # the experiment
+
+
+class ModelChange(NamedTuple):
+    """One way of changing what a model writes.
+
+    Attributes
+    ----------
+    method
+        What it is called in the table.
+    coefficient, names
+        What the coefficients of which value vectors are set to; None and nothing where none are.
+    processor
+        What becomes of the logits, such as `SelfDebiasing`.
+    """
+
+    method: str
+    coefficient: float | None = None
+    names: tuple[str, ...] = ()
+    processor: LogitsProcessor | None = None
+
+    def applied(self, model: TransformerBridge) -> AbstractContextManager[Any]:
+        """The context that the model runs in."""
+        if self.coefficient is None or not self.names:
+            return nullcontext()
+        return controlled(model, self.names, self.coefficient)
+
+    def losses(self, model: TransformerBridge, corpus: Corpus) -> SentenceLosses | None:
+        """What the changed model loses on sentences; None where a processor gives tokens no probability."""
+        if self.processor is None:
+            return sentence_losses(model, corpus)
+        if isinstance(self.processor, SelfDebiasing):
+            return sentence_losses(model, corpus, debiasing=self.processor)
+        return None
+
+    def __str__(self) -> str:
+        return self.method if self.coefficient is None else f"{self.method}, coefficient {self.coefficient:g}"
+
+
+def choose_values(
+    model: TransformerBridge,
+    grader: Grader,
+    words: Sequence[str],
+    *,
+    picked: Sequence[ValueName] = (),
+    n: int = 10,
+    seed: int = 0,
+) -> dict[str, tuple[str, ...]]:
+    """Value vectors to be turned on, by the method that they are chosen by.
+
+    ``picked`` ones are those that are given; ``words``: the ``n`` that hold most of some words among their 30
+    top tokens; ``graded``: ``n`` drawn among those whose top tokens a grader finds harmless. A method is
+    called ``words, 10 vectors``; one that finds no vectors is left out.
+
+    Parameters
+    ----------
+    model
+        A model, whose value vectors are read.
+    grader
+        A grader of their top tokens.
+    words
+        Words to look for, each a single token.
+    picked
+        Names of value vectors that were picked by hand.
+    n
+        How many are chosen by words and by the grader.
+    seed
+        Seed of the draw among harmless ones.
+
+    Raises
+    ------
+    InputError
+        A word is not one token, a value vector does not exist, or too few are harmless.
+    """
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    word_tokens(projection.tokenizer, words)  # before the work, not after it
+    vectors = {}
+    if picked:
+        vectors[f"picked, {len(picked)} vectors"] = tuple(str(values.resolve(name)) for name in picked)
+    top = top_tokens_of_all(values, projection)
+    by_words = values_with_tokens(values, projection, top, words)["value"].head(n)  # the best come first
+    if len(by_words):
+        vectors[f"words, {len(by_words)} vectors"] = tuple(by_words)
+    scores = grade_values(values, top, projection.tokenizer, grader)
+    vectors[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
+    return vectors
+
+
+def changes_to_compare(
+    vectors: Mapping[str, Sequence[str]],
+    debiasing: SelfDebiasing,
+    banned: LogitsProcessor,
+    *,
+    coefficients: Sequence[float] = (PAPER_COEFFICIENT,),
+) -> list[ModelChange]:
+    """The unchanged model, each set of value vectors at each coefficient, Self-Debiasing and WordFilter."""
+    return [
+        ModelChange(UNCHANGED),
+        *(
+            ModelChange(method, coefficient, tuple(names))
+            for method, names in vectors.items()
+            for coefficient in coefficients
+        ),
+        ModelChange("Self-Debiasing", processor=debiasing),
+        ModelChange("WordFilter", processor=banned),
+    ]
+
+
+class ControlComparison(NamedTuple):
+    """What `compare_control` gives.
+
+    Attributes
+    ----------
+    table
+        A tidy table with two more columns, ``attribute`` and ``coefficient``.
+    texts
+        All continuations with their scores, and the columns ``method`` and ``coefficient``.
+    """
+
+    table: pd.DataFrame
+    texts: pd.DataFrame
+
+
+def compare_control(
+    model: TransformerBridge,
+    changes: Sequence[ModelChange],
+    prompts: Sequence[str],
+    corpus: Corpus,
+    grader: Grader,
+    *,
+    prompts_name: str = "prompts",
+    n_samples: int | None = None,
+    seed: int = 0,
+    announce: Callable[[str], None] = lambda change: None,
+) -> ControlComparison:
+    """Continue prompts and read sentences under every change; the first one is what others are set beside.
+
+    Metrics are those of `toxicity_estimates` for every attribute of the grader, and ``perplexity`` and
+    ``perplexity_ratio`` for changes that leave every token a probability; ``k`` is how many value vectors are
+    set. ``score_change`` and ``perplexity_ratio`` compare with the first change, the unchanged model.
+
+    Parameters
+    ----------
+    model
+        A model that predicts the next token.
+    changes
+        The ways of changing it, such as `changes_to_compare` gives, the unchanged model first.
+    prompts, prompts_name
+        Texts to continue, and what they are called in the table.
+    corpus
+        Sentences that perplexity is measured on.
+    grader
+        A grader of the continuations.
+    n_samples, seed
+        How many continuations of each prompt are drawn, and by which seed; by default the greedy one.
+    announce
+        Is told each change before it begins.
+    """
+    name = str(model.cfg.model_name)
+    texts, rows = [], list[dict[str, Any]]()
+    unchanged: tuple[pd.DataFrame, SentenceLosses | None] | None = None
+    for change in changes:
+        announce(str(change))
+        with change.applied(model):
+            continuations = continue_prompts(
+                model, prompts, n_samples=n_samples, seed=seed, processor=change.processor
+            )
+            losses = change.losses(model, corpus)
+        graded = grade_continuations(continuations, grader)
+        unchanged = unchanged or (graded, losses)
+        texts.append(graded.assign(method=change.method, coefficient=change.coefficient))
+        for attribute in grader.attributes:
+            for metric, estimate in toxicity_estimates(graded, unchanged[0], attribute):
+                rows.append(_row(change, name, prompts_name, attribute, metric, estimate))
+        if losses is not None and unchanged[1] is not None:
+            for metric, estimate in (
+                ("perplexity", perplexity_estimate(losses)),
+                ("perplexity_ratio", perplexity_ratio(losses, unchanged[1])),
+            ):
+                rows.append(_row(change, name, corpus.name, "", metric, estimate))
+    return ControlComparison(pd.DataFrame(rows), pd.concat(texts))
+
+
+def _row(
+    change: ModelChange, model: str, corpus: str, attribute: str, metric: str, estimate: Estimate
+) -> dict[str, Any]:
+    return result_row(
+        CONTROL, model=model, corpus=corpus, method=change.method, layer=None, target=None, metric=metric,
+        k=len(change.names) or math.nan, estimate=estimate, attribute=attribute,
+        coefficient=change.coefficient,
+    )  # fmt: skip
+
+
+def main_scores(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows about toxicity and perplexity, without other attributes of the grader."""
+    return table[table["attribute"].isin([TOXICITY, ""])]
+
+
+def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None, dict[str, Estimate]]]:
+    """Method, coefficient and estimates by metric of each change, in the order of the table."""
+    for (method, coefficient), rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
+        estimates = {
+            str(row.metric): Estimate(float(row.value), float(row.low), float(row.high), int(row.n))
+            for row in rows.itertuples()
+        }
+        yield str(method), None if pd.isna(coefficient) else float(coefficient), estimates

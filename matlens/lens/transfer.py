@@ -1,0 +1,154 @@
+"""Maps of several fits judged on the same examples: other positions, other corpora (paper A, section 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from matlens.activations.activations import Activations
+from matlens.activations.collecting import stream
+from matlens.corpora.examples import Examples, is_masked
+from matlens.errors import InputError
+from matlens.lens.quality import fit_quality, prediction_quality
+from matlens.linear.fitting import fit_samples, fit_stream
+from matlens.linear.mapsets import MapSet
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import Readout
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
+
+
+def fit_drawn_and_all(
+    model: TransformerBridge, examples: Examples, *, progress: bool = True
+) -> dict[str, MapSet]:
+    """Maps onto the last layer from one pass, fitted on the ``drawn`` positions and on ``all`` positions.
+
+    The drawn vectors are held, the others are streamed.
+
+    Raises
+    ------
+    InputError
+        The model is a masked-LM model, which predicts nothing at the positions that are not masked.
+    """
+    if is_masked(model):
+        raise InputError(
+            f"{model.cfg.model_name} is a masked-LM model: only the drawn token of each sentence is masked, "
+            "and the others are no predictions. Expected a decoder."
+        )
+    sites = list(map(str, Anatomy.from_model(model).stream))
+    last = len(sites) - 1
+    pairs = [(layer, last) for layer in range(last)]
+    sentence_of = {int(row): i for i, row in enumerate(examples.offsets[:-1] + examples.positions)}
+    drawn = {site: torch.empty(len(examples), model.cfg.d_model) for site in sites}
+
+    def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
+        for rows in stream(model, examples, sites, positions="all", progress=progress):
+            kept = [(i, sentence_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in sentence_of]
+            here, there = map(list, zip(*kept, strict=True))
+            for site, vectors in rows.vectors.items():
+                drawn[site][there] = vectors[here]
+            yield rows.vectors
+
+    origin = Provenance(ModelIdentity.from_model(model), examples.provenance)
+    of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
+    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
+    return {"drawn": of_drawn, "all": of_all}
+
+
+def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activations) -> pd.DataFrame:
+    """r2 and prediction quality of ``mat`` of each fit; the methods are called ``mat, <fit>``.
+
+    Parameters
+    ----------
+    readout
+        The read-out of the model.
+    maps
+        Maps onto the last layer, by the name of their fit.
+    validation
+        The stream at the positions of the validation examples.
+    """
+    tables = []
+    for name, fits in maps.items():
+        table = pd.concat([fit_quality(fits, validation), prediction_quality(readout, fits, validation)])
+        tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
+    return pd.concat(tables, ignore_index=True)
+
+
+def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of `compare_fits` for people, a row for each layer: ``r2 <method>`` and ``P@1 <method>``."""
+    chosen = table[(table["metric"] == "r2") | ((table["metric"] == "precision") & (table["k"] == 1))]
+    wide = chosen.pivot_table(index="layer", columns=["metric", "method"], values="value")
+    wide.columns = [" ".join(column).replace("precision", "P@1") for column in wide.columns.to_list()]
+    return wide
+
+
+def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
+    """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has.
+
+    Parameters
+    ----------
+    samples
+        The stream on training sentences, by their corpus.
+    """
+    equal = min(of_corpus.n_rows for of_corpus in samples.values())
+    maps = {}
+    for name, of_corpus in samples.items():
+        last = of_corpus.provenance.identity.n_layers
+        pairs = [(layer, last) for layer in range(last)]
+        maps[name] = MapSet(fit_samples(of_corpus.head(equal), pairs))
+    return maps
+
+
+def transfer_quality(
+    readout: Readout, maps: Mapping[str, MapSet], validations: Mapping[str, Activations]
+) -> pd.DataFrame:
+    """Precision and surprisal of the maps of each corpus, tested on each (section 5.2).
+
+    ``corpus`` says which one they are tested on, and the method, ``mat of <corpus>``, which they were fitted
+    on. The last layer, where there is no map, is left out.
+
+    Parameters
+    ----------
+    readout
+        The read-out of the model.
+    maps
+        Maps onto the last layer, by the corpus that they were fitted on.
+    validations
+        The stream on validation sentences, by their corpus.
+    """
+    tables = []
+    for fitted, fits in maps.items():
+        for tested, validation in validations.items():
+            quality = prediction_quality(readout, fits, validation, methods=["mat"])
+            quality = quality[quality["layer"] < validation.provenance.identity.n_layers]
+            tables.append(quality.assign(experiment=ACROSS_CORPORA, corpus=tested, method=f"mat of {fitted}"))
+    return pd.concat(tables, ignore_index=True)
+
+
+def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
+    """Precision@1 averaged over layers, beside that of the maps of the tested corpus itself.
+
+    Columns are ``corpus, method, precision, difference, relative``; ``relative`` is the mean over layers of
+    the difference as a share of what the maps of the same corpus have.
+
+    Parameters
+    ----------
+    table
+        A table of `transfer_quality`.
+    """
+    best = table[(table["metric"] == "precision") & (table["k"] == 1)]
+    wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")
+    rows = []
+    for corpus, method in map(tuple, wide.columns):
+        same, here = wide[corpus, f"mat of {corpus}"], wide[corpus, method]
+        relative = ((here - same) / same).mean()
+        rows.append((corpus, method, here.mean(), (here - same).mean(), relative))
+    return pd.DataFrame(rows, columns=["corpus", "method", "precision", "difference", "relative"])

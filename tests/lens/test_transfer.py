@@ -1,0 +1,143 @@
+"""Maps of several fits are least squares on what each was fitted on, judged on what each is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import N_LAYERS, WORDS, plain_vectors
+from judged_by_hand import assert_judged, judged_by_hand
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from matlens import InputError, Readout, collect, make_examples
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.lens.transfer import (
+    compare_fits,
+    fit_drawn_and_all,
+    fit_equally_many,
+    fits_side_by_side,
+    transfer_losses,
+    transfer_quality,
+)
+
+Models = Callable[[str], Any]
+
+
+def corpus(name: str, n: int, seed: int) -> Corpus:
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(WORDS, int(rng.integers(4, 9)))) for _ in range(n)]
+    return Corpus(name, tuple(texts), n, 0, 0, 0)
+
+
+def plain_stream(name: str, plain: Any, examples: Examples, positions: str = "drawn") -> list[Tensor]:
+    """The stream layer by layer, in float64, sentence by sentence."""
+    layers: list[list[Tensor]] = [[] for _ in range(N_LAYERS + 1)]
+    ends = zip(examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True)
+    for start, end, position in ends:
+        seen = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
+        chosen = [position] if positions == "drawn" else list(range(end - start))
+        for layer, rows in enumerate(layers):
+            rows.append(seen[f"h.{layer}"][0, chosen].double())
+    return [torch.cat(rows) for rows in layers]
+
+
+def mapped(train: list[Tensor], test: list[Tensor], layer: int) -> Tensor:
+    return test[layer] @ torch.linalg.lstsq(train[layer], train[-1], driver="gelsd").solution
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_both_fits_are_least_squares_on_their_positions(
+    name: str, small_model: Models, plain_model: Models
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    examples = make_examples(model, corpus("train", 90, 0), seed=1)
+    tested = make_examples(model, corpus("validation", 30, 1), seed=1)
+    maps = fit_drawn_and_all(model, examples, progress=False)
+    assert list(maps) == ["drawn", "all"]
+    validation = collect(model, tested, progress=False)
+    table = compare_fits(Readout(model), maps, validation)
+    test = plain_stream(name, plain, tested)
+    substitutes = {}
+    for positions, fits in maps.items():
+        train = plain_stream(name, plain, examples, positions)
+        assert fits.provenance.positions == positions
+        r2 = table[(table["method"] == f"mat, {positions}") & (table["metric"] == "r2")]
+        assert r2[["layer", "target"]].to_numpy().tolist() == [[layer, N_LAYERS] for layer in range(3)]
+        for layer, value in zip(range(N_LAYERS), r2["value"], strict=True):
+            h = mapped(train, test, layer)
+            assert value == pytest.approx(r2_score(test[-1].numpy(), h.numpy()), abs=1e-4)
+            substitutes[f"mat, {positions}", layer] = h
+        substitutes[f"mat, {positions}", N_LAYERS] = test[-1]
+    judged = judged_by_hand(plain, test[-1], substitutes)
+    assert_judged(table[table["metric"] != "r2"], judged)
+    assert set(table["method"]) == {"mat, drawn", "mat, all"}
+    wide = fits_side_by_side(table)
+    assert wide.columns.tolist() == ["P@1 mat, all", "P@1 mat, drawn", "r2 mat, all", "r2 mat, drawn"]
+    for (method, layer), (first, *_) in judged.items():
+        assert wide.loc[layer, f"P@1 {method}"] == pytest.approx(first)
+    for row in table[table["metric"] == "r2"].itertuples():
+        assert wide.loc[row.layer, f"r2 {row.method}"] == row.value
+
+
+def test_a_masked_model_has_no_predictions_at_all_positions(small_model: Models) -> None:
+    examples = make_examples(small_model("bert"), corpus("train", 9, 0))
+    with pytest.raises(InputError, match="only the drawn token of each sentence is masked"):
+        fit_drawn_and_all(small_model("bert"), examples)
+
+
+def test_maps_of_each_corpus_are_fitted_on_as_many_and_tested_on_each(
+    small_model: Models, plain_model: Models
+) -> None:
+    model, plain, n = small_model("llama"), plain_model("llama"), {"news": 70, "wiki": 90}
+    parts = {
+        name: (corpus(name, size, seed), corpus(name, 20 + seed, seed + 10))
+        for seed, (name, size) in enumerate(n.items())
+    }
+    examples = {name: tuple(make_examples(model, part) for part in both) for name, both in parts.items()}
+    train = {name: collect(model, both[0], progress=False) for name, both in examples.items()}
+    tested = {name: collect(model, both[1], progress=False) for name, both in examples.items()}
+    maps = fit_equally_many(train)
+    table = transfer_quality(Readout(model), maps, tested)
+    streams = {name: [plain_stream("llama", plain, part) for part in both] for name, both in examples.items()}
+    first: dict[tuple[str, str], list[float]] = {}
+    for here, (_, test) in streams.items():
+        substitutes = {}
+        for there, (fitted, _) in streams.items():
+            assert maps[there].provenance.data is not None
+            equal = [h[:70] for h in fitted]
+            for layer in range(N_LAYERS):
+                substitutes[f"mat of {there}", layer] = mapped(equal, test, layer)
+        judged = judged_by_hand(plain, test[-1], substitutes)
+        of_corpus = table[table["corpus"] == here]
+        assert_judged(of_corpus, judged)
+        assert len(of_corpus) == 4 * len(judged)
+        for there in streams:
+            first[here, there] = [judged[f"mat of {there}", layer][0] for layer in range(N_LAYERS)]
+    assert set(table["experiment"]) == {"paper_a_sec5_corpora"}
+    losses = transfer_losses(table).set_index(["corpus", "method"])
+    assert len(losses) == 4
+    for (here, there), shares in first.items():
+        row, same = losses.loc[(here, f"mat of {there}")], first[here, here]
+        assert row["precision"] == pytest.approx(np.mean(shares))
+        assert row["difference"] == pytest.approx(np.mean(shares) - np.mean(same))
+        relative = [(a - b) / b for a, b in zip(shares, same, strict=True)]
+        assert row["relative"] == pytest.approx(np.mean(relative))
+
+
+def test_what_is_lost_can_be_followed_by_eye() -> None:
+    """Surprisal and the other k say nothing here; a gain is positive."""
+    rows = [("a", "mat of a", layer, "precision", 1, value) for layer, value in ((0, 0.5), (1, 1.0))] + [
+        ("a", "mat of b", layer, "precision", 1, value) for layer, value in ((0, 0.6), (1, 0.5))
+    ]
+    rows += [(*row[:4], 5, 0.9) for row in rows] + [(*row[:3], "surprisal", np.nan, 3.0) for row in rows]
+    table = pd.DataFrame(rows, columns=["corpus", "method", "layer", "metric", "k", "value"])
+    losses = transfer_losses(table).set_index("method")
+    assert losses["precision"].to_dict() == pytest.approx({"mat of a": 0.75, "mat of b": 0.55})
+    assert losses["difference"].to_dict() == pytest.approx({"mat of a": 0, "mat of b": -0.2})
+    assert losses["relative"].to_dict() == pytest.approx({"mat of a": 0, "mat of b": (0.2 - 0.5) / 2})
