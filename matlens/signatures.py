@@ -137,6 +137,8 @@ def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
             parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
         ):  # fmt: skip
             continue
+        if name in _CHECKED_BY_FUNCTIONS:
+            continue
         kind = _BY_NAME.get(name) or _kind(_evaluated(parameter.annotation, known))
         if kind is not None:
             kinds[name] = kind
@@ -294,6 +296,7 @@ _SIMPLE: dict[Any, Kind] = {
     bytes: Kind("bytes", lambda value: isinstance(value, bytes)),
     Path: _PATH,
 }
+_CHECKED_BY_FUNCTIONS = ("pairs", "prompts")  # in words of their own
 _BY_NAME = {
     "seed": Kind("a whole number from 0 to 2**63 - 1", _accepts(require_seed)),
     "tokenizer": Kind("a tokenizer, such as model.tokenizer", lambda value: hasattr(value, "decode")),

@@ -228,6 +228,7 @@ class EventTables(NamedTuple):
         return self.scores[self.scores["read"] == reading]
 
 
+@checked
 def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
     """`event_scores` and `update_scores` by every reading of the scores, and `saturation_frequency`.
 

@@ -229,6 +229,7 @@ class ExtremeTables(NamedTuple):
     thresholds: dict[str, float]
 
 
+@checked
 def extreme_tables(
     trace: Trace,
     model: TransformerBridge,

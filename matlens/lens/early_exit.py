@@ -232,6 +232,7 @@ def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> f
     )
 
 
+@checked
 def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
     """Layers saved by each method at a given Precision@1, see `layers_saved`.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
+from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
@@ -145,6 +146,7 @@ def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
     return out
 
 
+@checked
 @torch.inference_mode()
 def prediction_confidence(
     model: TransformerBridge, examples: Examples, *, progress: bool = True

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from matlens.signatures import checked
+from matlens.arguments import require_kind
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,17 +33,21 @@ _RUN = 2**20  # values that share a checksum, of at most two words each
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
 
-@checked
 def fingerprint(model: TransformerBridge) -> str:
     """Sixteen hex digits that change with any number of the weights, their precision and the configuration.
 
     Every bit enters, with the parameters' names and shapes, and the digits are the same on every device.
     Where the model lies and how its file is called do not enter.
+
+    Raises
+    ------
+    InputError
+        It is no model.
     """
+    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
     return _digest(model, None)
 
 
-@checked
 def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
     """Fingerprints of the weights rounded to each half precision that the model can be rounded to.
 
@@ -76,7 +80,6 @@ def _dtype(model: TransformerBridge) -> torch.dtype:
     return kinds.pop() if len(kinds) == 1 else model.cfg.dtype
 
 
-@checked
 def unembed_hash(model: TransformerBridge) -> str | None:
     """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
 

@@ -23,6 +23,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
+from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:

@@ -18,6 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from matlens.arguments import short
+from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import system_errors, write_together
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")

@@ -18,6 +18,7 @@ import pandas as pd
 from matlens import bounds
 from matlens.errors import InputError
 from matlens.metrics import Estimate
+from matlens.signatures import checked
 from matlens.storage.files import (
     SEAL,
     read_bounded,

@@ -280,6 +280,7 @@ class Study:
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
+@checked
 def in_proportion(study: Study) -> Study:
     """The study itself, or one that splits a corpus which is too small in the same proportion."""
     if study.n_validation is None:  # whatever is left is for validation
@@ -289,6 +290,7 @@ def in_proportion(study: Study) -> Study:
     return replace(study, n_train=n_train, n_validation=n_validation)
 
 
+@checked
 def slug(name: str) -> str:
     """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
     path = Path(name)
