@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+
 from attack.world import World
 
 KIND, RANGE, HUGE, SHAPE, FINITE, EMPTY, OTHER, FILES = (
-    "wrong kinds", "numbers out of range", "huge numbers", "wrong shapes and dtypes", "NaN and infinity",
-    "nothing at all", "other models and tables", "paths, links and devices",
-)  # fmt: skip
+    "wrong kinds",
+    "numbers out of range",
+    "huge numbers",
+    "wrong shapes and dtypes",
+    "NaN and infinity",
+    "nothing at all",
+    "other models and tables",
+    "paths, links and devices",
+)
 
 
 class Bad(NamedTuple):
@@ -144,10 +151,14 @@ _WRITTEN_PATHS = [
     *_PATHS,
     *_given(FILES, "/dev/null", "/dev/null/x"),
     *_made(
-        FILES, a_fifo=_fifo, a_loop=lambda w: _link(w, "link"), a_folder_of_others=_full,
-        a_text=lambda w: w.text, below_a_text=lambda w: w.text / "folder",
+        FILES,
+        a_fifo=_fifo,
+        a_loop=lambda w: _link(w, "link"),
+        a_folder_of_others=_full,
+        a_text=lambda w: w.text,
+        below_a_text=lambda w: w.text / "folder",
     ),
-]  # fmt: skip
+]
 _MASKS = [
     *_given(KIND, 3, "all", ["a"], {}),
     *_made(
@@ -170,7 +181,10 @@ KINDS: Mapping[str, list[Bad]] = {
     "seed": [*_NO_WHOLES, *_given(RANGE, -1), *_given(HUGE, 2**64, _TOO_MANY)],
     "number": [*_NO_NUMBERS, *_given(FINITE, float("nan"), float("inf"), -float("inf"))],
     "positive": [
-        *_NO_NUMBERS, *_given(FINITE, float("nan"), float("inf")), *_given(RANGE, -1.0), *_given(HUGE, -1e300),
+        *_NO_NUMBERS,
+        *_given(FINITE, float("nan"), float("inf")),
+        *_given(RANGE, -1.0),
+        *_given(HUGE, -1e300),
     ],
     "truth": _given(KIND, "no", None, 2, []),
     "choice": _given(KIND, "bogus", "", 3, None, ["all"], {}, "ALL"),
@@ -185,7 +199,9 @@ KINDS: Mapping[str, list[Bad]] = {
     "corpus": [*_OBJECTS, *_made(KIND, examples=lambda w: w.examples, sentences=lambda w: w.sentences)],
     "examples": [
         *_OBJECTS,
-        *_made(KIND, corpus=lambda w: w.corpus, activations=lambda w: w.activations, ids=lambda w: [[5, 6, 7]]),
+        *_made(
+            KIND, corpus=lambda w: w.corpus, activations=lambda w: w.activations, ids=lambda w: [[5, 6, 7]]
+        ),
         *_made(
             RANGE,
             tokens_past_the_vocabulary=lambda w: _without(w.examples, tokens=w.examples.tokens + 1000),
@@ -214,17 +230,22 @@ KINDS: Mapping[str, list[Bad]] = {
     "other readout": _made(OTHER, of_other_weights=lambda w: type(w.readout)(w.load("weights"))),
     "values": [*_OBJECTS, *_made(KIND, model=lambda w: w.model)],
     "other values": _made(
-        OTHER, of_other_weights=lambda w: type(w.values)(w.load("weights")),
+        OTHER,
+        of_other_weights=lambda w: type(w.values)(w.load("weights")),
         of_fewer_layers=lambda w: type(w.values)(w.load("layers")),
     ),
     "projection": [*_OBJECTS, *_made(KIND, readout=lambda w: w.readout)],
-    "other projection": _made(OTHER, of_other_weights=lambda w: type(w.projection).from_model(w.load("weights"))),
+    "other projection": _made(
+        OTHER, of_other_weights=lambda w: type(w.projection).from_model(w.load("weights"))
+    ),
     "trace": [*_OBJECTS, *_made(KIND, updates=lambda w: w.updates)],
     "clusters": [*_OBJECTS, *_made(KIND, values=lambda w: w.values)],
     "object": _OBJECTS,
     "sites": [
         *_given(KIND, 3, 2.5, "h.0", [None], [2.5], [["h.0"]], {"h.0": 1}, [object]),
-        *_given(RANGE, ["h.99"], ["h.-99"], [99], ["attn_out.3"], ["h.0", "bogus.1"], ["blocks.99.hook_resid_pre"]),
+        *_given(
+            RANGE, ["h.99"], ["h.-99"], [99], ["attn_out.3"], ["h.0", "bogus.1"], ["blocks.99.hook_resid_pre"]
+        ),
         *_given(HUGE, ["h." + "9" * 5000], ["h" * 100000]),
         *_given(EMPTY, [], [""], ["h."]),
     ],
@@ -240,7 +261,9 @@ KINDS: Mapping[str, list[Bad]] = {
         *_given(HUGE, (_TOO_MANY, 3)),
     ],
     "pairs": [
-        *_given(KIND, None, 3, 2.5, "bogus", "0:3", [3], ["h.0"], [(0,)], [(0, 1, 2)], [(None, 3)], [(0.5, 3)]),
+        *_given(
+            KIND, None, 3, 2.5, "bogus", "0:3", [3], ["h.0"], [(0,)], [(0, 1, 2)], [(None, 3)], [(0.5, 3)]
+        ),
         *_given(RANGE, [(0, 99)], [(3, 0)], [(0, 0)], [("bogus.0", "h.3")]),
         *_given(HUGE, [(0, _TOO_MANY)]),
         *_given(EMPTY, [], ""),
@@ -249,13 +272,27 @@ KINDS: Mapping[str, list[Bad]] = {
     "where": [
         *_given(KIND, None, 3, "bogus", "", ["a"], {}, 2.5),
         *_made(
-            SHAPE, numbers=lambda _: torch.ones(4), a_cube=lambda _: torch.ones(2, 2, 2, dtype=torch.bool),
+            SHAPE,
+            numbers=lambda _: torch.ones(4),
+            a_cube=lambda _: torch.ones(2, 2, 2, dtype=torch.bool),
             another_length=lambda _: torch.ones(3, dtype=torch.int64),
         ),
         *_made(RANGE, past_the_end=lambda _: torch.tensor([99]), negative=lambda _: torch.tensor([-99])),
     ],
     "names": [
-        *_given(KIND, None, 3, "L0D1", [None], [2.5], [3], [["a", "b"]], {"L0D1": 2.0, 3: 1}, [b"L0D1"], [(1, 2, 3)]),
+        *_given(
+            KIND,
+            None,
+            3,
+            "L0D1",
+            [None],
+            [2.5],
+            [3],
+            [["a", "b"]],
+            {"L0D1": 2.0, 3: 1},
+            [b"L0D1"],
+            [(1, 2, 3)],
+        ),
         *_given(RANGE, ["L99D0"], ["L0D999"], ["x"], ["L0"], ["L0D1", "L-9D0"], [(0, 999)]),
         *_given(HUGE, ["L" + "9" * 5000 + "D0"], [(0, _TOO_MANY)], ["x" * 10**6]),
         *_given(EMPTY, [], [""]),
@@ -301,20 +338,30 @@ KINDS: Mapping[str, list[Bad]] = {
     "ids": [
         *_given(KIND, None, 3, "h", ["a"], {}),
         *_made(
-            SHAPE, numbers=lambda _: torch.rand(3, 4), a_row=lambda _: torch.arange(3),
-            a_cube=lambda _: torch.ones(2, 2, 2, dtype=torch.int64), numpy_numbers=lambda _: np.ones((3, 4)),
+            SHAPE,
+            numbers=lambda _: torch.rand(3, 4),
+            a_row=lambda _: torch.arange(3),
+            a_cube=lambda _: torch.ones(2, 2, 2, dtype=torch.int64),
+            numpy_numbers=lambda _: np.ones((3, 4)),
         ),
-        *_made(RANGE, past_the_vocabulary=lambda _: torch.full((3, 4), 999), negative=lambda _: -torch.ones(3, 4).long()),
+        *_made(
+            RANGE,
+            past_the_vocabulary=lambda _: torch.full((3, 4), 999),
+            negative=lambda _: -torch.ones(3, 4).long(),
+        ),
         *_made(EMPTY, none=lambda _: torch.zeros(0, 4, dtype=torch.int64)),
     ],
     "table": [
         *_OBJECTS,
         *_made(
-            EMPTY, no_rows=lambda _: pd.DataFrame(), no_columns=lambda _: pd.DataFrame(index=range(3)),
+            EMPTY,
+            no_rows=lambda _: pd.DataFrame(),
+            no_columns=lambda _: pd.DataFrame(index=range(3)),
         ),
         *_made(
-            OTHER, another_table=lambda _: pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}),
+            OTHER,
+            another_table=lambda _: pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}),
             a_series=lambda _: pd.Series([1, 2]),
         ),
     ],
-}  # fmt: skip
+}

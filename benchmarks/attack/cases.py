@@ -27,6 +27,14 @@ class Refused(Exception):
     """A command was refused, as it should be: with this message."""
 
 
+class Misread(Exception):
+    """A damaged file was read as something else, without a word."""
+
+
+class Unnamed(Exception):
+    """A refusal names neither what was wrong nor where."""
+
+
 @dataclass(frozen=True)
 class Case:
     """Something bad that a user can do.
@@ -70,6 +78,10 @@ def judge(case: Case, *, seconds: float = SECONDS) -> Judgement:
         return Judgement(case, HANG, f"more than {seconds:g} seconds")
     except (InputError, Refused) as error:
         return Judgement(case, *_judge_message(str(error)))
+    except Misread as error:
+        return Judgement(case, SILENT, str(error))
+    except Unnamed as error:
+        return Judgement(case, UNCLEAR, str(error))
     except KeyError as error:  # what a mapping says of a key that is not there
         if ".__getitem__(" in case.name and isinstance(error.args[0], str) and " " in error.args[0]:
             return Judgement(case, *_judge_message(error.args[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -13,9 +14,9 @@ import numpy as np
 import pandas as pd
 import torch
 import transformers
-from attack.models import WORDS, save_model
 
 import matlens
+from attack.models import WORDS, save_model
 from matlens import annotation, control, corpora, ffn, lens, linear, patching
 from matlens.lens.quality import as_substitute
 from matlens.study.study import Study
@@ -289,6 +290,12 @@ class World:
         with contextlib.suppress(FileExistsError):
             self.study.evaluate()
         return self.root / "study"
+
+    def copy_of_study(self) -> Path:
+        """A copy of the finished study, to be changed."""
+        folder = self.fresh("study")
+        shutil.copytree(self.study_folder, folder)
+        return folder
 
     @cached_property
     def plain(self) -> Any:
