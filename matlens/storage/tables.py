@@ -136,28 +136,15 @@ def read_table(
     return table
 
 
-def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
-    """Refuse a table in memory that lacks columns, or rows.
+def csv_text(table: pd.DataFrame) -> str:
+    """Spell out a table of results: every digit of every number, and ``nan`` where a value is no number.
 
-    Parameters
-    ----------
-    table
-        The table.
-    columns
-        Columns that must be there.
-    what
-        What the table should be, such as ``"the table of lens.top_predictions"``.
-
-    Raises
-    ------
-    InputError
-        It has no rows, or columns are missing.
+    Cells of other columns that hold nothing, such as intervals that there are none of, are empty.
     """
-    missing = [column for column in columns if column not in table]
-    if missing:
-        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
-    if table.empty:
-        raise InputError(f"The table has no rows. Expected {what}.")
+    if "value" in table and table["value"].isna().any():
+        value = table["value"].astype(object)
+        table = table.assign(value=value.where(value.notna(), "nan"))
+    return table.to_csv(index=False)
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
@@ -165,7 +152,7 @@ def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Ma
 
     The JSON holds the hash of the table, by which `read_table` sees that it is still this one.
     """
-    content = table.to_csv(index=False).encode()
+    content = csv_text(table).encode()
     described = {
         **origin,
         "software": software_versions(),
