@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import open_regular, system_errors, write_together
 from matlens.storage.tables import read_table
 

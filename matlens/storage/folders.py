@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import is_transient, locked
 from matlens.storage.notes import NOTES

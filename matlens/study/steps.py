@@ -33,6 +33,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.progress import moving
+from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.sizes import are_few, note_on_samples
 
@@ -120,6 +121,7 @@ def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) 
     return True
 
 
+@checked
 def fit_maps(
     folder: str | Path,
     *,
@@ -167,6 +169,7 @@ def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
     return float(f"{float(norms.median()):.1e}")
 
 
+@checked
 def evaluate_maps(
     model: TransformerBridge, folder: str | Path, *, readout: Readout | None = None, progress: bool = True
 ) -> pd.DataFrame:
