@@ -12,7 +12,7 @@ import os
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -140,6 +140,8 @@ def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
         if name in _CHECKED_BY_FUNCTIONS:
             continue
         kind = _BY_NAME.get(name) or _kind(_evaluated(parameter.annotation, known))
+        if name in _BY_NAME and parameter.default is None:
+            kind = Kind(f"{_BY_NAME[name].expected}, or None", _or_none(_BY_NAME[name].holds))
         if kind is not None:
             kinds[name] = kind
     return kinds
@@ -280,6 +282,10 @@ def _accepts(require: Callable[..., Any]) -> Callable[[Any], bool]:
     return holds
 
 
+def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
 def _is_path(value: Any) -> bool:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     return isinstance(text, str) and 0 < len(text) <= _LONGEST_PATH and "\0" not in text
@@ -299,5 +305,6 @@ _SIMPLE: dict[Any, Kind] = {
 _CHECKED_BY_FUNCTIONS = ("pairs", "prompts")  # in words of their own
 _BY_NAME = {
     "seed": Kind("a whole number from 0 to 2**63 - 1", _accepts(require_seed)),
+    "batch_tokens": Kind("a whole number of at least 1", _accepts(partial(require_whole, least=1))),
     "tokenizer": Kind("a tokenizer, such as model.tokenizer", lambda value: hasattr(value, "decode")),
 }
