@@ -147,6 +147,30 @@ def csv_text(table: pd.DataFrame) -> str:
     return table.to_csv(index=False)
 
 
+def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
+    """Refuse a table in memory that lacks columns, or rows.
+
+    Parameters
+    ----------
+    table
+        The table.
+    columns
+        Columns that must be there.
+    what
+        What the table should be, such as ``"the table of lens.top_predictions"``.
+
+    Raises
+    ------
+    InputError
+        It has no rows, or columns are missing.
+    """
+    missing = [column for column in columns if column not in table]
+    if missing:
+        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
+    if table.empty:
+        raise InputError(f"The table has no rows. Expected {what}.")
+
+
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
     """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what.
 
