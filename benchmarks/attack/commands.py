@@ -80,11 +80,10 @@ _PAST: dict[str, tuple[str, ...]] = {
     "model": ("/nowhere", ".", "/dev/null", "no/such model", "x" * 10**4, "a\nb"),
     "corpus": ("/nowhere.txt", ".", "/dev/null", "no/such dataset", "x" * 10**4, "a\nb"),
     "device": ("gpu", "cuda:99", "", "meta", "x" * 1000), "field": (), "split": (), "title": (),
-    "dtype": ("int8", "float64"), "revision": (), "install_completion": (), "out": (), "folder": (
+    "dtype": ("int8", "float64"), "revision": (), "install_completion": (), "out": _BAD["path"], "folder": (
         "/nowhere", ".", "/dev/null", "",
     ),
 }  # fmt: skip
-_FREE = ("title", "field", "split", "revision", "model", "corpus", "device")  # texts: only what is listed
 
 
 def command_cases(world: World, only: str = "") -> Iterator[Case]:
@@ -115,12 +114,12 @@ def _attempts(world: World, command: Command) -> Iterator[tuple[Callable[[], lis
 
 
 def _bad(parameter: Any) -> tuple[str, ...]:
-    by_type = (
-        () if parameter.name in _FREE or parameter.name == "prompt" else _BAD.get(parameter.type.name, ())
-    )
-    if parameter.type.name in ("text", "path") and parameter.name in _PAST and parameter.name != "out":
-        by_type = ()
-    return (*by_type, *_PAST.get(parameter.name, ()))
+    listed = _PAST.get(parameter.name, ())
+    kind = parameter.type_descriptor.annotation
+    if parameter.name in _PAST and kind in (str, Path):
+        return listed
+    by_kind = {int: "integer", float: "float", str: "text", Path: "path"}.get(kind, "choice")
+    return (*_BAD[by_kind], *listed)
 
 
 def _with(world: World, command: Command, parameter: Any, value: str) -> Callable[[], list[str]]:
