@@ -18,6 +18,7 @@ _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloa
 EXPECTED = f"Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, or {SMOLLM2!r}."
 
 
+@checked
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
     """Say where a model lies, without loading it: ``(folder or hub name, gguf file in it, commit)``.
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from matlens.arguments import require_kind
-
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -93,6 +93,7 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
+@checked
 def require_finite_weights(model: TransformerBridge) -> None:
     """Refuse weights that are not finite.
 
