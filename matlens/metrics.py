@@ -77,7 +77,7 @@ def surprisal(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -
 
 
 @checked
-def proportion(hits: Bool[Tensor, ...]) -> Estimate:
+def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
     """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``.
 
     Raises
@@ -92,7 +92,7 @@ def proportion(hits: Bool[Tensor, ...]) -> Estimate:
 
 
 @checked
-def mean(values: Float[Tensor, ...]) -> Estimate:
+def mean(values: Float[Tensor, " ..."]) -> Estimate:
     """Mean with its 95% interval by Student's t; there is no interval around an infinite mean.
 
     Raises

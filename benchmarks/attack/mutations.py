@@ -306,7 +306,7 @@ def _names(message: str, folder: Path, damaged: str) -> bool:
 
 
 def raise_if_verified(folder: Path) -> None:
-    """Raise `Refused` if verifying names damage: where rows are read as they are needed, it alone reads all."""
+    """Raise `Refused` if verifying names damage: where rows are read as needed, it alone reads all."""
     try:
         from matlens.storage import verify
     except ImportError:
