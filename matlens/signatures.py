@@ -207,11 +207,11 @@ def _kind(hint: Any) -> Kind | None:
     if origin is Literal:
         words = get_args(hint)
         return Kind(
-            f"one of {', '.join(map(repr, words))}",
+            " or ".join(map(repr, words)),
             lambda value: isinstance(value, str | int | None) and value in words,
         )
     if origin in (Sequence, Iterable, list, tuple, Iterator):
-        return _of_items(get_args(hint))
+        return _of_items(get_args(hint), keys=origin is Iterable)
     if origin is Mapping or hint is Mapping:
         return Kind("a mapping, such as a dict", lambda value: isinstance(value, Mapping))
     if origin is Callable:
@@ -242,12 +242,14 @@ def _of_protocol(protocol: Any) -> Kind:
     )
 
 
-def _of_items(kinds: Sequence[Any]) -> Kind:
+def _of_items(kinds: Sequence[Any], *, keys: bool) -> Kind:
     item = _kind(kinds[0]) if kinds and (len(kinds) == 1 or kinds[1] is Ellipsis) else None
 
     def holds(value: Any) -> bool:
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
             return False
+        if isinstance(value, Mapping):
+            return keys
         if _is_array(value) and value.ndim != 1:
             return False
         return item is None or not isinstance(value, Sequence) or all(map(item.holds, value))
