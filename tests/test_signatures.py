@@ -78,7 +78,7 @@ def taking(
     function: Callable[[int], int] | None = None,
     layers: Iterable[int | str] | None = None,
     seed: int = 0,
-    tokenizer: Any = None,
+    tokenizer: Any = "unset",
     anything: Any = None,
 ) -> str:
     return "taken"

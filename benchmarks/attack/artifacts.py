@@ -12,7 +12,7 @@ from typing import Any
 import matlens
 from attack.world import N_CLUSTERS, World
 from matlens import annotation, ffn, lens, study
-from matlens.storage.rows import RowFiles
+from matlens.storage import RowFiles
 
 
 @dataclass(frozen=True)

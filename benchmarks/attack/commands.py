@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import sys
 from collections.abc import Callable, Iterator
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import matlens
 import typer
 
 from attack.cases import Case, Refused, Unnamed
 from attack.world import World
-from matlens.cli.app import app, main
-from matlens.models import loading
+from matlens.cli import main
 
 FAULT = "the command line"
 _SIZES = ("--train", "30", "--val", "10", "--ridge", "1")
@@ -98,7 +99,7 @@ def command_cases(world: World, only: str = "") -> Iterator[Case]:
 
 
 def _attempts(world: World, command: Command) -> Iterator[tuple[Callable[[], list[str]], str]]:
-    click: Any = typer.main.get_command(app)
+    click: Any = typer.main.get_command(importlib.import_module("matlens.cli.app").app)
     for word in command.words:
         click = click.commands[word]
     yield (lambda: [*command.words]), "(nothing)"
@@ -166,7 +167,7 @@ def _runner(world: World, words: Callable[[], list[str]]) -> Callable[[], Any]:
 
 def invoke(world: World, arguments: list[str]) -> tuple[int, str, str]:
     """Run a command line in this process: its exit code, and what it prints."""
-    whole, folder = loading.load, str(world.model_folder("gpt2"))
+    whole, folder = matlens.load, str(world.model_folder("gpt2"))
 
     def load(name: str, **options: Any) -> Any:
         plain = options.get("revision") is None and str(options.get("dtype", "")) in ("", "torch.float32")
@@ -176,7 +177,7 @@ def invoke(world: World, arguments: list[str]) -> tuple[int, str, str]:
 
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(loading, "load", load),
+        mock.patch("matlens.models.loading.load", load),
         mock.patch.object(sys, "argv", ["matlens", *arguments]),
         mock.patch.dict("os.environ", {"COLUMNS": "200", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}),
         contextlib.redirect_stdout(out),

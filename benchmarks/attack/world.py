@@ -18,8 +18,8 @@ import transformers
 import matlens
 from attack.models import WORDS, save_model
 from matlens import annotation, control, corpora, ffn, lens, linear, patching
-from matlens.lens.quality import as_substitute
-from matlens.study.study import Study
+from matlens.lens import as_substitute
+from matlens.study import Study
 
 N_CLUSTERS = 20
 

@@ -115,7 +115,7 @@ class ValueVectors:
         layer = self.resolve_layer(value.layer)
         if not -self.d_mlp <= value.index < self.d_mlp:
             raise InputError(
-                f"Index {short(value.index)} is out of range: each layer of this model has the value "
+                f"Index {value.index} of {value} is out of range: each layer of this model has the value "
                 f"vectors 0 to {self.d_mlp - 1}."
             )
         return ValueVector(layer, value.index % self.d_mlp)

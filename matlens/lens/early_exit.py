@@ -25,7 +25,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite
 from matlens.signatures import checked
-from matlens.storage.tables import COLUMNS, require_columns, result_table
+from matlens.storage.tables import require_columns, result_table
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
@@ -219,7 +219,7 @@ def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> f
         The table has no early exit by this method, or it nowhere reaches the precision; or the precision is
         no share.
     """
-    require_columns(table, (*COLUMNS, "lam"), what="the table of lens.exit_sweep")
+    require_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
     require_number(precision, "The precision", least=0, most=1)
     part = table[(table["method"] == method) & table["lam"].notna()]
     if part.empty:
