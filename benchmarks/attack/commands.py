@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import matlens
 import typer
 
+import matlens
 from attack.cases import Case, Refused, Unnamed
 from attack.world import World
 from matlens.cli import main

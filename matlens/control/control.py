@@ -24,7 +24,6 @@ from matlens.models.changes import hanging, intervening
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,7 +32,6 @@ PAPER_COEFFICIENT = 3.0  # what the paper sets coefficients of GPT-2 to
 _ACTIVE: WeakKeyDictionary[Any, set[ValueVector]] = WeakKeyDictionary()
 
 
-@checked
 @contextmanager
 def controlled(
     model: TransformerBridge,
@@ -103,6 +101,8 @@ def _coefficients(
 ) -> dict[ValueVector, float]:
     if isinstance(names, str | ValueVector):
         raise InputError(f"{names!r} is one name. Expected a list of them, such as ['L3D12'].")
+    if not isinstance(names, Iterable):
+        raise InputError(f"names is {names!r}. Expected a list of value vectors, such as ['L3D12'].")
     resolved = [values.resolve(name) for name in names]
     if not resolved:
         raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
