@@ -271,9 +271,11 @@ def _written_before(folder: Path) -> dict[str, Record]:
 def _write_source(path: Path, maps: Iterable[LinearMap]) -> Record:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        weight, bias = (None if part is None else _float32(part) for part in (linear.weight, linear.bias))
-        tensors |= {linear.target: weight} | ({} if bias is None else {f"{linear.target}/bias": bias})
-        if not all(part is None or part.isfinite().all() for part in (weight, bias)):
+        parts = {linear.target: _float32(linear.weight)}
+        if linear.bias is not None:
+            parts[f"{linear.target}/bias"] = _float32(linear.bias)
+        tensors |= parts
+        if not all(part.isfinite().all() for part in parts.values()):
             raise InputError(
                 f"The map {linear.source} -> {linear.target} cannot be saved: a number of it is not finite "
                 "in float32. Fit it again, on finite vectors."
