@@ -256,9 +256,7 @@ def test_collecting_says_how_examples_are_made(examples: Any, small_model: Model
     model = small_model("gpt2")
     for given in (examples, sentences):
         for read in (matlens.collect, lambda *given: next(stream(*given, [0]))):
-            with pytest.raises(
-                InputError, match=r"Expected a Examples\. .*make_examples.*make_token_examples"
-            ):
+            with pytest.raises(InputError, match=r"Expected Examples.*make_examples.*make_token_examples"):
                 read(model, given)
 
 
@@ -270,11 +268,13 @@ def test_what_is_no_model_or_no_corpus_is_refused(small_model: Models) -> None:
             lambda model: matlens.make_examples(model, RAGGED),
             lambda model: matlens.make_prompts(model, ["a"]),
         ):
-            with pytest.raises(InputError, match="Expected a TransformerBridge"):
+            with pytest.raises(InputError, match=r"Expected a (TransformerBridge|model)"):
                 call(model)
     wrong: Any
     for wrong in (["w1 w2"], BATCH, "w1", None):
-        with pytest.raises(InputError, match=r"The corpus is a .*make_token_examples"):
+        with pytest.raises(
+            InputError, match=r"corpus of make_examples is .*Expected a Corpus, as matlens\.load_corpus"
+        ):
             matlens.make_examples(small_model("gpt2"), wrong)
     for wrong in (BATCH, [1, 2], 3, None, b"w1"):
         with pytest.raises(InputError, match=r"The prompts (are|hold) .*make_token_examples"):
