@@ -16,7 +16,7 @@ from typing import Any
 
 from matlens.errors import InputError
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
-from matlens.storage.locks import is_transient, locked
+from matlens.storage.locks import LOCK, is_transient, locked
 from matlens.storage.notes import NOTES
 
 LAYOUT = 3  # of config.json and what lies beside it; a folder of another is refused
@@ -201,8 +201,9 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """
     folder = Path(folder)
     if (folder / UNFINISHED).is_file() and not (folder / CONFIG).is_file():
+        state = "is still at work, or was" if (folder / LOCK).exists() else "was"
         raise InputError(
-            f"The job of {folder} was broken off. Run the same command again, and it goes on from there."
+            f"The job of {folder} {state} broken off. Run the same command again, and it goes on from there."
         )
     try:
         config = read_record(folder, folder / CONFIG)
