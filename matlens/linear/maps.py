@@ -11,8 +11,10 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
+from matlens.signatures import checked
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class LinearMap:
     """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.

@@ -25,6 +25,7 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
     describe_tensors,
@@ -48,6 +49,7 @@ class _Stored(NamedTuple):
     record: Record
 
 
+@checked
 class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 

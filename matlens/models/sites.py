@@ -25,6 +25,7 @@ from torch import Tensor
 
 from matlens.arguments import require_kind, require_whole, short
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
@@ -44,6 +45,7 @@ _SHORT = {
 }
 
 
+@checked
 @dataclass(frozen=True, order=True)
 class Site:
     """A place in the model: ``Site("h", 5)`` is the stream after five blocks.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
 from matlens.storage.notes import NOTES
@@ -190,6 +191,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@checked
 def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """Read what a finished folder says of itself.
 
