@@ -63,8 +63,6 @@ class Replacement:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InputError(f"{short(self.function)} stands in for nothing. Expected a map or a function.")
-        for name in ("source", "target"):  # names are taken, too
-            object.__setattr__(self, name, Site.read(getattr(self, name)))
         _require_where(self)
 
     @classmethod
