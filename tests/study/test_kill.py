@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,10 @@ def _child(request: dict[str, Any]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["matlens", *request["arguments"]]
         import torch
+        from tqdm import tqdm
 
         torch.set_num_threads(1)  # threads do not survive a fork
+        tqdm.set_lock(threading.RLock())  # the lock of all bars is shared: a kill would hold up the others
         _slow_down(request["batches"])
         if request["die_before"]:
             _die_before(*request["die_before"])
