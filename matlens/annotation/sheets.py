@@ -14,7 +14,7 @@ import pandas as pd
 
 from matlens.errors import InputError
 from matlens.storage.files import system_errors, write_together
-from matlens.storage.tables import read_table
+from matlens.storage.tables import csv_text, read_table
 
 
 def write_sheet(path: str | Path, table: pd.DataFrame) -> None:
@@ -65,7 +65,7 @@ def write_sheets(tables: Mapping[Path, pd.DataFrame], pages: Mapping[Path, str] 
 
 def _spreadsheet(table: pd.DataFrame) -> bytes:
     """A CSV file as spreadsheets like it; the mark at its beginning tells them that it is UTF-8."""
-    return table.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n").encode("utf-8-sig")
+    return csv_text(table, quoting=csv.QUOTE_ALL, lineterminator="\r\n").encode("utf-8-sig")
 
 
 def read_sheet(path: str | Path, columns: Sequence[str], *, unchanged: Sequence[str] = ()) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from matlens.cli import options
 from matlens.cli.groups import CorpusOptions, ModelOptions, with_signature
 from matlens.cli.printing import report_errors
 from matlens.storage.files import system_errors, write_text
-from matlens.storage.tables import write_results
+from matlens.storage.tables import csv_text, write_results
 from matlens.study.study import Study
 
 
@@ -57,7 +57,7 @@ class Report:
         path = self.out / f"{name}.csv"
         with system_errors(path):
             self.out.mkdir(parents=True, exist_ok=True)
-            write_text(path, table.to_csv(index=False))
+            write_text(path, csv_text(table))
         return path
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import pandas as pd
 
 from matlens import bounds
+from matlens.arguments import require_kind
 from matlens.errors import InputError
 from matlens.metrics import Estimate
+from matlens.storage.cells import guarded_table, original_table
 from matlens.storage.files import (
     SEAL,
     read_bounded,
@@ -131,7 +133,54 @@ def read_table(
     missing = [column for column in types if column not in table]
     if missing:
         raise InputError(f"{path} is not {what}: it lacks the columns {', '.join(missing)}. {made_by}")
-    return table
+    return original_table(table)
+
+
+def require_columns(
+    table: Any, columns: Mapping[str, Any] | Sequence[str], name: str, *, made_by: str
+) -> None:
+    """Refuse what is no table, has not the columns, or no rows.
+
+    Parameters
+    ----------
+    table
+        What the user gave.
+    columns
+        Columns that must be there.
+    name
+        What it is called in the message.
+    made_by
+        A sentence that says where such a table comes from.
+
+    Raises
+    ------
+    InputError
+        It is not such a table.
+    """
+    require_kind(table, pd.DataFrame, name, way=made_by)
+    missing = [column for column in columns if column not in table.columns]
+    repeated = [column for column in columns if list(table.columns).count(column) > 1]
+    if missing or repeated:
+        fault = f"lacks the columns {', '.join(missing)}" if missing else f"has {repeated[0]!r} twice"
+        raise InputError(f"{name} {fault}. {made_by}")
+    if table.empty:
+        raise InputError(f"{name} has no rows. {made_by}")
+
+
+def csv_text(table: pd.DataFrame, **options: Any) -> str:
+    """A table as CSV: what is written as CSV anywhere is written here.
+
+    No cell of it is run by a spreadsheet: an apostrophe stands before what would be a formula, which
+    `read_table` takes away again.
+
+    Parameters
+    ----------
+    table
+        The table, without its index.
+    options
+        Further options of `pandas.DataFrame.to_csv`.
+    """
+    return str(guarded_table(table).to_csv(index=False, **options))
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
@@ -139,7 +188,7 @@ def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Ma
 
     The JSON holds the hash of the table, by which `read_table` sees that it is still this one.
     """
-    content = table.to_csv(index=False).encode()
+    content = csv_text(table).encode()
     described = {
         **origin,
         "software": software_versions(),
