@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,8 @@ from matlens import __version__
 from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, Folder, Title, Trust
-from matlens.cli.printing import print_figures, print_layers, report_errors
+from matlens.cli.printing import print_figures, print_line, print_results, run_app
+from matlens.errors import InputError
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -43,11 +45,24 @@ def run(
 ) -> None:
     """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
     fit_arguments = fit.fit_arguments()  # before the work, not after it
+    from matlens.study.finished import FIGURES, RunNote
+
+    model.check()
+    asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
+    note = RunNote(samples.out, {**asked, "figures": {"title": title}})
+    if note.answers():
+        print_line(f"This run is finished in {samples.out}, with the same options, model and corpus.")
+        print_results(samples.out)
+        print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
+        return
     from matlens.study.steps import plot_results
 
     study = samples.study(model, corpus, **fit_arguments)
-    print_layers(study.evaluate())
-    print_figures(plot_results(study.folder, title=title))
+    study.evaluate()
+    print_results(study.folder)
+    figures = plot_results(study.folder, title=title)
+    note.write()
+    print_figures(figures)
 
 
 @app.command()
@@ -59,7 +74,7 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
     """
     study = samples.study(model, corpus)
     _ = study.stream
-    print(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
+    print_line(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
 
 
 @app.command()
@@ -70,7 +85,7 @@ def fit(folder: Folder, how: FitOptions) -> None:
     from matlens.study.steps import MAPS, fit_maps
 
     maps = fit_maps(folder, **fit_arguments)
-    print(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
+    print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
 
 
 @app.command()
@@ -98,8 +113,9 @@ def evaluate(
         revision=None if model else revision,
         trust_remote_code=trust_remote_code,
     )
-    print_layers(evaluate_maps(bridge, folder))
-    print(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
+    evaluate_maps(bridge, folder)
+    print_results(folder)
+    print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 
 
 @app.command()
@@ -110,12 +126,34 @@ def plot(folder: Folder, title: Title = None) -> None:
     print_figures(plot_results(folder, title=title))
 
 
+@app.command()
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that matlens has written into.", show_default=False)
+    ],
+) -> None:
+    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
+    from matlens.storage.verification import verify as verify_folder
+
+    verdicts = 0
+    damaged = 0
+    for verdict in verify_folder(folder):
+        verdicts += 1
+        damaged += verdict.damage is not None
+        state = "ok" if verdict.damage is None else f"DAMAGED: {verdict.damage}"
+        print_line(f"{verdict.path}  {verdict.what}  {state}")
+    if not verdicts:
+        raise InputError(f"There is nothing in {folder} that matlens has written and could verify.")
+    if damaged:
+        raise typer.Exit(2)
+
+
 app.command()(updates.update)
 
 
 def main() -> None:
     """Run the command line."""
-    report_errors(app)
+    run_app(app)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from matlens.corpora.packing import (
     ARCHIVE_SUFFIXES,
     LEIPZIG_NAME,
     PACKED_SUFFIXES,
-    open_regular,
     shown,
 )
 from matlens.corpora.samples import news_sample, wikipedia_sample
 from matlens.corpora.streams import inner_name, numbered_lines
 from matlens.errors import InputError, printable
+from matlens.storage.files import open_regular
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 """What sentences are read from."""

@@ -21,8 +21,9 @@ from typing import IO
 from tqdm.auto import tqdm
 
 from matlens.bounds import LINE
-from matlens.corpora.packing import HEAD, PIECE, Reader, open_regular, packing_of, shown, text_name, texts
+from matlens.corpora.packing import HEAD, PIECE, Reader, packing_of, shown, text_name, texts
 from matlens.errors import InputError, printable
+from matlens.storage.files import open_regular
 
 _CHECKED = 2**26  # bytes of a packed file that is read to its checksum though only its beginning is asked for
 _OTHER_KINDS = (

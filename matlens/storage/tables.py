@@ -168,10 +168,11 @@ def require_columns(
 
 
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
-    """A table as CSV: what is written as CSV anywhere is written here.
+    """Spell out a table as CSV: what is written as CSV anywhere is written here.
 
-    No cell of it is run by a spreadsheet: an apostrophe stands before what would be a formula, which
-    `read_table` takes away again.
+    Every digit of every number stands there, and ``nan`` where a value is no number; other cells that hold
+    nothing, such as intervals that there are none of, are empty. No cell is run by a spreadsheet: an
+    apostrophe stands before what would be a formula, which `read_table` takes away again.
 
     Parameters
     ----------
@@ -180,6 +181,9 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
     options
         Further options of `pandas.DataFrame.to_csv`.
     """
+    if "value" in table and table["value"].isna().any():
+        value = table["value"].astype(object)
+        table = table.assign(value=value.where(value.notna(), "nan"))
     return str(guarded_table(table).to_csv(index=False, **options))
 
 
