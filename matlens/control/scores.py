@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from matlens.arguments import short
 from matlens.errors import InputError, printable
-
-if TYPE_CHECKING:
-    from matlens.control.graders import Grader
 
 
 def require_texts(texts: Any, name: str) -> list[str]:
@@ -32,7 +29,7 @@ def require_texts(texts: Any, name: str) -> list[str]:
     return listed
 
 
-def grade_texts(grader: Grader, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+def grade_texts(grader: Any, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
     """Scores of every text, for each attribute, of a grader that anybody may have written.
 
     Raises
@@ -49,7 +46,7 @@ def grade_texts(grader: Grader, texts: Sequence[str]) -> dict[str, Float[np.ndar
     return require_scores(grader.grade(listed), grader, len(listed))
 
 
-def require_scores(scores: Any, grader: Grader, n: int) -> dict[str, Float[np.ndarray, " n"]]:
+def require_scores(scores: Any, grader: Any, n: int) -> dict[str, Float[np.ndarray, " n"]]:
     """Read what a grader gives for ``n`` texts.
 
     Raises

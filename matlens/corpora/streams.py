@@ -127,7 +127,7 @@ def _checked_text(text: Reader, path: Path) -> IO[bytes]:
     """Refuse at the first bytes what is no text in UTF-8, by its name."""
     head = text.peek_at(HEAD)
     name = shlex.quote(path.name)
-    encoding = next((encoding for mark, encoding in _MARKS if head.startswith(mark)), _wide_encoding(head))
+    encoding = wide_encoding(head)
     if encoding:
         raise InputError(
             f"{shown(path)} is {encoding}, not UTF-8. Convert it: iconv -f {encoding} -t UTF-8 {name} "
@@ -150,8 +150,11 @@ def _is_plain(head: bytes) -> bool:
         return error.start > len(head) - 4  # the last character may be cut
 
 
-def _wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a mark, by where its NUL bytes stand."""
+def wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32, if a text is in it: by the mark at its beginning, or by where its NUL bytes stand."""
+    marked = next((encoding for mark, encoding in _MARKS if head.startswith(mark)), None)
+    if marked:
+        return marked
     zeros = [head[i::4].count(0) for i in range(4)]
     quarter = len(head) / 4
     if not head.strip(b"\0"):
