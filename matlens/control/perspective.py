@@ -149,20 +149,21 @@ class Perspective:
         """The content of the answer, asked for again where the server is busy."""
         time.sleep(max(self._last + self._pause - time.monotonic(), 0))
         for repetition in range(self._retries + 1):
-            last = repetition == self._retries
+            last, failure, answer = repetition == self._retries, None, None
             try:
                 answer = within(_SECONDS_IN_ALL, lambda: self._ask(request))
-            except (requests.RequestException, HTTPError, OSError) as failure:
-                if last or isinstance(failure, ValueError):  # an address that cannot be asked
-                    raise InputError(
-                        f"The Perspective API does not answer: {type(failure).__name__}. Expected a "
-                        f"connection to {self._address}. The grader profanity-check needs none."
-                    ) from None  # its words may hold the address, and that a key
-                answer = None
+            except (requests.RequestException, HTTPError, OSError) as error:
+                failure, last = type(error).__name__, last or isinstance(error, ValueError)
             finally:
                 self._last = time.monotonic()
             if answer is not None and (answer.status not in _BUSY or last):
                 return self._content(answer)
+            if failure and last:
+                # Raised out here: the words of what was raised first may hold the address, and that a key.
+                raise InputError(
+                    f"The Perspective API does not answer: {failure}. Expected a connection to "
+                    f"{self._address}. The grader profanity-check needs none."
+                )
             self._wait(repetition, None if answer is None else answer.retry_after)
         raise AssertionError("the last repetition answers or raises")
 

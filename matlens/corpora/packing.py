@@ -56,7 +56,7 @@ def text_name(path: Path) -> str:
     return name.removesuffix(next((end for end in PACKED_SUFFIXES if name.endswith(end)), ""))
 
 
-def texts(path: Path) -> Iterator[IO[bytes]]:
+def texts(path: Path) -> Iterator[Reader]:
     """The one text in a file. What is packed after it is read when the next is asked for, to the checksum."""
     with open_regular(path) as file:
         head = file.read(HEAD)
@@ -244,7 +244,7 @@ class _Forward:
         self._left = HEADER.limit
 
 
-def _texts_of_tar(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+def _texts_of_tar(stream: IO[bytes], path: Path) -> Iterator[Reader]:
     forward = _Forward(stream, path)
     names: list[str] = []
     n_texts = 0

@@ -50,7 +50,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     with _read_errors(path):
         for text in texts(path):
-            yield from _lines(text, path)
+            yield from _lines(_checked_text(text, path), path)
 
 
 def check_to_the_end(path: Path) -> None:

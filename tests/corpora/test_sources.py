@@ -372,7 +372,7 @@ def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
         load_corpus("a/b")
     assert load_corpus("a/b", limit=1).sentences == (FIRST,)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
-    with pytest.raises(InputError, match="'a/b' could not be loaded .division by zero"):
+    with pytest.raises(InputError, match=r"'a/b' could not be loaded .division by zero"):
         load_corpus("a/b")
 
 
@@ -382,13 +382,14 @@ def test_a_damaged_folder_with_data_is_told(tmp_path: Path) -> None:
     for place in range(8, len(content) - 8, 3):
         content[place] ^= 0xFF
     (tmp_path / "train.parquet").write_bytes(bytes(content))
-    with pytest.raises(InputError, match="could not be loaded|fails after"):
+    with pytest.raises(InputError, match=r"could not be loaded|fails after"):
         load_corpus(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"field": 3}, "field is a int"), ({"split": None}, "split is a NoneType"), ({"limit": 1.5}, "limit is 1.5"),
+    [({"field": 3}, "field is a int"), ({"split": None}, "split is a NoneType"),
+     ({"limit": 1.5}, "limit is 1.5"),
      ({"limit": 0}, "limit is 0"), ({"limit": True}, "limit is True"), ({"name": 1}, "name is a int")],
 )  # fmt: skip
 def test_odd_options_are_told(options: dict[str, Any], message: str) -> None:
