@@ -15,11 +15,13 @@ from . import study as study
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus
 from .corpora.examples import make_examples as make_examples
-from .corpora.examples import make_prompts as make_prompts
+from .corpora.prompts import make_prompts as make_prompts
+from .corpora.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
 from .models.loading import load as load
+from .models.loading import wrap as wrap
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site
 from .patching.contexts import patched as patched
