@@ -127,6 +127,9 @@ def _checked_text(text: Reader, path: Path) -> IO[bytes]:
     """Refuse at the first bytes what is no text in UTF-8, by its name."""
     head = text.peek_at(HEAD)
     name = shlex.quote(path.name)
+    other = next((kind for magic, kind in _OTHER_KINDS if re.match(magic, head)), None)
+    if other and not _is_plain(head):
+        raise InputError(f"{shown(path)} is {other}. Expected text in UTF-8.")
     encoding = wide_encoding(head)
     if encoding:
         raise InputError(
@@ -137,9 +140,6 @@ def _checked_text(text: Reader, path: Path) -> IO[bytes]:
         raise InputError(
             f"{shown(path)} is packed twice: there is {packing_of(head)} inside it. Unpack it once more."
         )
-    other = next((kind for magic, kind in _OTHER_KINDS if re.match(magic, head)), None)
-    if other and not _is_plain(head):
-        raise InputError(f"{shown(path)} is {other}. Expected text in UTF-8.")
     return text
 
 
