@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from matlens.annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import system_errors
 from matlens.storage.tables import require_columns
 
@@ -31,6 +32,7 @@ _OFFERED_PATTERNS = 3  # patterns of an item that there are lines for; more can 
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Annotation:
     """What one annotator has filled in.
@@ -50,6 +52,7 @@ class Annotation:
     patterns: pd.DataFrame
 
 
+@checked
 def sheet_code(sample: pd.DataFrame) -> str:
     """The code that tells a sheet from those of other samples: it depends on the items and tokens alone."""
     require_sample(sample)
@@ -57,6 +60,7 @@ def sheet_code(sample: pd.DataFrame) -> str:
     return "s" + hashlib.sha256(lines.encode()).hexdigest()[:8]
 
 
+@checked
 def write_concept_sheets(sample: pd.DataFrame, folder: str | Path) -> list[Path]:
     """Write the sheets of a sample into a folder.
 
@@ -110,7 +114,11 @@ def require_sample(sample: pd.DataFrame) -> None:
         It is no table with the columns, or lists a rank of an item twice.
     """
     made_by = "Expected a sample, as annotation.draw_concept_sample gives it."
-    require_columns(sample, ("item", "rank", "token", "kind", "layer"), "sample", made_by=made_by)
+    require_columns(
+        sample,
+        ("item", "rank", "token", "kind", "layer"),
+        what="a sample, as annotation.draw_concept_sample gives it",
+    )
     numbers = all(pd.api.types.is_integer_dtype(sample[column].dtype) for column in ("item", "rank"))
     if not numbers or not sample["token"].map(lambda token: isinstance(token, str)).all():
         raise InputError(
@@ -150,6 +158,7 @@ def _ordered(sample: pd.DataFrame) -> pd.DataFrame:
     return sample.sort_values(["item", "rank"])
 
 
+@checked
 def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
     """Read filled sheets: the folder with ``tokens.csv`` and ``patterns.csv`` of one annotator.
 

@@ -27,6 +27,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _LARGEST = 2**31 - 1  # number of a token
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
+@checked
 def find_patterns(
     ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, tokenizer: Any, *, progress: bool = True
 ) -> pd.DataFrame:
@@ -114,6 +116,7 @@ def _largest_pattern(
     return len(words), int(sizes[centre]), int(forms[alike[centre]].sum()), similarity, pattern
 
 
+@checked
 def search_concepts(
     model: TransformerBridge,
     word_similarity: WordSimilarity,
@@ -182,6 +185,7 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     return [", ".join(texts[token] for token in row) for row in ids.tolist()]
 
 
+@checked
 def pattern_shares(
     tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
 ) -> pd.DataFrame:
@@ -205,7 +209,9 @@ def pattern_shares(
     if not tables:
         raise InputError(f"There are no tables. {_SEARCH}")
     for name, table in tables.items():
-        require_columns(table, ("layer", "known", "words", "tokens"), f"tables[{name!r}]", made_by=_SEARCH)
+        require_columns(
+            table, ("layer", "known", "words", "tokens"), what="tables of annotation.search_concepts"
+        )
         fewest = int(table["top"].str.count(", ").min()) + 1 if "top" in table else k
         if (table[["known", "words"]] > k).any(axis=None) or k > fewest:
             raise InputError(
@@ -242,6 +248,7 @@ def _tensor(column: pd.Series) -> Tensor:
     return torch.from_numpy(column.to_numpy(copy=True))
 
 
+@checked
 def distinct_concepts(
     patterns: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
 ) -> pd.DataFrame:
@@ -265,7 +272,9 @@ def distinct_concepts(
         Largest share of words that two patterns may have in common, of those of the smaller one.
     """
     require_columns(
-        patterns, ("layer", "words", "tokens", "similarity", "pattern"), "patterns", made_by=_SEARCH
+        patterns,
+        ("layer", "words", "tokens", "similarity", "pattern"),
+        what="a table of annotation.search_concepts",
     )
     n, words = require_whole(n, "n", least=1), require_whole(words, "words", least=1)
     per_layer = require_whole(per_layer, "per_layer", least=1)

@@ -18,11 +18,13 @@ from matlens.arguments import random_state, short
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
+from matlens.signatures import checked
 from matlens.storage.tables import require_columns
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
 
+@checked
 def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     """Every distinct token of every sentence once, shuffled within its sentence, to be marked 1 or 0.
 
@@ -49,6 +51,7 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.D
     )
 
 
+@checked
 def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
     """Read a filled sheet.
 
@@ -70,6 +73,7 @@ def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
     return sheet.assign(plausible=sheet["plausible"].astype(int)).reset_index(drop=True)
 
 
+@checked
 def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.DataFrame:
     """The paper's rates from the predictions and a filled sheet.
 
@@ -93,7 +97,9 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     """
     _require_predictions(predictions)
     way = "Read it with annotation.read_plausibility_sheet()."
-    require_columns(sheet, ("sentence", "token", "plausible"), "sheet", made_by=way)
+    require_columns(
+        sheet, ("sentence", "token", "plausible"), what="a sheet of annotation.read_plausibility_sheet"
+    )
     if not sheet["plausible"].isin([0, 1]).all():
         raise InputError(f"sheet has marks that are neither 0 nor 1. {way}")
     marks = sheet.set_index(["sentence", "token"])["plausible"]
@@ -128,7 +134,9 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
 
 def _require_predictions(predictions: pd.DataFrame) -> None:
     way = "Expected the table of lens.top_predictions."
-    require_columns(predictions, ("prompt", "method", "layer", "rank", "token"), "predictions", made_by=way)
+    require_columns(
+        predictions, ("prompt", "method", "layer", "rank", "token"), what="the table of lens.top_predictions"
+    )
     unknown = set(predictions["method"]) - set(METHODS)
     if unknown or not predictions[["prompt", "token"]].map(lambda text: isinstance(text, str)).all(axis=None):
         raise InputError(

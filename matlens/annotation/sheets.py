@@ -18,11 +18,13 @@ from matlens.arguments import short
 from matlens.bounds import SHEET
 from matlens.corpora.streams import wide_encoding
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.cells import original_table
 from matlens.storage.files import open_regular, read_bounded, system_errors, write_together
 from matlens.storage.tables import csv_text, require_columns
 
 
+@checked
 def write_sheet(path: str | Path, table: pd.DataFrame) -> None:
     """Write a table as a sheet to be filled in.
 
@@ -57,9 +59,7 @@ def write_sheets(tables: Mapping[Path, pd.DataFrame], pages: Mapping[Path, str] 
         There is another sheet, or one of these filled in: it is not written over.
     """
     for path, table in tables.items():
-        require_columns(
-            table, (), f"The table of {path.name}", made_by="Expected a table with lines to be filled in."
-        )
+        require_columns(table, (), what=f"lines to be filled in, for {path.name}")
     sheets = {path: _spreadsheet(table) for path, table in tables.items()}
     for path, content in sheets.items():
         with system_errors(path.parent):

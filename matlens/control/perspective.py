@@ -21,6 +21,7 @@ from matlens.arguments import require_kind, require_number, require_whole
 from matlens.bounds import parse_json
 from matlens.control.scores import require_scores, require_texts
 from matlens.errors import InputError, printable
+from matlens.signatures import checked
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 PER_SECOND = 1.0  # requests that a new key is allowed
@@ -41,6 +42,7 @@ class _Answer(NamedTuple):
     content: Any
 
 
+@checked
 class Perspective:
     """Grade texts by the Perspective API, one request a text.
 

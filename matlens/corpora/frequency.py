@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from matlens.arguments import require_kind, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _LARGEST = 2**24  # tokens of a vocabulary
@@ -17,6 +18,7 @@ _SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
 _SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
 
 
+@checked
 class TokenFrequency:
     """How common each token is in a running text.
 

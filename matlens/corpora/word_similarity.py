@@ -23,6 +23,7 @@ from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from matlens.arguments import random_state, require_seed, require_whole, short
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike
@@ -34,6 +35,7 @@ _DRAWN_PAIRS = 20_000  # that each threshold is taken from
 _MIN_WORDS_OF_BAND = 100
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class WordSimilarity:
     """Words of a corpus, and which of them are used alike.

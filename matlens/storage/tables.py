@@ -19,6 +19,7 @@ from matlens import bounds
 from matlens.arguments import require_kind
 from matlens.errors import InputError
 from matlens.metrics import Estimate
+from matlens.signatures import checked
 from matlens.storage.cells import guarded_table, original_table
 from matlens.storage.files import (
     SEAL,
@@ -97,6 +98,7 @@ def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:
     return table.astype(dict.fromkeys(unnamed, "Int64"))
 
 
+@checked
 def read_table(
     path: str | Path, columns: Mapping[str, str] | Sequence[str], *, what: str, made_by: str, **options: Any
 ) -> pd.DataFrame:
@@ -136,37 +138,6 @@ def read_table(
     return original_table(table)
 
 
-def require_columns(
-    table: Any, columns: Mapping[str, Any] | Sequence[str], name: str, *, made_by: str
-) -> None:
-    """Refuse what is no table, has not the columns, or no rows.
-
-    Parameters
-    ----------
-    table
-        What the user gave.
-    columns
-        Columns that must be there.
-    name
-        What it is called in the message.
-    made_by
-        A sentence that says where such a table comes from.
-
-    Raises
-    ------
-    InputError
-        It is not such a table.
-    """
-    require_kind(table, pd.DataFrame, name, way=made_by)
-    missing = [column for column in columns if column not in table.columns]
-    repeated = [column for column in columns if list(table.columns).count(column) > 1]
-    if missing or repeated:
-        fault = f"lacks the columns {', '.join(missing)}" if missing else f"has {repeated[0]!r} twice"
-        raise InputError(f"{name} {fault}. {made_by}")
-    if table.empty:
-        raise InputError(f"{name} has no rows. {made_by}")
-
-
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
     """Spell out a table as CSV: what is written as CSV anywhere is written here.
 
@@ -185,6 +156,34 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
     return str(guarded_table(table).to_csv(index=False, **options))
+
+
+def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
+    """Refuse a table in memory that lacks columns, or rows.
+
+    Parameters
+    ----------
+    table
+        The table.
+    columns
+        Columns that must be there.
+    what
+        What the table should be, such as ``"the table of lens.top_predictions"``.
+
+    Raises
+    ------
+    InputError
+        It has no rows, or columns are missing.
+    """
+    require_kind(table, pd.DataFrame, "The table", way=f"Give {what}.")
+    missing = [column for column in columns if column not in table.columns]
+    if missing:
+        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
+    repeated = [column for column in columns if list(table.columns).count(column) > 1]
+    if repeated:
+        raise InputError(f"The table has the column {repeated[0]} twice. Expected {what}.")
+    if table.empty:
+        raise InputError(f"The table has no rows. Expected {what}.")
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
