@@ -83,7 +83,7 @@ def draw_concept_sample(
         There are too few examples, or too few value vectors in a layer.
     """
     seed = require_seed(seed)
-    per_layer, k = require_whole(per_layer, "per_layer", least=1), require_whole(k, "k", least=1)
+    k = require_whole(k, "k", least=1)
     n_layers, generator = int(model.cfg.n_layers), np.random.default_rng(seed)
     if per_layer < 1 or len(examples) < n_layers * per_layer:
         raise InputError(
@@ -209,7 +209,7 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     InputError
         There are no annotations.
     """
-    _require_annotations(annotations, 1)
+    _require_annotations(annotations)
     require_columns(sample, SAMPLE_COLUMNS, what="a sample, as annotation.draw_concept_sample gives it")
     tallies = [tally_items(sample, annotation) for annotation in annotations]
     items = tallies[0].assign(
@@ -255,9 +255,9 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
     Raises
     ------
     InputError
-        There are fewer than two annotations, or one of another sample.
+        There are no annotations, or one of another sample.
     """
-    _require_annotations(annotations, 2)
+    _require_annotations(annotations)
     require_sample(sample)
     item_kinds = sample.groupby("item")["kind"].first()
     token_kinds = sample.set_index(["item", "rank"])["kind"]
@@ -279,15 +279,14 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
     return pd.DataFrame(rows, columns=list(AGREEMENT_COLUMNS))
 
 
-def _require_annotations(annotations: Sequence[Annotation], least: int) -> None:
+def _require_annotations(annotations: Sequence[Annotation]) -> None:
     if isinstance(annotations, Annotation) or not isinstance(annotations, Sequence):
         raise InputError(f"annotations is {short(annotations)}. Expected a list of them. {_READ_SHEETS}")
     for i, annotation in enumerate(annotations):
         require_kind(annotation, Annotation, f"annotations[{i}]", way=_READ_SHEETS)
-    if len(annotations) < least:
-        raise InputError(
-            f"There are {len(annotations)} filled sheets. Expected {least} or more. {_READ_SHEETS}"
-        )
+
+
+XX
 
 
 def _of_kind(answers: pd.Series, kinds: pd.Series, kind: str) -> pd.Series:

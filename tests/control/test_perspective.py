@@ -279,14 +279,14 @@ def test_work_that_takes_too_long_is_left_to_itself() -> None:
     [
         ({"url": "ftp://x/y"}, "address of the API is not usable"),
         ({"url": "x"}, "address"),
-        ({"url": 3}, "url is a int"),
+        ({"url": 3}, "url of Perspective is 3"),
         ({"url": "http://[::1"}, "address"),
         ({"per_second": 0}, "per_second is 0"),
-        ({"per_second": float("nan")}, "per_second is nan"),
+        ({"per_second": float("nan")}, "per_second of Perspective is nan"),
         ({"retries": -1}, "retries is -1"),
-        ({"retries": 1.5}, "retries is 1.5"),
+        ({"retries": 1.5}, "retries of Perspective is 1.5"),
         ({"backoff": -1}, "backoff is -1"),
-        ({"backoff": "x"}, "backoff is 'x'"),
+        ({"backoff": "x"}, "backoff of Perspective is 'x'"),
     ],
 )
 def test_odd_options_are_told(options: dict[str, Any], message: str) -> None:
