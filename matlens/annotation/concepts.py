@@ -285,8 +285,8 @@ def _require_annotations(annotations: Sequence[Annotation]) -> None:
     for i, annotation in enumerate(annotations):
         require_kind(annotation, Annotation, f"annotations[{i}]", way=_READ_SHEETS)
 
-
-XX
+    if not annotations:
+        raise InputError(f"There are no filled sheets. Expected at least one. {_READ_SHEETS}")
 
 
 def _of_kind(answers: pd.Series, kinds: pd.Series, kind: str) -> pd.Series:

@@ -388,10 +388,15 @@ def test_a_damaged_folder_with_data_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"field": 3}, "field of load_corpus is 3"), ({"split": None}, "split of load_corpus is None"),
-     ({"limit": 1.5}, "limit of load_corpus is 1.5"),
-     ({"limit": 0}, "limit is 0"), ({"limit": True}, "limit of load_corpus is True"), ({"name": 1}, "name of load_corpus is 1")],
-)  # fmt: skip
+    [
+        ({"field": 3}, "field of load_corpus is 3"),
+        ({"split": None}, "split of load_corpus is None"),
+        ({"limit": 1.5}, "limit of load_corpus is 1.5"),
+        ({"limit": 0}, "limit is 0"),
+        ({"limit": True}, "limit of load_corpus is True"),
+        ({"name": 1}, "name of load_corpus is 1"),
+    ],
+)
 def test_odd_options_are_told(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_corpus([FIRST], **options)
