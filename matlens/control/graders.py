@@ -14,7 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
+from matlens.arguments import short
+from matlens.control.scores import require_texts
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable
 TOXICITY = "toxicity"
@@ -52,6 +55,7 @@ class Grader(Protocol):
         ...
 
 
+@checked
 def make_grader(name: str) -> Grader:
     """Get a grader by name: ``profanity-check``, ``detoxify`` or ``perspective``.
 
@@ -60,13 +64,16 @@ def make_grader(name: str) -> Grader:
     InputError
         There is no such grader, its package is not installed, or there is no key for it.
     """
-    if name not in GRADERS:
-        close = difflib.get_close_matches(name, GRADERS, n=1)
+    if not isinstance(name, str) or name not in GRADERS:
+        close = difflib.get_close_matches(name[:99], GRADERS, n=1) if isinstance(name, str) else ()
         suggestion = f" Did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"There is no grader {name!r}. Expected one of {', '.join(GRADERS)}.{suggestion}")
+        raise InputError(
+            f"There is no grader {short(name)}. Expected one of {', '.join(GRADERS)}.{suggestion}"
+        )
     return GRADERS[name]()
 
 
+@checked
 class ProfanityCheck:
     """A linear model over the words of a text, trained on 200,000 comments and tweets (alt-profanity-check).
 
@@ -91,10 +98,12 @@ class ProfanityCheck:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text."""
-        scores = self._predict(list(texts)) if len(texts) else ()
+        texts = require_texts(texts, "texts")
+        scores = self._predict(texts) if texts else ()
         return {TOXICITY: np.asarray(scores, dtype=np.float64)}
 
 
+@checked
 class Detoxify:
     """A language model trained on the Jigsaw comments (detoxify, "unbiased"), downloaded on its first use.
 
@@ -122,6 +131,7 @@ class Detoxify:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text, for each attribute."""
+        texts = require_texts(texts, "texts")
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in self.attributes}
         for start in range(0, len(texts), _AT_ONCE):
             scores_by_name = self._model.predict(list(texts[start : start + _AT_ONCE]))

@@ -18,11 +18,13 @@ from matlens.bounds import CORPUS, SENTENCES
 from matlens.corpora.sources import Source, file_of_source, open_source
 from matlens.corpora.streams import check_to_the_end
 from matlens.errors import InputError, printable
+from matlens.signatures import checked
 
 MIN_WORDS = 5
 """A sentence of fewer words, counted between spaces, gives a model too little context to count."""
 
 
+@checked
 @dataclass(frozen=True)
 class Corpus:
     """Sentences that passed the checks, in the source's order, and what was left out.
@@ -103,6 +105,7 @@ class Corpus:
         )
 
 
+@checked
 def load_corpus(
     source: Source,
     *,

@@ -26,6 +26,7 @@ from matlens.ffn.values import ValueName, ValueVectors, unembedding
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class TopTokens(NamedTuple):
     scores: Float[Tensor, "n k"]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Projection:
     """How vectors are read in a model's vocabulary (paper B, section 3).
@@ -150,6 +152,7 @@ class Projection:
         return TopTokens(torch.cat(ids).cpu(), torch.cat(scores).cpu())
 
 
+@checked
 def top_tokens_of_all(
     values: ValueVectors, projection: Projection, *, k: int = TOP, progress: bool = True
 ) -> TopTokens:
@@ -177,6 +180,7 @@ def top_tokens_of_all(
     return TopTokens(torch.cat(ids), torch.cat(scores))
 
 
+@checked
 def values_promoting(
     values: ValueVectors, projection: Projection, words: Sequence[str], *, n: int = 10, progress: bool = True
 ) -> pd.DataFrame:
@@ -214,6 +218,7 @@ def values_promoting(
     return name_columns(values, best.tolist()).assign(score=score, lift=lift)
 
 
+@checked
 def values_with_tokens(
     values: ValueVectors, projection: Projection, tokens: TopTokens, words: Sequence[str]
 ) -> pd.DataFrame:
@@ -254,6 +259,7 @@ def values_with_tokens(
     return table.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
 
 
+@checked
 def token_table(
     values: ValueVectors, projection: Projection, names: Sequence[ValueName], *, k: int = 10
 ) -> pd.DataFrame:
@@ -325,6 +331,7 @@ def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, 
     return both / (2 * first.shape[1] - both)
 
 
+@checked
 def norm_overlap(
     model: TransformerBridge, *, n_random: int = 1000, k: int = TOP, seed: int = 0, progress: bool = True
 ) -> pd.DataFrame:

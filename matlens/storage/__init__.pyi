@@ -14,6 +14,7 @@ from .rows import RowFiles as RowFiles
 from .rows import keep_rows as keep_rows
 from .rows import read_rows as read_rows
 from .tables import COLUMNS as COLUMNS
+from .tables import csv_text as csv_text
 from .tables import read_table as read_table
 from .tables import result_row as result_row
 from .tables import result_table as result_table
