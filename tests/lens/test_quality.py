@@ -52,6 +52,9 @@ class Head:
     def log_probs(self, h: Tensor) -> Tensor:
         return self.logits(h).log_softmax(-1)
 
+    def require_same(self, other: Provenance) -> None:
+        """It is of no model, so that the vectors may be of any."""
+
 
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

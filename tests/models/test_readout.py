@@ -306,7 +306,7 @@ def test_vectors_that_cannot_be_read_are_refused_in_words(
 
 
 @pytest.mark.refused
-@pytest.mark.parametrize("k", [0, -1, 61, 10**40, 2.0, True, "5", None])
+@pytest.mark.parametrize("k", [0, -1, 61, 10**40])
 def test_a_number_of_tokens_that_there_are_not_is_refused(k: Any, small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
     ours, projection = Readout(model), ffn.Projection.from_model(model)
