@@ -10,7 +10,7 @@ from matlens import __version__
 from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, Folder, Title, Trust
-from matlens.cli.printing import print_figures, print_layers, report_errors
+from matlens.cli.printing import print_figures, print_results, run_app
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -43,11 +43,24 @@ def run(
 ) -> None:
     """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
     fit_arguments = fit.fit_arguments()  # before the work, not after it
+    from matlens.study.finished import FIGURES, RunNote
+
+    model.check()
+    asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
+    note = RunNote(samples.out, {**asked, "figures": {"title": title}})
+    if note.answers():
+        print(f"This run is finished in {samples.out}, with the same options, model and corpus.")
+        print_results(samples.out)
+        print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
+        return
     from matlens.study.steps import plot_results
 
     study = samples.study(model, corpus, **fit_arguments)
-    print_layers(study.evaluate())
-    print_figures(plot_results(study.folder, title=title))
+    study.evaluate()
+    print_results(study.folder)
+    figures = plot_results(study.folder, title=title)
+    note.write()
+    print_figures(figures)
 
 
 @app.command()
@@ -98,7 +111,8 @@ def evaluate(
         revision=None if model else revision,
         trust_remote_code=trust_remote_code,
     )
-    print_layers(evaluate_maps(bridge, folder))
+    evaluate_maps(bridge, folder)
+    print_results(folder)
     print(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 
 
@@ -115,7 +129,7 @@ app.command()(updates.update)
 
 def main() -> None:
     """Run the command line."""
-    report_errors(app)
+    run_app(app)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
-from matlens.storage.arrays import describe_file
 from matlens.storage.files import damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import is_transient, locked
 from matlens.storage.notes import NOTES
@@ -94,6 +93,8 @@ class Workplace:
         files
             Records of files that are known already; the others are looked at.
         """
+        from matlens.storage.arrays import describe_file  # torch, which what only reads records can spare
+
         with system_errors(self.folder):
             names = sorted(path.name for path in self.folder.iterdir() if not _is_marker(path.name))
             known = files or {}

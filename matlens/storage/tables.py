@@ -134,12 +134,23 @@ def read_table(
     return table
 
 
+def csv_text(table: pd.DataFrame) -> str:
+    """Spell out a table of results: every digit of every number, and ``nan`` where a value is no number.
+
+    Cells of other columns that hold nothing, such as intervals that there are none of, are empty.
+    """
+    if "value" in table and table["value"].isna().any():
+        value = table["value"].astype(object)
+        table = table.assign(value=value.where(value.notna(), "nan"))
+    return table.to_csv(index=False)
+
+
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
     """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what.
 
     The JSON holds the hash of the table, by which `read_table` sees that it is still this one.
     """
-    content = table.to_csv(index=False).encode()
+    content = csv_text(table).encode()
     described = {
         **origin,
         "software": software_versions(),

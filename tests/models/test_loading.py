@@ -31,7 +31,7 @@ from tokenizers import processors
 
 import matlens
 from matlens import InputError
-from matlens.models.loading import SMOLLM2
+from matlens.models.places import SMOLLM2
 
 TEXT = " ".join(WORDS[3:15])
 
