@@ -185,6 +185,11 @@ def require_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
     return weights.double()
 
 
+def are_few(n_samples: int, width: int) -> bool:
+    """Whether samples are fewer than twice the width, which leaves a fit without a penalty to their noise."""
+    return n_samples < ENOUGH * width
+
+
 def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str | None:
     """Say what samples that are few for the width mean for a fit; ``None`` where they are enough.
 
@@ -195,20 +200,23 @@ def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str |
     width
         How many coordinates the vectors of the source have.
     ridge
-        The penalty of the fit; with one, fewer samples do.
+        The penalty of the fit.
     """
-    if n_samples >= ENOUGH * width or ridge > 0:
+    if not are_few(n_samples, width):
         return None
+    few = f"The maps were fitted on {n_samples:,} samples, which is few for {width:,} dimensions"
+    if ridge:
+        return f"{few}: a ridge of {ridge:g} keeps them from following the noise of the samples."
     note = (
-        f"{n_samples:,} samples are few for vectors of {width:,} coordinates: least squares follows their "
-        "noise, and r2 on other sentences can be far below zero."
+        f"{few}: least squares follows the noise of the samples, and r2 on other sentences can be far below "
+        "zero. That is what the fit gives, and no fault."
     )
     if n_samples < width:
         note += (
-            " With fewer samples than coordinates it also follows the rounding of vectors that are alike, as "
-            "those of first tokens are, so that r2 moves by some hundredths with the number of threads."
+            " With fewer samples than dimensions it also follows the rounding of vectors that are alike, as "
+            "those of first tokens are: r2 moves by some hundredths with the number of threads."
         )
-    return f"{note} More sentences, all positions or a ridge help."
+    return note
 
 
 def described(value: object) -> str:

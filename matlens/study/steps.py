@@ -29,12 +29,13 @@ from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
+from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.progress import moving
 from matlens.storage.tables import COLUMNS, read_table, write_results
-from matlens.study.sizes import are_few, note_on_samples
+from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

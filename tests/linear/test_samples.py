@@ -175,8 +175,8 @@ def test_what_is_no_collection_is_refused_with_the_way() -> None:
 @pytest.mark.parametrize(
     ("samples", "pairs", "message"),
     [
-        ({}, PAIR, "no vectors of h.0"),
-        (SAMPLES, [("h.0", "h.7")], "no vectors of h.7"),
+        ({}, PAIR, r"no vectors of h\.0|no samples"),
+        (SAMPLES, [("h.0", "h.7")], r"no vectors of h\.7"),
         (SAMPLES, [("h.0",)], "is not a pair"),
         (SAMPLES, [(0, 1, 2)], "is not a pair"),
         (SAMPLES, [], "There are no pairs"),
@@ -214,12 +214,12 @@ def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance()
 
 def test_a_note_says_where_samples_are_few_for_the_width() -> None:
     assert few_samples_note(1152, 576) is None
-    assert few_samples_note(100, 576, ridge=1.0) is None
+    assert "a ridge of 2 keeps" in (few_samples_note(100, 576, ridge=2.0) or "")
     note = few_samples_note(1151, 576)
     assert note is not None
-    assert "1,151 samples are few for vectors of 576" in note
+    assert "1,151 samples, which is few for 576 dimensions" in note
     assert "rounding" not in note
-    assert "rounding of vectors that are alike" in (few_samples_note(575, 576) or "")
+    assert "the rounding of vectors that are alike" in (few_samples_note(575, 576) or "")
 
 
 def test_maps_know_how_many_samples_they_were_fitted_on() -> None:
