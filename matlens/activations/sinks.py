@@ -26,14 +26,13 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 FACTOR = 20.0
-FIRST_FACTOR = (
-    4.0  # of the median first token, where all other tokens but one in a hundred stay below half of it
-)
+FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens stay below half of it
 _FEWEST = 3  # first tokens, and others, from which their norms are compared
 
 
@@ -41,6 +40,7 @@ class SinkWarning(UserWarning):
     """Sinks could not be told, or not all of them."""
 
 
+@checked
 def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
     """Which samples are sinks, by the norms of the layers of the stream that were collected.
 
@@ -114,6 +114,7 @@ def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dic
     }
 
 
+@checked
 def find_sinks(
     model: TransformerBridge,
     examples: Examples,
@@ -141,6 +142,7 @@ def find_sinks(
     return sinks
 
 
+@checked
 def outlying_rows(
     norms: Float[Tensor, "n layers"],
     *,

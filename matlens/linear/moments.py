@@ -19,10 +19,12 @@ from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import require_weights
 from matlens.models.identity import Provenance
+from matlens.signatures import checked
 
 _WIDEST = 2**31  # coordinates of a vector; no model is near
 
 
+@checked
 class Moments:
     """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
 

@@ -15,6 +15,7 @@ from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Replacement, jump
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["blocks", "mat"]
 
 
+@checked
 @dataclass(frozen=True)
 class Scheme:
     """Segments of layers that are run by blocks and jumped over by ``mat`` in turn (Eqs. 3 and 4).
@@ -91,6 +93,7 @@ class Scheme:
         return " ".join(f"{kind} {first}-{last}" for kind, first, last in self.segments)
 
 
+@checked
 def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     """All weighted round-robin schemes, as ``(a, b, scheme)`` for ``a, b >= 1`` with ``a+b`` dividing ``L``.
 
@@ -110,6 +113,7 @@ def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     return schemes
 
 
+@checked
 def r2_score(scheme: Scheme, r2: Float[Tensor, "layers layers"]) -> float:
     """Product of ``r2[l, l']`` over the ``mat`` segments of a scheme; 1 where it has none."""
     last = scheme.boundaries[-1]
@@ -131,6 +135,7 @@ class _Best:
     low_path: tuple[int, ...]
 
 
+@checked
 def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
     """For each number of blocks kept, the scheme of the greatest `r2_score` and that score (R2).
 

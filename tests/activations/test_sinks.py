@@ -60,7 +60,7 @@ def test_a_token_that_stands_out_at_one_layer_is_a_sink(
 
 
 def first_tokens_stand_out(ratio: float, *, others_top: float = 1.5) -> tuple[torch.Tensor, np.ndarray]:
-    """Norms at three layers: at one, first tokens are so many times as long as others, and so is one other."""
+    """Norms at three layers: at one, first tokens are so many times as long as others."""
     generator = torch.Generator().manual_seed(0)
     norms = 1 + 0.2 * torch.rand(300, 3, generator=generator)
     places = np.arange(300) % 10

@@ -91,61 +91,53 @@ def test_what_adds_nothing_or_scales_by_one_changes_nothing(small_model: Models)
 
 PROMPTS = ["w4 w40 w11 w0 w29 w9", "w17", "w8 w8 w30 w21 w2 w35"]
 N_NEW = 6
-GENTLE = {"L0D5": 0.6, "L0D11": -0.5, "L2D7": 0.8}
+GENTLE = {"L0D5": 1.6, "L0D11": -1.5, "L2D7": 1.8}
 
 
-def by_hand(name: str, plain: Any, tokenizer: Any, prompt: str, how: str, where: str) -> str:
-    """Greedy, everything read again for each token."""
-    tokens = tokenizer(prompt)["input_ids"]
-    length = len(tokens)
+def by_hand(name: str, plain: Any, sentence: Tensor, length: int, how: str, where: str) -> Tensor:
+    """Logits of the new tokens of a sentence that has a prompt of so many, in one pass without a cache."""
 
     def meant(n: int) -> Tensor:
         place = torch.arange(n)
         return {"all": place >= 0, "last": place == length - 1, "new": place >= length}[where]
 
     with controlled_by_hand(name, plain, GENTLE, HOWS[how][1], meant), torch.inference_mode():
-        for _ in range(N_NEW):
-            logits = plain(torch.tensor([tokens])).logits[0, -1]
-            tokens = [*tokens, int(logits.argmax())]
-    return str(tokenizer.decode(tokens[length:]))
+        return torch.as_tensor(plain(sentence[None]).logits[0, length - 1 : -1])
 
 
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("where", ["all", "last", "new"])
 @pytest.mark.parametrize(
     ("name", "how"), [("gpt2", "set"), ("llama", "added"), ("gemma3", "scaled"), ("gptj", "set")]
 )
 def test_generation_changes_the_prompts_last_or_the_new_tokens(
-    name: str, how: str, where: str, small_model: Models, plain_model: Models
+    name: str, how: str, where: str, cached: bool, small_model: Models, plain_model: Models
 ) -> None:
-    """With a cache of keys and values and without, in batches of prompts of different lengths."""
+    """In a batch of prompts of different lengths."""
     model, plain = small_model(name), plain_model(name)
-    expected = [by_hand(name, plain, model.tokenizer, prompt, how, where) for prompt in PROMPTS]
     given = {vector: HOWS[how][0](number) for vector, number in GENTLE.items()}
     with controlled(model, GENTLE, given, where=where):  # type: ignore[arg-type]
-        for options in ({}, {"use_cache": False}, {"batch_size": 1}):
-            ours = continue_prompts(model, PROMPTS, n_tokens=N_NEW, progress=False, **options)
-            assert ours["text"].tolist() == expected
-        for cached in (True, False):
-            ids = model.generate(
-                PROMPTS[0], N_NEW, do_sample=False, stop_at_eos=False, verbose=False, return_type="tokens",
-                use_past_kv_cache=cached,
-            )  # fmt: skip
-            assert model.tokenizer.decode(ids[0, -N_NEW:]) == expected[0]
-
-
-def test_the_places_tell_in_what_is_generated(small_model: Models, plain_model: Models) -> None:
-    model, plain = small_model("gpt2"), plain_model("gpt2")
-    texts = {
-        where: by_hand("gpt2", plain, model.tokenizer, PROMPTS[0], "set", where)
-        for where in ("all", "last", "new")
-    }
-    assert len(set(texts.values())) > 1
+        generated = model.generate(
+            PROMPTS, N_NEW, use_past_kv_cache=cached, output_logits=True, return_type="tokens",
+            stop_at_eos=False, do_sample=False, verbose=False,
+        )  # fmt: skip
+        table = continue_prompts(model, PROMPTS, n_tokens=N_NEW, use_cache=cached, progress=False)
+    logits = torch.stack(generated.logits, dim=1)
+    for row, ours, prompt, text in zip(generated.sequences, logits, PROMPTS, table["text"], strict=True):
+        length = len(prompt.split())
+        sentence = row[-length - N_NEW :]
+        theirs = by_hand(name, plain, sentence, length, how, where)
+        assert_near(ours, theirs)
+        assert text.split() == model.tokenizer.decode(sentence[-N_NEW:]).split()
+        for other in {"all", "last", "new"} - {where}:  # which tokens are meant makes a difference
+            elsewhere = by_hand(name, plain, sentence, length, how, other)
+            assert float((elsewhere - theirs).abs().max()) > 1e-4
 
 
 def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model: Models) -> None:
     model, texts = small_model("llama"), []
     for use_cache in (True, False):
-        with controlled(model, GENTLE, added(2.0), where=torch.tensor([2, 0, 3])):
+        with controlled(model, GENTLE, added(2.0), where=torch.tensor([2, 5, 0])):
             table = continue_prompts(
                 model, sorted(PROMPTS, key=len, reverse=True), n_tokens=4, use_cache=use_cache, progress=False
             )

@@ -133,15 +133,15 @@ def test_samples_of_weight_zero_are_left_out_however_bad_they_are() -> None:
         ({"weights": torch.full((N,), torch.nan)}, "negative or not finite"),
         ({"weights": torch.full((N,), torch.inf)}, "negative or not finite"),
         ({"weights": torch.zeros(N)}, "No sample is left"),
-        ({"weights": torch.ones(N, 1)}, r"a tensor \[60, 1\]"),
-        ({"weights": [1.0] * N}, "'weights' is 'list'"),
+        ({"weights": torch.ones(N, 1)}, r"weights.*(60, 1)|\[60, 1\]"),
+        ({"weights": [1.0] * N}, r"weights.*list"),
         ({"weights": ROWS.float(), "rows": ROWS.logical_not()}, "No sample is left"),
         ({"rows": ~torch.ones(N, dtype=torch.bool)}, "No sample is left"),
-        ({"rows": torch.ones(N)}, "'rows' is a tensor"),
+        ({"rows": torch.ones(N)}, r"rows.*[Tt]ensor"),
         ({"ridge": -1.0}, "ridge penalty is -1.0"),
-        ({"ridge": float("nan")}, "ridge penalty is nan"),
-        ({"ridge": float("inf")}, "ridge penalty is inf"),
-        ({"ridge": "1"}, "ridge penalty is '1'"),
+        ({"ridge": float("nan")}, r"ridge.* is nan"),
+        ({"ridge": float("inf")}, r"ridge.* is inf"),
+        ({"ridge": "1"}, r"ridge.* is '1'"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_every_fit(way: str, options: dict[str, Any], message: str) -> None:
@@ -241,7 +241,7 @@ def test_vectors_of_another_width_are_not_mapped() -> None:
 @pytest.mark.refused
 @pytest.mark.parametrize("d", [0, -1, 10**40, 2.0])
 def test_moments_of_no_width_are_refused(d: Any) -> None:
-    with pytest.raises(InputError, match="d_in is"):
+    with pytest.raises(InputError, match="d_in"):
         Moments(d, 3)
     with pytest.raises(InputError, match="Samples x"):
         Moments(D_IN, 1).update(X, Y[:, 0])

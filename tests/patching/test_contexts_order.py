@@ -140,13 +140,13 @@ def test_a_forward_that_somebody_else_has_put_on_a_block_is_there_again(small_mo
     def forward(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    block.forward = forward
+    vars(block)["forward"] = forward  # not by assignment, which the bridge hands on to the module inside
     try:
         with patched(model, [linear(jump_part(0, 2))]):
             assert block.forward is not forward
         assert block.forward is forward
     finally:
-        del block.forward
+        del vars(block)["forward"]
     assert changes_of(model) == ()
 
 
