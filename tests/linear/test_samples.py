@@ -161,12 +161,12 @@ def test_values_for_another_number_of_samples_are_refused(way: str, n: int) -> N
 @pytest.mark.refused
 def test_what_is_no_collection_is_refused_with_the_way() -> None:
     for samples in (SAMPLES, [X, Y], None, X):
-        with pytest.raises(InputError, match=r"Expected what matlens.collect\(\) gives.*fit_samples"):
+        with pytest.raises(InputError, match=r"matlens\.collect.*fit_samples"):
             MapSet.fit(samples, progress=False)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"Expected what matlens.collect\(\) gives.*fit_samples"):
+        with pytest.raises(InputError, match=r"matlens\.collect.*fit_samples"):
             list(fit_rows(samples, PAIR))  # type: ignore[arg-type]
     for samples in ([X, Y], None, X):
-        with pytest.raises(InputError, match="Expected vectors by site"):
+        with pytest.raises(InputError, match=r"Expected vectors by site|fit_samples is"):
             list(fit_samples(samples, PAIR))  # type: ignore[arg-type]
 
 
@@ -231,7 +231,7 @@ def test_maps_know_how_many_samples_they_were_fitted_on() -> None:
 @pytest.mark.refused
 def test_vectors_of_another_width_are_not_mapped() -> None:
     linear = LinearMap(torch.eye(3), None, "h.0", "h.1")
-    for h in (torch.ones(2, 4), torch.ones(()), torch.ones(2, 0)):
+    for h in (torch.ones(2, 4), torch.ones(4), torch.ones(2, 0)):
         with pytest.raises(InputError, match="takes vectors of 3 coordinates"):
             linear(h)
     with pytest.raises(InputError, match=r"Expected cpu, cuda or mps"):
