@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.corpora.word_similarity import WordSimilarity
@@ -26,6 +25,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.progress import Bar
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def find_patterns(
             "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
-    rows: Iterable[int] = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
+    rows: Iterable[int] = Bar(range(len(lists)), desc="patterns", disable=not progress)
     patterns = [_largest_pattern(lists[row][lists[row] >= 0], word_similarity) for row in rows]
     return pd.DataFrame(patterns, columns=list(PATTERN_COLUMNS))
 
@@ -131,7 +131,7 @@ def search_concepts(
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
-    layers = tqdm(range(values.n_layers), desc="random vectors", disable=not progress, delay=1)
+    layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
     random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)
     dealt_ids = torch.stack(

@@ -10,10 +10,10 @@ import numpy as np
 import requests
 from jaxtyping import Float
 from requests.adapters import HTTPAdapter
-from tqdm.auto import tqdm
 from urllib3.util import Retry
 
 from matlens.errors import InputError
+from matlens.progress import Bar
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 PER_SECOND = 1.0  # requests that a new key is allowed
@@ -85,7 +85,7 @@ class Perspective:
         InputError
             The API does not answer, refuses, or its answer has no scores.
         """
-        bar = tqdm(texts, desc="grading", unit="text", delay=1)
+        bar = Bar(texts, desc="grading", unit="text")
         rows = [self._scores(text) if text.strip() else dict.fromkeys(self.attributes, 0.0) for text in bar]
         return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in self.attributes}
 

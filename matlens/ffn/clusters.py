@@ -34,6 +34,7 @@ from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
+from matlens.progress import waiting
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 CLUSTERS, _LABELS = "clusters", "labels"
@@ -124,7 +125,8 @@ class Clusters:
                     f"take {distances_gib(n):.1f} GiB, {relation} the limit of {memory:g} GiB.",
                     file=sys.stderr,
                 )
-            labels = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
+            with waiting("clustering", progress=progress):
+                labels = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
             yield np.arange(n), {_LABELS: labels[:, None]}
 
         config, rows = keep_rows(

@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.activations.activations import Activations
@@ -22,6 +21,7 @@ from matlens.errors import InputError
 from matlens.lens.quality import Substitute, chunks, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
+from matlens.progress import Bar
 from matlens.storage.tables import result_table
 
 EXIT = "early_exit"
@@ -100,7 +100,7 @@ def exit_confidences(
     """
     n, n_layers = len(truth), len(substitutes)
     confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
-    for part in tqdm(list(chunks(n)), desc=f"confidence of {name}", disable=not progress, delay=1):
+    for part in Bar(list(chunks(n)), desc=f"confidence of {name}", disable=not progress):
         true = readout.log_probs(truth[part])
         for i, substitute in enumerate(substitutes):
             logits = readout.logits(substitute(part))

@@ -15,7 +15,6 @@ from jaxtyping import Bool
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.errors import InputError
 from matlens.linear.fitting import Samples, fit_rows
@@ -24,6 +23,7 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.progress import Bar
 from matlens.storage.arrays import (
     Record,
     describe_tensors,
@@ -150,7 +150,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         wanted = resolve_pairs(pairs, activations.provenance.identity.n_layers)
         maps = fit_rows(activations, wanted, rows=rows, intercept=intercept, ridge=ridge)
         total = len(dict.fromkeys(wanted))
-        return cls(tqdm(maps, total=total, desc="fitting", unit="map", disable=not progress, delay=1))
+        return cls(Bar(maps, total=total, desc="fitting", unit="map", disable=not progress))
 
     def held(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None

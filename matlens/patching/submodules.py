@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
@@ -24,6 +23,7 @@ from matlens.linear.pairs import require_collected
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
 from matlens.patching.replacements import mat_attn, resolve_replacements
+from matlens.progress import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -85,7 +85,7 @@ def fit_submodules(
         A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
     """
     require_collected(pairs, samples)
-    for pair in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
+    for pair in Bar(pairs, desc="fitting", unit="map", disable=not progress):
         # One by one: only the two sites of a pair are held in float64.
         yield from fit_rows(samples, [pair], rows=rows, intercept=intercept, ridge=ridge)
 

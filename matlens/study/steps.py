@@ -32,7 +32,7 @@ from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.progress import moving
+from matlens.progress import Bar
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.sizes import are_few, note_on_samples
 
@@ -151,7 +151,7 @@ def fit_maps(
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
-        return moving(maps, total=len(missing), desc="fitting", unit="map", progress=progress)
+        return Bar(maps, total=len(missing), desc="fitting", unit="map", disable=not progress)
 
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 
