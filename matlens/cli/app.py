@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_results, run_app
+from matlens.errors import InputError
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -122,6 +124,29 @@ def plot(folder: Folder, title: Title = None) -> None:
     from matlens.study.steps import plot_results
 
     print_figures(plot_results(folder, title=title))
+
+
+@app.command()
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that matlens has written into.", show_default=False)
+    ],
+) -> None:
+    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
+    from matlens.errors import printable
+    from matlens.storage.verification import verify as verify_folder
+
+    verdicts = 0
+    damaged = 0
+    for verdict in verify_folder(folder):
+        verdicts += 1
+        damaged += verdict.damage is not None
+        state = "ok" if verdict.damage is None else f"DAMAGED: {verdict.damage}"
+        print(printable(f"{verdict.path}  {verdict.what}  {state}"))
+    if not verdicts:
+        raise InputError(f"There is nothing in {folder} that matlens has written and could verify.")
+    if damaged:
+        raise typer.Exit(2)
 
 
 app.command()(updates.update)

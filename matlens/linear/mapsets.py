@@ -203,13 +203,15 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             pairs, provenance = list(request["pairs"]), Provenance.from_json(request["provenance"])
         except (KeyError, TypeError) as error:
             raise damaged(folder / "config.json", f"lacks {error}") from error
+        if not isinstance(request["provenance"], Mapping):
+            raise damaged(folder / "config.json", "says in another way what the maps come from")
         maps, files = cls(provenance=provenance, same_precision=same_precision), {}
         for pair in pairs:
             match pair:
                 case [str(source), str(target)]:
                     path = _file(folder, source)
                     if source not in files:
-                        files[source] = _Stored(path, require_record(config, folder, path.name))
+                        files[source] = _Stored(path, require_record(config, folder, f"{source}.safetensors"))
                         _open(files[source]).__exit__(None, None, None)
                     if target not in files[source].record.get("tensors", {}):
                         raise damaged(folder / "config.json", f"has no record of {source} -> {target}")

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
 from matlens.arguments import short
+from matlens.bounds import LAYERS
 from matlens.errors import InputError
 from matlens.models.changes import changes_of, describe_changes
 from matlens.models.tokenization import token_policy
@@ -162,6 +163,7 @@ class ModelIdentity:
                     f"The record of a model is damaged: its {_IN_JSON.get(key, key)} is "
                     f"{short(getattr(identity, key))}."
                 )
+        LAYERS.check(identity.n_layers, "The record of a model")
         return identity
 
 

@@ -18,3 +18,5 @@ from .tables import read_table as read_table
 from .tables import result_row as result_row
 from .tables import result_table as result_table
 from .tables import write_results as write_results
+from .verification import Verdict as Verdict
+from .verification import verify as verify

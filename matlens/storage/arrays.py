@@ -26,7 +26,7 @@ def describe_file(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
         array = {}
         if path.suffix == ".npy":
-            shape, dtype = _read_header(file, path)
+            shape, dtype = read_header(file, path)
             array = {"shape": list(shape), "dtype": dtype.name}
             file.seek(0)
         digest, size = hash_file(file)
@@ -129,7 +129,7 @@ class StoredArray:
     def __init__(self, path: Path, record: Record, *, finite: bool = True) -> None:
         self._path, self._record, self._finite = path, record, finite
         with open_recorded(path, record) as file:
-            shape, self.dtype = _read_header(file, path)
+            shape, self.dtype = read_header(file, path)
             self._start = file.tell()
         self.shape = shape
         if list(shape) != record.get("shape") or self.dtype.name != record.get("dtype"):
@@ -220,7 +220,7 @@ def _describe_tensor(values: Tensor) -> dict[str, Any]:
     }
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def read_header(file: BinaryIO, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """The shape and the kind of numbers of a ``.npy`` file; the file is read up to its first number."""
     try:
         if npy.read_magic(file) != (1, 0):

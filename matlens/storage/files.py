@@ -75,7 +75,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
     """
     partial: dict[Path, Path] = {}
     with ExitStack() as locks:
-        for folder in dict.fromkeys(path.parent for path in contents):
+        for folder in sorted({path.parent for path in contents}):  # in one order, or two could wait for ever
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
-from matlens.storage.files import damaged, read_json, require_seal, sealed, system_errors, write_json
+from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import is_transient, locked
 from matlens.storage.notes import NOTES
 
@@ -145,7 +145,7 @@ class Workplace:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def _require_same(self, marker: Path) -> None:
-        record = _read_record(self.folder, marker)
+        record = read_record(self.folder, marker)
         there, now = (
             _flat({"holds": holds, **request})
             for holds, request in ((record["holds"], record["request"]), (self.holds, self.request))
@@ -198,7 +198,7 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
             f"The job of {folder} was broken off. Run the same command again, and it goes on from there."
         )
     try:
-        config = _read_record(folder, folder / CONFIG)
+        config = read_record(folder, folder / CONFIG)
     except OSError as error:
         raise InputError(f"The folder {folder} holds no finished {expected}: {error}") from error
     if config["holds"] != expected:
@@ -209,11 +209,12 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
 
 
 def is_record(record: Any) -> bool:
-    """Whether JSON looks like what matlens writes of a folder."""
-    return isinstance(record, dict) and isinstance(record.get("request"), dict) and "holds" in record
+    """Whether JSON looks like what matlens writes of a folder, damaged or not."""
+    keys = ("layout", "holds", "request", SEAL)
+    return isinstance(record, dict) and sum(key in record for key in keys) > 1
 
 
-def _read_record(folder: Path, marker: Path) -> dict[str, Any]:
+def read_record(folder: Path, marker: Path) -> dict[str, Any]:
     """What ``config.json`` or ``unfinished.json`` says, as it was written."""
     record = read_json(marker)
     if not is_record(record):
@@ -225,7 +226,10 @@ def _read_record(folder: Path, marker: Path) -> dict[str, Any]:
             f"The folder {folder} was written by another version of matlens, in another layout. Remove it "
             "and make it anew."
         )
-    return require_seal(record, marker)
+    require_seal(record, marker)
+    if not isinstance(record.get("request"), dict) or not isinstance(record.get("holds"), str):
+        raise damaged(marker, "does not say what the folder holds")
+    return record
 
 
 def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:

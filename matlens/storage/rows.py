@@ -103,8 +103,9 @@ class RowFiles:
         try:
             for name, column in columns.items():
                 self._open(name, column)
-            for note in self._notes.records:
-                self._require_noted(note)
+            if self._notes.records:
+                for name, column in columns.items():
+                    require_noted(self._path(name), *self._files[name], column.row_bytes, self._notes)
         except BaseException:
             self._close()
             raise
@@ -153,17 +154,6 @@ class RowFiles:
             raise damaged(path, "has another header than was written")
         self._files[name] = descriptor, len(header)
 
-    def _require_noted(self, note: Mapping[str, Any]) -> None:
-        """Refuse to go on with rows that are not those which were written."""
-        for name, column in self._columns.items():
-            descriptor, first = self._files[name]
-            digest = hashlib.sha256()
-            for start, count in note["rows"]:
-                size = column.row_bytes
-                digest.update(os.pread(descriptor, count * size, first + start * size))
-            if digest.hexdigest() != note["sha256"].get(name):
-                raise damaged(self._path(name), "does not hold the rows that were noted")
-
     def _nothing_pending(self, batches: int) -> _Pending:
         return _Pending(batches, [], {name: hashlib.sha256() for name in self._columns})
 
@@ -193,6 +183,31 @@ class RowFiles:
     def _close(self) -> None:
         for descriptor, _ in self._files.values():
             os.close(descriptor)
+
+
+def require_noted(path: Path, descriptor: int, first: int, row_bytes: int, notes: Notes) -> None:
+    """Refuse a file that does not hold the rows which were written.
+
+    Parameters
+    ----------
+    path, descriptor
+        The file of a column, and by what it is read.
+    first, row_bytes
+        Where its rows start, and how long one is.
+    notes
+        What has been noted of the collection.
+
+    Raises
+    ------
+    InputError
+        It holds others.
+    """
+    for note in notes.records:
+        digest = hashlib.sha256()
+        for start, count in note["rows"]:
+            digest.update(os.pread(descriptor, count * row_bytes, first + start * row_bytes))
+        if digest.hexdigest() != note["sha256"].get(path.stem):
+            raise damaged(path, "does not hold the rows that were noted")
 
 
 def keep_rows(
@@ -271,7 +286,7 @@ def read_rows(
     """
     folder = Path(folder)
     config, columns = _open_columns(folder, expected, finite)
-    beside = {name: _stored(config, folder, name).read() for name in arrays}
+    beside = {name: np.array(_stored(config, folder, name).read()) for name in arrays}
     return config, beside, StoredRows({name: column.read for name, column in columns})
 
 
@@ -279,7 +294,7 @@ def _open_columns(
     folder: Path, expected: str, finite: bool
 ) -> tuple[dict[str, Any], list[tuple[str, StoredArray]]]:
     config = read_config(folder, expected)
-    columns = dict(_read_columns(config, folder))
+    columns = dict(recorded_columns(config, folder))
     stored = [(name, _stored(config, folder, name, finite)) for name in columns]
     for name, array in stored:
         column = columns[name]
@@ -292,7 +307,8 @@ def _open_columns(
     return config, stored
 
 
-def _read_columns(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Column]]:
+def recorded_columns(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Column]]:
+    """The columns of a collection, by what is recorded of it."""
     columns = config["request"].get("columns")
     if not isinstance(columns, dict) or not columns:
         raise damaged(folder / "config.json", "names no columns")
