@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from pathlib import Path
 
 from matlens.errors import InputError
@@ -25,12 +26,12 @@ def locate(name: str, revision: str | None) -> tuple[str, str | None, str | None
     if name == SMOLLM2:
         path = smollm2_path()
         return str(path.parent), path.name, None
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # a home that cannot be told is no reason to stop
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):  # whose answer is no where a name is too long, or no name at all
             raise InputError(f"There is no file {name}. Expected the path of a .gguf file.")
         return str(path.parent.resolve()), path.name, None
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise InputError(
                 f"The folder {name} holds no config.json. Expected a Hugging Face model folder, as "
