@@ -87,7 +87,8 @@ def places(folder: Path) -> dict[str, Path]:
     os.mkfifo(folder / "pipe")
     return {
         "a file": folder / "file", "below a file": folder / "file" / "out", "a loop": folder / "loop",
-        "a pipe": folder / "pipe" / "out", "a device": Path("/dev/null/out"), "no file system": Path("/proc/x"),
+        "a pipe": folder / "pipe" / "out", "a device": Path("/dev/null/out"),
+        "no file system": Path("/proc/x"),
     }  # fmt: skip
 
 
