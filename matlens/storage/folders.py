@@ -204,6 +204,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _with_article(holds: Any) -> str:
+    name = str(holds)
+    return name if name.endswith("s") else f"a {name}"
+
+
 def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """Read what a finished folder says of itself.
 
@@ -223,7 +228,10 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"The folder {folder} holds no finished {expected}: {error}") from error
     if config["holds"] != expected:
-        raise InputError(f"The folder {folder} does not hold {expected} of matlens.")
+        raise InputError(
+            f"The folder {folder} holds {_with_article(config['holds'])} of matlens. Expected a folder that "
+            f"holds {_with_article(expected)}."
+        )
     if not isinstance(config.get("files"), dict):
         raise damaged(folder / CONFIG, "has no record of its files")
     return config
