@@ -113,13 +113,27 @@ class SampleOptions(Group):
     draw_special: options.Special = True
     batch_tokens: options.BatchTokens = None
 
-    def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
-        """The study whose main folder is the output folder; the corpus is read and described."""
+    def check(self, model: ModelOptions, fit: FitOptions | None = None) -> None:
+        """Refuse options that make no sense, and an output folder that cannot be used, before any work."""
+        from matlens.study.output import MAPS, TRAIN, VALIDATION, require_output
+
         if not self.draw_special and self.positions == PositionChoice.all:
             raise InputError(
                 "All positions include the special tokens: --skip-special is for drawn positions."
             )
+        shared: dict[str, Any] = {"model": {"dtype": model.dtype.value}, "data": {"seed": self.seed}}
+        known = {TRAIN: dict(shared), VALIDATION: dict(shared)}
+        if self.positions != PositionChoice.auto:
+            known[TRAIN]["positions"] = self.positions.value
+        if fit is not None:
+            known[MAPS] = {**known[TRAIN], "intercept": fit.intercept}
+            if fit.ridge is not None:
+                known[MAPS]["ridge"] = fit.ridge
+        require_output(self.out, known)
         model.check()
+
+    def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
+        """The study whose main folder is the output folder; the corpus is read and described."""
         from matlens.study.study import Study
 
         study = Study(
