@@ -149,7 +149,7 @@ class Trace:
                 yield batch.index, reader.rows(batch)
 
         config, rows = keep_rows(
-            TRACE, request, reader.columns, len(examples), batches,
+            TRACE, request, reader.columns, examples.n_positions, batches,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         )  # fmt: skip
         return cls(rows, examples, Provenance.from_config(config))
@@ -201,7 +201,7 @@ class _BatchReader:
         before = {site for sites in self._before for site in sites}
         self.sites = sorted(before | {*self._after, *self._coefficients})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
-        self._drawn = random_sub_updates(self._values, len(examples), k, seed=seed)
+        self._drawn = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
         n = self._values.n_layers
         scores = [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
         self.columns = {

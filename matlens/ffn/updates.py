@@ -235,9 +235,9 @@ def dominance(
     values = ValueVectors(model)
     require_count(k, values)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
-    drawn = random_sub_updates(values, len(examples), k, seed=seed)
+    drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
-    shares = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
+    shares = {method: torch.empty(values.n_layers, examples.n_positions) for method in ("dominant", "random")}
     for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
         index = torch.from_numpy(rows.index)
         for layer, site in enumerate(sites):

@@ -98,9 +98,8 @@ def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
         names.discard(tokenizer.unk_token)
     added = {*tokenizer.convert_tokens_to_ids(sorted(names))}
     texts = []
-    for start, end, position in zip(
-        examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
-    ):
+    starts, ends = examples.offsets[examples.sentences], examples.offsets[examples.sentences + 1]
+    for start, end, position in zip(starts, ends, examples.positions, strict=True):
         masked = examples.tokens[start + position] == readout.tokenizer.mask_token_id
         tokens = examples.tokens[start : end if masked else start + position + 1]
         special = np.isin(tokens, sorted(added - {tokens[position]}))

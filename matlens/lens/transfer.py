@@ -46,12 +46,13 @@ def fit_drawn_and_all(
     sites = list(map(str, Anatomy.from_model(model).stream))
     last = len(sites) - 1
     pairs = [(layer, last) for layer in range(last)]
-    sentence_of = {int(row): i for i, row in enumerate(examples.offsets[:-1] + examples.positions)}
-    drawn = {site: torch.empty(len(examples), model.cfg.d_model) for site in sites}
+    starts = examples.offsets[examples.sentences]
+    number_of = {int(row): i for i, row in enumerate(starts + examples.positions)}
+    drawn = {site: torch.empty(examples.n_positions, model.cfg.d_model) for site in sites}
 
     def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
         for rows in stream(model, examples, sites, positions="all", progress=progress):
-            kept = [(i, sentence_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in sentence_of]
+            kept = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
             here, there = map(list, zip(*kept, strict=True))
             for site, vectors in rows.vectors.items():
                 drawn[site][there] = vectors[here]

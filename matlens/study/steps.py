@@ -142,7 +142,7 @@ def fit_maps(
     if ridge is not None:
         ridge = require_number(ridge, "The ridge", least=0)
     train = Activations.load(Path(folder) / TRAIN)
-    wanted = resolve_pairs(pairs, train.provenance.identity.n_layers)
+    wanted = resolve_pairs(pairs, train.provenance)
     require_collected(wanted, train)
     if ridge is None:
         few = are_few(train.n_rows, train.provenance.identity.d_model)
