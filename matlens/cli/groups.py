@@ -134,15 +134,15 @@ class SampleOptions(Group):
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
         """The study whose main folder is the output folder; the corpus is read and described."""
+        sentences = corpus.load()  # before imports that take seconds
+        print(sentences.report())
         from matlens.study.study import Study
 
-        study = Study(
-            load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
+        return Study(
+            load_model=model.load, load_corpus=lambda: sentences, out=self.out, main_folder=self.out,
             **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions.value,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens, **more,
         )  # fmt: skip
-        print(study.corpus.report())
-        return study
 
 
 def sizes_of(

@@ -36,6 +36,4 @@ def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
         Workplace(out / name, _HOLDS[name], {"provenance": provenance}).require_possible()
     for name in (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES):
         if MAPS in known and (out / name).is_dir():
-            raise InputError(
-                f"{out / name} is a folder, where a file is to be written. Choose another folder."
-            )
+            raise InputError(f"{out / name} is a folder, and a file is to be written there. Remove it.")
