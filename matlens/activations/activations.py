@@ -15,12 +15,14 @@ from matlens.corpora.examples import ARRAYS, Examples
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.signatures import checked
 from matlens.storage.rows import read_rows
 
 Positions = Literal["drawn", "all"]
 HOLDS = "activations"
 
 
+@checked
 class Activations(Mapping[str, Float[Tensor, "n d"]]):
     """Vectors by site: ``activations["h.5"]``, or ``activations[5]`` for the stream, is ``[n, d]``.
 

@@ -30,6 +30,7 @@ from matlens.models.changes import changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.progress import Bar
+from matlens.signatures import checked
 from matlens.storage.folders import read_config
 from matlens.storage.rows import Column, keep_rows
 
@@ -61,6 +62,7 @@ class Rows:
     changes: tuple[str, ...] = ()
 
 
+@checked
 def collect(
     model: TransformerBridge,
     examples: Examples,
@@ -144,6 +146,7 @@ def _hook_names(anatomy: Anatomy, columns: Iterable[str]) -> dict[str, list[str]
     return {}
 
 
+@checked
 def stream(
     model: TransformerBridge,
     examples: Examples,
@@ -227,6 +230,7 @@ def _batch_tokens(model: TransformerBridge, wanted: int | None) -> int:
     return default_batch_tokens(model) if wanted is None else require_whole(wanted, "batch_tokens", least=1)
 
 
+@checked
 def default_batch_tokens(model: TransformerBridge) -> int:
     """Tokens of a batch that suit the device the model is on."""
     return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS

@@ -20,6 +20,7 @@ from matlens.bounds import CORPUS, SENTENCES
 from matlens.corpora.sources import Source, file_of_source, open_source
 from matlens.corpora.streams import check_to_the_end
 from matlens.errors import InputError, printable
+from matlens.signatures import checked
 
 MIN_WORDS = 5
 """A sentence of fewer words, counted between spaces, gives a model too little context to count."""
@@ -28,6 +29,7 @@ _SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
 _SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
 
 
+@checked
 @dataclass(frozen=True)
 class Corpus:
     """Sentences that passed the checks, in the source's order, and what was left out.
@@ -108,6 +110,7 @@ class Corpus:
         )
 
 
+@checked
 def load_corpus(
     source: Source,
     *,
@@ -192,6 +195,7 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)
 
 
+@checked
 class TokenFrequency:
     """How common each token is in a running text.
 

@@ -21,6 +21,7 @@ from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,6 +34,7 @@ MAKE_EXAMPLES = (
 )
 
 
+@checked
 @dataclass(frozen=True)
 class Examples:
     """Tokenised sentences with positions in each.
@@ -184,6 +186,7 @@ class Batch:
     mask: Int[Tensor, "batch length"]
 
 
+@checked
 def make_examples(
     model: TransformerBridge, corpus: Corpus, *, seed: int = 0, draw_special: bool = True
 ) -> Examples:
@@ -249,6 +252,7 @@ def make_examples(
     return end_to_end(ids, positions, provenance)
 
 
+@checked
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"

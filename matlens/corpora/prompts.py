@@ -23,6 +23,7 @@ from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -32,6 +33,7 @@ PROMPT_FIELD = "prompt"
 CHALLENGING_FIELD = "challenging"
 
 
+@checked
 def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bool = False) -> list[str]:
     """Read prompts from a file; blank ones are left out, and so is white space around them.
 
@@ -98,6 +100,7 @@ def _is_challenging(row: dict[str, Any], where: str) -> bool:
     return mark
 
 
+@checked
 def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
     """Tokenise prompts, each with the position whose prediction one wants to read.
 

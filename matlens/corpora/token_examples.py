@@ -230,7 +230,7 @@ def _mask_rows(mask: Any, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 def _of_shape(values: Any, rows: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
     """Values for each token, row by row; refused where they are not as many as the tokens."""
     usable = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
-    given = [_array(row) for row in values] if usable and getattr(values, "ndim", 2) else []
+    given = [_array(row) for row in values] if usable and getattr(values, "ndim", None) != 0 else []
     lengths, expected = [row.shape for row in given], [(len(row),) for row in rows]
     if lengths != expected:
         shape = tuple(getattr(values, "shape", ())) or f"{len(given)} rows"

@@ -31,6 +31,7 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
@@ -67,11 +68,13 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
+@checked
 def default_threshold(scores: TraceScores) -> float:
     """The threshold that the size of a score passes in one of a hundred dominant sub-updates."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
+@checked
 def extreme_sub_updates(
     trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
@@ -104,6 +107,7 @@ def extreme_sub_updates(
     return _at((sizes > threshold).nonzero(), trace, values, scores)
 
 
+@checked
 def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
@@ -155,6 +159,7 @@ def sub_updates_by_cluster(sub_updates: SubUpdates, clusters: Clusters) -> pd.Da
     )
 
 
+@checked
 def cluster_activity(
     sub_updates: SubUpdates,
     clusters: Clusters,
@@ -224,6 +229,7 @@ class ExtremeTables(NamedTuple):
     thresholds: dict[str, float]
 
 
+@checked
 def extreme_tables(
     trace: Trace,
     model: TransformerBridge,
@@ -275,6 +281,7 @@ def extreme_tables(
     return ExtremeTables(**together, thresholds=thresholds)
 
 
+@checked
 def group_table(
     extreme: SubUpdates,
     drawn: SubUpdates,
@@ -351,6 +358,7 @@ def group_table(
     return result_table(rows)
 
 
+@checked
 def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
     """How many extreme sub-updates an example has, by the place of its token in the sentence (section 5.2).
 

@@ -27,6 +27,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
+from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ REFERENCES = ("before", "final")
 _READOUT_ROWS = 512  # rows that are read out at once
 
 
+@checked
 class Trace:
     """Candidates and sub-updates at every layer, for ``n`` examples (section 5).
 

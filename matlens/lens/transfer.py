@@ -19,6 +19,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
+@checked
 def fit_drawn_and_all(
     model: TransformerBridge, examples: Examples, *, progress: bool = True
 ) -> dict[str, MapSet]:
@@ -64,6 +66,7 @@ def fit_drawn_and_all(
     return {"drawn": of_drawn, "all": of_all}
 
 
+@checked
 def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activations) -> pd.DataFrame:
     """r2 and prediction quality of ``mat`` of each fit; the methods are called ``mat, <fit>``.
 
@@ -83,6 +86,7 @@ def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activ
     return pd.concat(tables, ignore_index=True)
 
 
+@checked
 def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """A table of `compare_fits` for people, a row for each layer: ``r2 <method>`` and ``P@1 <method>``."""
     chosen = table[(table["metric"] == "r2") | ((table["metric"] == "precision") & (table["k"] == 1))]
@@ -91,6 +95,7 @@ def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     return wide
 
 
+@checked
 def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
     """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has.
 
@@ -108,6 +113,7 @@ def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
     return maps
 
 
+@checked
 def transfer_quality(
     readout: Readout, maps: Mapping[str, MapSet], validations: Mapping[str, Activations]
 ) -> pd.DataFrame:
@@ -134,6 +140,7 @@ def transfer_quality(
     return pd.concat(tables, ignore_index=True)
 
 
+@checked
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 averaged over layers, beside that of the maps of the tested corpus itself.
 

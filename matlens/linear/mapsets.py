@@ -25,6 +25,7 @@ from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.progress import Bar
+from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
     describe_tensors,
@@ -48,6 +49,7 @@ class _Stored(NamedTuple):
     record: Record
 
 
+@checked
 class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 
@@ -69,7 +71,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         provenance: Provenance | None = None,
         same_precision: bool = True,
     ) -> None:
-        given = list(maps)
+        given = [_with_names(linear) for linear in maps]
         if not same_precision:
             given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}
@@ -235,6 +237,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 case _:
                     raise damaged(folder / "config.json", "names pairs in another way")
         return maps
+
+
+def _with_names(linear: LinearMap) -> LinearMap:
+    """A map whose sites are spelled as sets spell them, such as ``h.3`` for ``resid_post.2``."""
+    source, target = str(Site.read(linear.source)), str(Site.read(linear.target))
+    same = (source, target) == (linear.source, linear.target)
+    return linear if same else replace(linear, source=source, target=target)
 
 
 def write_maps(

@@ -8,11 +8,13 @@ from typing import Any, Literal
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
+from matlens.signatures import checked
 
 Pair = tuple[str | int | Site, str | int | Site]
 Pairs = Literal["all", "last"] | Iterable[Pair]
 
 
+@checked
 def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]]:
     """Names of the sites of each pair, in a model.
 

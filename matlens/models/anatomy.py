@@ -28,6 +28,7 @@ from matlens.models.sites import (
     Site,
     block_hook,
 )
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -55,6 +56,7 @@ class Hook(NamedTuple):
     carries: str
 
 
+@checked
 @dataclass(frozen=True)
 class Anatomy:
     """What sites a model has and which hook carries each.
@@ -299,6 +301,7 @@ def _carried(fired: list[tuple[int, Any]], tokens: tuple[int, ...]) -> tuple[int
     return order, shape[2:], "carries vectors"
 
 
+@checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``."""
     return model.blocks[layer].mlp.out.original_component

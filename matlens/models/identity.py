@@ -14,6 +14,7 @@ from matlens.models.changes import changes_of, describe_changes
 from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,6 +27,7 @@ _KINDS: dict[str, Any] = {
 _IN_JSON = {"name": "base_model_name_or_path", "revision": "base_model_revision"}
 
 
+@checked
 @dataclass(frozen=True)
 class ModelIdentity:
     """Which model something belongs to.
@@ -168,6 +170,7 @@ class ModelIdentity:
         return identity
 
 
+@checked
 @dataclass(frozen=True)
 class Provenance:
     """Where vectors, maps, traces and clusters come from.
@@ -341,6 +344,7 @@ def _read_hooks(hooks: Any) -> dict[str, list[str]]:
     return dict(hooks)
 
 
+@checked
 def require_raw(model: TransformerBridge) -> None:
     """Refuse a bridge in compatibility mode.
 

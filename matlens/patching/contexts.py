@@ -29,6 +29,7 @@ from matlens.patching.replacements import (
     find_overlap,
     resolve_replacements,
 )
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 
 
+@checked
 def patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
 ) -> AbstractContextManager[TransformerBridge]:

@@ -24,6 +24,7 @@ from matlens.models.anatomy import Anatomy, probe_tokens
 from matlens.models.changes import changes_of, describe_changes, function_name
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import MID, STREAM, Site
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -32,6 +33,7 @@ Where = Literal["all", "not-first"] | Int[Tensor, " batch"] | Bool[Tensor, "batc
 Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Replacement:
     """A part of a model and what stands in for it.
@@ -97,6 +99,7 @@ class Replacement:
         return f"{self.source} -> {self.target}"
 
 
+@checked
 def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1).
 
@@ -106,16 +109,19 @@ def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[R
     return [_from_set(maps, Site(STREAM, first), Site(STREAM, last), where)]
 
 
+@checked
 def mat_attn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Attention replaced by ``A_attn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
     return stand_ins(maps, ("attn",), first, last, where=where)
 
 
+@checked
 def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """FFN replaced by ``A_ffn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
     return stand_ins(maps, ("ffn",), first, last, where=where)
 
 
+@checked
 def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Both norms replaced in the blocks from layer ``first`` to ``last``, attention and FFN kept.
 
@@ -125,6 +131,7 @@ def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") ->
     return stand_ins(maps, names, first, last, where=where)
 
 
+@checked
 def stand_ins(
     maps: MapSet, names: Sequence[str], first: int, last: int, *, where: Where = "all"
 ) -> list[Replacement]:

@@ -25,6 +25,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn, resolve_replacements
 from matlens.progress import Bar
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 SUBMODULES = ("attn", "ffn", "ln1", "ln2")
 
 
+@checked
 def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
     """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
 
@@ -63,6 +65,7 @@ def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list
     ]
 
 
+@checked
 def fit_submodules(
     samples: Activations,
     pairs: Sequence[tuple[str, str]],
@@ -98,6 +101,7 @@ def fit_submodules(
         yield from fit_rows(samples, [pair], rows=rows, intercept=intercept, ridge=ridge)
 
 
+@checked
 @torch.inference_mode()
 def attend_nowhere(
     model: TransformerBridge, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int

@@ -23,6 +23,7 @@ from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
 from matlens.progress import Bar
+from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOLDS = "variants"
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Variant:
     """A way of running a model.
@@ -50,6 +52,7 @@ class Variant:
     description: str = ""
 
 
+@checked
 @torch.inference_mode()
 def run_variants(
     model: TransformerBridge,

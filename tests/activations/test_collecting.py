@@ -745,5 +745,5 @@ def test_no_sites_are_refused(llama: tuple[Any, Examples]) -> None:
 @pytest.mark.refused
 def test_a_site_that_is_in_no_list_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
     model = small_model("gpt2")
-    with pytest.raises(InputError, match=r"'h\.0' is one site. Expected a list of them"):
+    with pytest.raises(InputError, match=r"sites of collect is 'h\.0'. Expected a list"):
         collect(model, make_examples(model, sentences), "h.0")
