@@ -12,7 +12,7 @@ from matlens.arguments import require_choice
 from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
-from matlens.cli.printing import print_figures, print_results, run_app
+from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.errors import InputError
 
 app = typer.Typer(
@@ -53,7 +53,7 @@ def run(
     asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
     note = RunNote(samples.out, {**asked, "figures": {"title": title}})
     if note.answers():
-        print(f"This run is finished in {samples.out}, with the same options, model and corpus.")
+        print_line(f"This run is finished in {samples.out}, with the same options, model and corpus.")
         print_results(samples.out)
         print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
         return
@@ -77,7 +77,7 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
     samples.check(model)
     study = samples.study(model, corpus)
     _ = study.stream
-    print(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
+    print_line(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
 
 
 @app.command()
@@ -89,7 +89,7 @@ def fit(folder: Folder, how: FitOptions) -> None:
     from matlens.study.steps import fit_maps
 
     maps = fit_maps(folder, **fit_arguments)
-    print(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
+    print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
 
 
 @app.command()
@@ -112,7 +112,7 @@ def evaluate(
     options = ModelOptions(name, device, dtype, revision, trust_remote_code)
     evaluate_maps(options.load(), folder)
     print_results(folder)
-    print(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
+    print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 
 
 @app.command()
@@ -130,7 +130,6 @@ def verify(
     ],
 ) -> None:
     """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
-    from matlens.errors import printable
     from matlens.storage.verification import verify as verify_folder
 
     verdicts = 0
@@ -139,7 +138,7 @@ def verify(
         verdicts += 1
         damaged += verdict.damage is not None
         state = "ok" if verdict.damage is None else f"DAMAGED: {verdict.damage}"
-        print(printable(f"{verdict.path}  {verdict.what}  {state}"))
+        print_line(f"{verdict.path}  {verdict.what}  {state}")
     if not verdicts:
         raise InputError(f"There is nothing in {folder} that matlens has written and could verify.")
     if damaged:

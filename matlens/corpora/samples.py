@@ -10,6 +10,7 @@ import bz2
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -95,7 +96,10 @@ def news_sample() -> Iterator[str]:
     """
     for name in _NEWS_FILES:
         # One pound sign tells that the stories are not UTF-8.
-        for story in _file_in_wheel(name).read_text(encoding="latin-1").split("\n"):
+        path = _file_in_wheel(name)
+        with _undamaged(path):
+            stories = path.read_text(encoding="latin-1").split("\n")
+        for story in stories:
             yield from _sentences(_repair(story))
 
 
@@ -112,9 +116,20 @@ def _file_in_wheel(name: str) -> Path:
     )
 
 
+@contextmanager
+def _undamaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ElementTree.ParseError) as error:
+        raise InputError(
+            f"The sample {path.name!r} cannot be read ({type(error).__name__}): the package gensim is "
+            "damaged. Install it anew: pip install --force-reinstall gensim"
+        ) from error
+
+
 def _articles(path: Path) -> Iterator[str]:
     """Wikitext of the pages in the article namespace that are not redirects."""
-    with bz2.open(path) as stream:
+    with _undamaged(path), bz2.open(path) as stream:
         for _, element in ElementTree.iterparse(stream):
             namespace, _, tag = element.tag.rpartition("}")
             if tag != "page":

@@ -266,7 +266,8 @@ def write_maps(
     place = Workplace(folder, _HOLDS, request)
     with place.working():
         if not place.finished:
-            notes, files = Notes(place.folder), _written_before(place.folder)
+            notes = Notes(place.folder)
+            files = _written_before(place.folder, notes)
             sources = list(dict.fromkeys(source for source, _ in pairs))
             missing = sorted(
                 (pair for pair in pairs if _file(place.folder, pair[0]).name not in files),
@@ -282,9 +283,9 @@ def write_maps(
     return MapSet.load(folder)
 
 
-def _written_before(folder: Path) -> dict[str, Record]:
+def _written_before(folder: Path, notes: Notes) -> dict[str, Record]:
     """Files that an earlier call has written and noted; of those, what is gone is to be made again."""
-    noted = {note["file"]: note["record"] for note in Notes(folder).records}
+    noted = {note["file"]: note["record"] for note in notes.records}
     there = {name: record for name, record in noted.items() if os.path.lexists(folder / name)}
     for name, record in there.items():
         require_hash(folder / name, record)

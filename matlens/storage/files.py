@@ -79,6 +79,8 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():
+                if path.is_dir():  # else the files before it would be replaced, and it could not be
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
                 temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
