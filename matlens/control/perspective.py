@@ -209,7 +209,7 @@ class Perspective:
         pause = min(wanted, LONGEST_PAUSE)
         if pause >= _SHOWN_PAUSE or pause < wanted:
             longer = "" if pause == wanted else ", though it asks for longer"
-            tqdm.write(f"The Perspective API is busy; asking again in {pause:.0f} seconds{longer}.")
+            Bar.write(f"The Perspective API is busy; asking again in {pause:.0f} seconds{longer}.")
         time.sleep(pause)
 
     def _clean(self, text: str) -> str:
