@@ -34,6 +34,7 @@ _WAYS = {
     "Readout": "a Readout, as matlens.Readout(model) gives it",
     "Samples": "Activations, as matlens.collect gives them; vectors of your own, by site, are fitted with "
     "matlens.linear.fit_samples",
+    "Site": "a Site, such as matlens.Site.parse('h.3')",
     "TokenFrequency": "a TokenFrequency, as corpora.TokenFrequency.from_corpus gives it",
     "TopTokens": "TopTokens, as ffn.top_tokens_of_all gives them",
     "Trace": "a Trace, as ffn.Trace.run gives it",

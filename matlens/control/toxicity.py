@@ -12,6 +12,7 @@ from scipy import stats
 
 from matlens import metrics
 from matlens.control.graders import Grader
+from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.signatures import checked
@@ -30,7 +31,7 @@ def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataF
     grader
         A grader, such as `make_grader` gives.
     """
-    return continuations.assign(**grader.grade(continuations["text"].tolist()))
+    return continuations.assign(**grade_texts(grader, continuations["text"].tolist()))
 
 
 @checked

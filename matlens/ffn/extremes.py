@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.corpora.corpus import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, lift_scores, trace_row

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, assert_near, make_sentences
+from conftest import D_MODEL, make_sentences
 from handpatched import jump_part, submodule_part
-from patched_models import SENTENCES, assert_as_before, assert_same, linear, state, vectors
+from patched_models import assert_as_before, assert_same, linear, state, vectors
 
 from matlens import InputError, LinearMap, Site, make_examples, patched
 from matlens.control import controlled
@@ -148,36 +148,6 @@ def test_a_forward_that_somebody_else_has_put_on_a_block_is_there_again(small_mo
     finally:
         del vars(block)["forward"]
     assert changes_of(model) == ()
-
-
-def test_threads_that_run_one_patched_model_do_not_mix_their_tokens(small_model: Models) -> None:
-    model = small_model("gpt2")
-    parts = [SENTENCES[:1], SENTENCES[1:]]
-    maps = [linear(submodule_part("ffn", 1)), linear(submodule_part("attn", 0))]
-    replacements = [Replacement.from_map(each, where="not-first") for each in maps]
-
-    def logits(sentences: Any) -> torch.Tensor:
-        tokens = torch.ones(len(sentences), max(map(len, sentences)), dtype=torch.long)
-        mask = torch.zeros_like(tokens)
-        for row, sentence in enumerate(sentences):
-            tokens[row, : len(sentence)], mask[row, : len(sentence)] = torch.tensor(sentence), 1
-        with torch.inference_mode():
-            return torch.as_tensor(model(tokens, attention_mask=mask))
-
-    with patched(model, replacements):
-        alone, together = [logits(part) for part in parts], [[], []]
-        run = [
-            threading.Thread(target=lambda i=i: together[i].extend(logits(parts[i]) for _ in range(20)))
-            for i in range(2)
-        ]
-        for thread in run:
-            thread.start()
-        for thread in run:
-            thread.join()
-    for expected, ours in zip(alone, together, strict=True):
-        assert len(ours) == 20
-        for each in ours:
-            assert_near(each, expected)
 
 
 def test_entering_in_two_threads_at_once_is_refused_in_one(small_model: Models) -> None:
