@@ -1,9 +1,9 @@
 """Mutants of the code that makes published numbers, and which of them the tests let live.
 
 A sample of the mutants of each module (`mutating`) is run against the tests that cover it, each in a process
-forked from one that has the heavy packages loaded. What is done is kept in ``--out`` and not done again while
-the module and its tests are as they were, so a run can be broken off, and one of a larger ``--sample`` goes on
-from a smaller. A mutant that lives is named with its line; the command fails unless
+forked from one that has the heavy packages loaded. What is done is kept in ``--out`` and not done again
+while the module and its tests are as they were, so a run can be broken off, and one of a larger ``--sample``
+goes on from a smaller. A mutant that lives is named with its line; the command fails unless
 ``mutants_explained.json`` says why that mutant changes no number.
 """
 
@@ -97,7 +97,7 @@ def path_of(module: str) -> Path:
 
 
 def draw(module: str, sample: int, seed: int) -> list[Mutant]:
-    """The first ``sample`` of a module's mutants in an order of chance: a larger sample has the smaller in it."""
+    """The first of a module's mutants in an order of chance: a larger sample has the smaller in it."""
     every = mutants(path_of(module).read_text())
     random.Random(f"{seed} {module}").shuffle(every)
     return every[:sample]
@@ -113,7 +113,7 @@ class Results:
             self._known[row["module"], row["key"]] = row
 
     def outcome(self, module: str, mutant: Mutant) -> str | None:
-        """``killed``, ``timeout`` or ``lives``, if it is known of this source and, for those that live, of these tests."""
+        """``killed``, ``timeout`` or ``lives``, if known; of those that live, by these very tests."""
         row = self._known.get((module, mutant.key))
         if row is None or row["source"] != digest(mutant.source):
             return None
@@ -142,7 +142,6 @@ def tests_digest(module: str) -> str:
 
 def load_heavy_packages() -> None:
     """Load once what every run of tests needs; the package under test is loaded by each run alone."""
-    import hypothesis  # noqa: F401
     import pandas  # noqa: F401
     import pytest  # noqa: F401
     import sklearn.linear_model
@@ -217,7 +216,8 @@ def _tests_in_this_process(module: str, source: str | None, tests: Sequence[str]
 
         loader.get_data = get_data  # type: ignore[method-assign, assignment]
         loader.path_stats = path_stats  # type: ignore[method-assign]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", "--tb=no"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*options, *tests]))
 
 

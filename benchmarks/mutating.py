@@ -1,9 +1,9 @@
 """Mutants of a module: one small fault each, of the kinds that a wrong number comes from.
 
-Comparisons and signs turned, neighbours of numbers, ``min`` for ``max`` and the like, sorting the other way,
-masks without their ``~``, exchanged arguments, operands and keywords left out, branches and names (``mat`` for
-``id``, ``before`` for ``after``) exchanged, statements dropped. What is printed, raised or annotated is left
-alone: no number comes from it.
+Comparisons and signs turned, neighbours of numbers, ``min`` for ``max`` and the like, sorting the other
+way, masks without their ``~``, exchanged arguments, operands and keywords left out, branches and names
+(``mat`` for ``id``, ``before`` for ``after``) exchanged, statements dropped. What is printed, raised or
+annotated is left alone: no number comes from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.Lt),
+    ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.Lt),
     ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
     ast.In: (ast.NotIn,), ast.NotIn: (ast.In,),
 }  # fmt: skip
