@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -75,6 +76,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A module, such as lens/quality.")] = None,
     out: Annotated[Path, typer.Option(help="Where results are kept.")] = ROOT / "out" / "mutants",
     report: Annotated[bool, typer.Option("--report", help="Run nothing; print what is there.")] = False,
+    seconds: Annotated[float, typer.Option(help="Begin no mutant after so many seconds.")] = math.inf,
 ) -> None:
     """Try a sample of the mutants of every module, and print which live."""
     os.chdir(ROOT)
@@ -82,11 +84,10 @@ def main(
     modules = only or list(MORE_TESTS)
     results = Results(out / "results.jsonl")
     if not report:
+        end = time.monotonic() + seconds
         load_heavy_packages()
-    for module in modules:
-        drawn = draw(module, sample, seed)
-        if not report:
-            run_module(module, drawn, results)
+        for module in modules:
+            run_module(module, draw(module, sample, seed), results, end)
     code = print_table({module: draw(module, sample, seed) for module in modules}, results)
     raise typer.Exit(code)
 
@@ -118,6 +119,10 @@ class Results:
         if row is None or row["source"] != digest(mutant.source):
             return None
         return row["outcome"] if row["outcome"] != "lives" or row["tests"] == tests_digest(module) else None
+
+    def seconds(self, module: str, mutant: Mutant) -> float:
+        """How long the tests of a mutant ran."""
+        return float(self._known.get((module, mutant.key), {"seconds": 0})["seconds"])
 
     def add(self, module: str, mutant: Mutant, outcome: str, seconds: float) -> None:
         """Keep what became of a mutant."""
@@ -152,27 +157,29 @@ def load_heavy_packages() -> None:
     torch.set_num_threads(1)
 
 
-def run_module(module: str, drawn: Sequence[Mutant], results: Results) -> None:
+def run_module(module: str, drawn: Sequence[Mutant], results: Results, end: float) -> None:
     """Run what is not known yet of a module's mutants, after its tests on the module as it is."""
     unknown = [mutant for mutant in drawn if results.outcome(module, mutant) is None]
-    if not unknown:
-        return
-    tests = tests_of(module)
-    began = time.monotonic()
-    if not tests or run_tests(module, None, tests, 600) != "lives":
-        raise SystemExit(
-            f"The tests of {module} do not pass as it is: {', '.join(tests) or 'there are none'}."
-        )
-    limit = max(SMALLEST_LIMIT, 4 * (time.monotonic() - began))
+    tests, whole = tests_of(module), Mutant(0, "as it is", path_of(module).read_text())
+    if unknown and time.monotonic() < end and results.outcome(module, whole) is None:
+        _run_one(module, whole, tests, 600, results)
+    if unknown and results.outcome(module, whole) not in ("lives", None):
+        raise SystemExit(f"{module} as it is does not pass its tests, {', '.join(tests)}.")
+    limit = max(SMALLEST_LIMIT, 4 * results.seconds(module, whole))
     for mutant in unknown:
-        began = time.monotonic()
-        outcome = run_tests(module, mutant.source, tests, limit)
-        seconds = time.monotonic() - began
-        results.add(module, mutant, outcome, seconds)
-        print(f"{outcome:8} {seconds:5.1f} s  {module}:{mutant.line}  {mutant.key}", flush=True)
+        if time.monotonic() < end:
+            _run_one(module, mutant, tests, limit, results)
 
 
-def run_tests(module: str, source: str | None, tests: Sequence[str], limit: float) -> str:
+def _run_one(module: str, mutant: Mutant, tests: Sequence[str], limit: float, results: Results) -> None:
+    began = time.monotonic()
+    outcome = run_tests(module, mutant.source, tests, limit)
+    seconds = time.monotonic() - began
+    results.add(module, mutant, outcome, seconds)
+    print(f"{outcome:8} {seconds:5.1f} s  {module}:{mutant.line}  {mutant.key}", flush=True)
+
+
+def run_tests(module: str, source: str, tests: Sequence[str], limit: float) -> str:
     """Run tests in a forked process, with a module's source in the place of what its file holds."""
     child = os.fork()
     if child == 0:
@@ -193,7 +200,7 @@ def run_tests(module: str, source: str | None, tests: Sequence[str], limit: floa
     return "timeout"
 
 
-def _tests_in_this_process(module: str, source: str | None, tests: Sequence[str]) -> int:
+def _tests_in_this_process(module: str, source: str, tests: Sequence[str]) -> int:
     import importlib.machinery
 
     import pytest
@@ -202,20 +209,19 @@ def _tests_in_this_process(module: str, source: str | None, tests: Sequence[str]
     for stream in (1, 2):
         os.dup2(silent, stream)
     sys.path.insert(0, str(ROOT))
-    if source is not None:
-        path, loader = str(path_of(module)), importlib.machinery.SourceFileLoader
-        read, stat = loader.get_data, loader.path_stats
+    path, loader = str(path_of(module)), importlib.machinery.SourceFileLoader
+    read, stat = loader.get_data, loader.path_stats
 
-        def get_data(self: Any, name: str) -> bytes:
-            return source.encode() if name == path else read(self, name)
+    def get_data(self: Any, name: str) -> bytes:
+        return source.encode() if name == path else read(self, name)
 
-        def path_stats(self: Any, name: str) -> Any:
-            if name == path:
-                raise OSError("what is compiled of the file is not what is tested")
-            return stat(self, name)
+    def path_stats(self: Any, name: str) -> Any:
+        if name == path:
+            raise OSError("what is compiled of the file is not what is tested")
+        return stat(self, name)
 
-        loader.get_data = get_data  # type: ignore[method-assign, assignment]
-        loader.path_stats = path_stats  # type: ignore[method-assign]
+    loader.get_data = get_data  # type: ignore[method-assign, assignment]
+    loader.path_stats = path_stats  # type: ignore[method-assign]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*options, *tests]))
