@@ -20,6 +20,7 @@ from .errors import InputError as InputError
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
 from .models.loading import load as load
+from .models.loading import wrap as wrap
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site
 from .patching.contexts import patched as patched

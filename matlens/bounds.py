@@ -90,7 +90,10 @@ HEADER = Bound("MATLENS_MAX_HEADER_MIB", 4, "MiB of names and headers", _MIB)
 SENTENCES = Bound("MATLENS_MAX_SENTENCES", 100_000_000, "sentences")
 CORPUS = Bound("MATLENS_MAX_CORPUS_MIB", 1024, "MiB of text to be kept in memory", _MIB)
 NESTING = Bound("MATLENS_MAX_NESTING", 100, "lists and objects of JSON inside each other")
-BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, NESTING)
+JSON = Bound("MATLENS_MAX_JSON_MIB", 64, "MiB of JSON", _MIB)
+TABLE = Bound("MATLENS_MAX_TABLE_MIB", 1024, "MiB in a table", _MIB)
+LAYERS = Bound("MATLENS_MAX_LAYERS", 1000, "layers")
+BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, NESTING, JSON, TABLE, LAYERS)
 """All bounds of foreign text; the how-to on bounds has them in a table."""
 
 

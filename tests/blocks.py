@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 import matlens
 from matlens.cli.app import app
-from matlens.models import loading
+from matlens.models import loading, places
 
 PROJECT = Path(matlens.__file__).parents[1]
 PAGES = sorted([PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")])
@@ -99,7 +99,7 @@ def save_small_models(folder: Path) -> None:
         max_position_embeddings=64, initializer_range=0.3,  # large, so that FFNs change what is predicted
     )  # fmt: skip
     gpt2 = transformers.GPT2Config(**common, n_embd=32, n_layer=12, n_head=4, n_inner=D_MLP, n_positions=64)
-    for name, config in {loading.SMOLLM2: llama, "gpt2": gpt2}.items():
+    for name, config in {places.SMOLLM2: llama, "gpt2": gpt2}.items():
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         save_tokenizer(folder / name)
 

@@ -42,7 +42,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         positions: Positions,
         provenance: Provenance,
     ) -> None:
-        self._vectors = dict(vectors)
+        self._vectors = vectors
         self.examples, self.positions, self.provenance = examples, positions, provenance
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:

@@ -19,6 +19,7 @@ from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
+from matlens.models.changes import changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import Site, require_finite
 from matlens.storage.folders import read_config
@@ -42,11 +43,14 @@ class Rows:
         Which token of its sentence each row is, from 0.
     vectors
         By site, in float32.
+    changes
+        What is changed in the model that they are of, see `changes_of`; ``()`` for the plain model.
     """
 
     index: Int[np.ndarray, " n"]
     places: Int[np.ndarray, " n"]
     vectors: dict[str, Float[Tensor, "n d"]]
+    changes: tuple[str, ...] = ()
 
 
 def collect(
@@ -88,10 +92,9 @@ def collect(
         raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
     anatomy = Anatomy.from_model(model)
     wanted = list(dict.fromkeys(map(anatomy.resolve, anatomy.stream if sites is None else sites)))
+    identity = ModelIdentity.from_model(model)
     batch_tokens = batch_tokens or default_batch_tokens(model)
-    provenance = Provenance(
-        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
-    )
+    provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions)
     request = {
         "provenance": provenance.to_json(),
         "batch_tokens": batch_tokens,
@@ -100,7 +103,8 @@ def collect(
 
     def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         hooks = {str(site): anatomy.hook(site) for site in wanted}
-        for rows in _stream(model, examples, hooks, positions, batch_tokens, progress, skip):
+        changes = identity.changes or ()
+        for rows in _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes):
             yield rows.index, rows.vectors
 
     config, vectors = keep_rows(
@@ -135,13 +139,14 @@ def stream(
     """Yield the vectors of the chosen sites batch by batch, keeping none.
 
     The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
-    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
+    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches. A model
+    that is changed between two batches is refused.
     """
     require_raw(model)
     anatomy = Anatomy.from_model(model)
     hooks = {str(site): anatomy.hook(site) for site in map(anatomy.resolve, sites)}
     batch_tokens = batch_tokens or default_batch_tokens(model)
-    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip)
+    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes_of(model))
 
 
 @torch.inference_mode()
@@ -153,6 +158,7 @@ def _stream(
     batch_tokens: int,
     progress: bool,
     skip: int,
+    changes: tuple[str, ...],
 ) -> Iterator[Rows]:
     """Yield vectors by the sites' hooks; who asks has looked at the model."""
     if positions not in get_args(Positions):
@@ -168,10 +174,11 @@ def _stream(
     with bar:
         for batch in batches:
             at, index = _places(examples, batch, positions)
-            vectors = _run(model, batch, hooks, at)
+            with unchanged(model, changes):
+                vectors = _run(model, batch, hooks, at)
             for name, values in vectors.items():
                 require_finite(values, name)
-            yield Rows(index, at[1].numpy(), vectors)
+            yield Rows(index, at[1].numpy(), vectors, changes)
             bar.update(len(batch.index))
 
 
@@ -202,7 +209,7 @@ def _run(
 
         return hook
 
-    hooked = model.hooks(fwd_hooks=[(name, keep(name)) for name in hook_points])
+    hooked = reading(model, [(name, keep(name)) for name in hook_points])
     with hooked, contextlib.suppress(_AllSeen):
         model(
             batch.tokens.to(device),

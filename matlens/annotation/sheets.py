@@ -13,8 +13,10 @@ from pathlib import Path
 import pandas as pd
 
 from matlens.errors import InputError
-from matlens.storage.folders import system_errors, write_together
+from matlens.storage.files import open_regular, system_errors, write_together
 from matlens.storage.tables import read_table
+
+_LONGEST_HEADING = 2**20  # bytes in which the separator is looked for
 
 
 def write_sheet(path: str | Path, table: pd.DataFrame) -> None:
@@ -54,13 +56,19 @@ def write_sheets(tables: Mapping[Path, pd.DataFrame], pages: Mapping[Path, str] 
     for path, content in sheets.items():
         with system_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.read_bytes() != content:
+            if path.exists() and not _holds(path, content):
                 raise InputError(
                     f"{path} is there already and holds something else: another sheet, or this one filled "
                     "in. Move it, or write elsewhere."
                 )
     with system_errors(next(iter(sheets)).parent):
         write_together(sheets | {path: page.encode() for path, page in (pages or {}).items()})
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether a file holds just this; what is no plain file is refused."""
+    with open_regular(path) as file:
+        return file.read(len(content) + 1) == content
 
 
 def _spreadsheet(table: pd.DataFrame) -> bytes:
@@ -107,9 +115,9 @@ def read_sheet(path: str | Path, columns: Sequence[str], *, unchanged: Sequence[
 
 def _separator(path: str | Path) -> str:
     try:
-        with Path(path).open("rb") as file:
-            heading = file.readline()
-    except OSError:
+        with open_regular(path) as file:
+            heading = file.readline(_LONGEST_HEADING)
+    except (OSError, InputError):
         return ","  # reading the sheet says why
     return ";" if heading.count(b";") > heading.count(b",") else ","
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,8 @@ from matlens import __version__
 from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, Folder, Title, Trust
-from matlens.cli.printing import print_figures, print_layers, report_errors
+from matlens.cli.printing import print_figures, print_results, run_app
+from matlens.errors import InputError
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -43,11 +45,24 @@ def run(
 ) -> None:
     """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
     fit_arguments = fit.fit_arguments()  # before the work, not after it
+    from matlens.study.finished import FIGURES, RunNote
+
+    model.check()
+    asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
+    note = RunNote(samples.out, {**asked, "figures": {"title": title}})
+    if note.answers():
+        print(f"This run is finished in {samples.out}, with the same options, model and corpus.")
+        print_results(samples.out)
+        print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
+        return
     from matlens.study.steps import plot_results
 
     study = samples.study(model, corpus, **fit_arguments)
-    print_layers(study.evaluate())
-    print_figures(plot_results(study.folder, title=title))
+    study.evaluate()
+    print_results(study.folder)
+    figures = plot_results(study.folder, title=title)
+    note.write()
+    print_figures(figures)
 
 
 @app.command()
@@ -98,7 +113,8 @@ def evaluate(
         revision=None if model else revision,
         trust_remote_code=trust_remote_code,
     )
-    print_layers(evaluate_maps(bridge, folder))
+    evaluate_maps(bridge, folder)
+    print_results(folder)
     print(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 
 
@@ -110,12 +126,35 @@ def plot(folder: Folder, title: Title = None) -> None:
     print_figures(plot_results(folder, title=title))
 
 
+@app.command()
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that matlens has written into.", show_default=False)
+    ],
+) -> None:
+    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
+    from matlens.errors import printable
+    from matlens.storage.verification import verify as verify_folder
+
+    verdicts = 0
+    damaged = 0
+    for verdict in verify_folder(folder):
+        verdicts += 1
+        damaged += verdict.damage is not None
+        state = "ok" if verdict.damage is None else f"DAMAGED: {verdict.damage}"
+        print(printable(f"{verdict.path}  {verdict.what}  {state}"))
+    if not verdicts:
+        raise InputError(f"There is nothing in {folder} that matlens has written and could verify.")
+    if damaged:
+        raise typer.Exit(2)
+
+
 app.command()(updates.update)
 
 
 def main() -> None:
     """Run the command line."""
-    report_errors(app)
+    run_app(app)
 
 
 if __name__ == "__main__":

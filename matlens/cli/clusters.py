@@ -11,6 +11,7 @@ import typer
 from matlens.cli.groups import ModelOptions, ReadOptions, grouped
 from matlens.cli.options import Memory, Out
 from matlens.cli.printing import print_table
+from matlens.storage.numbers import number_text
 
 _N_NAMED = 3  # vectors that are named of each cluster
 
@@ -63,7 +64,7 @@ def _layers(first: int, last: int) -> str:
 
 
 def _cosine(cosine: float) -> str:
-    return "–" if cosine != cosine else f"{cosine:.2f}"
+    return "–" if cosine != cosine else number_text(cosine, 2)
 
 
 def _members(names: str, asked: Sequence[str]) -> str:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
+from matlens.arguments import require_number, short
 from matlens.cli import options
 from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice
 from matlens.errors import InputError
+from matlens.progress import waiting
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,9 +28,26 @@ if TYPE_CHECKING:
     from matlens.study.study import Study
 
 
+class Group:
+    """Options that belong together."""
+
+    _ABOUT_THE_WORK: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Those of the options that decide what comes out, by their names."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)  # type: ignore[arg-type]
+            if field.name not in self._ABOUT_THE_WORK
+        }
+
+
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Group):
     """Which model, and how it is loaded."""
+
+    _ABOUT_THE_WORK = ("device",)
 
     model: options.Model
     device: options.Device = None
@@ -36,23 +55,35 @@ class ModelOptions:
     revision: options.Revision = None
     trust_remote_code: options.Trust = False
 
+    def check(self) -> None:
+        """Refuse a name that there is no model of, or a device that is not there, before any work."""
+        from matlens.models.places import locate
+
+        locate(self.model, self.revision)
+        if self.device is not None:
+            from matlens.models.loading import choose_device
+
+            choose_device(self.device)
+
     def load(self) -> TransformerBridge:
         """Load the model."""
-        import torch
+        self.check()  # the imports take seconds
+        with waiting("loading the model"):
+            import torch
 
-        from matlens.models.loading import load
+            from matlens.models.loading import load
 
-        return load(
-            self.model,
-            device=self.device,
-            dtype=getattr(torch, self.dtype),
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
+            return load(
+                self.model,
+                device=self.device,
+                dtype=getattr(torch, self.dtype),
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+            )
 
 
 @dataclass(frozen=True)
-class CorpusOptions:
+class CorpusOptions(Group):
     """Which corpus, and what is read of it."""
 
     corpus: options.CorpusName
@@ -62,46 +93,68 @@ class CorpusOptions:
 
     def load(self) -> Corpus:
         """Read the sentences."""
-        from matlens.corpora.corpus import load_corpus
+        with waiting("reading the corpus"):
+            from matlens.corpora.corpus import load_corpus
 
-        return load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
+            return load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
 
 
 @dataclass(frozen=True)
-class SampleOptions:
+class SampleOptions(Group):
     """How many sentences are run, which tokens give samples, and where the vectors are written."""
 
+    _ABOUT_THE_WORK = ("out", "batch_tokens")
+
     out: options.Out
-    train: options.Train = 9000
-    val: options.Val = 3000
+    train: options.Train = None
+    val: options.Val = None
     seed: options.Seed = 0
-    positions: options.PositionsOption = PositionChoice.drawn
+    positions: options.PositionsOption = PositionChoice.auto
     draw_special: options.Special = True
     batch_tokens: options.BatchTokens = None
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
         """The study whose main folder is the output folder; the corpus is read and described."""
+        if not self.draw_special and self.positions == PositionChoice.all:
+            raise InputError(
+                "All positions include the special tokens: --skip-special is for drawn positions."
+            )
+        model.check()
         from matlens.study.study import Study
 
         study = Study(
             load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
-            n_train=self.train, n_validation=self.val, seed=self.seed, positions=self.positions.value,
+            **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions.value,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens, **more,
         )  # fmt: skip
         print(study.corpus.report())
         return study
 
 
+def sizes_of(
+    train: int | None, val: int | None, *, default_train: int = 9000, default_val: int = 3000
+) -> dict[str, Any]:
+    """Sizes of a study, as its arguments: what the user gave is kept, and a default gives way if it must."""
+    sizes = {"train": train, "validation": val}
+    return {
+        "n_train": default_train if train is None else train,
+        "n_validation": default_val if val is None else val,
+        "adjustable": tuple(part for part, size in sizes.items() if size is None),
+    }
+
+
 @dataclass(frozen=True)
-class FitOptions:
+class FitOptions(Group):
     """Which maps are fitted, and how."""
 
     pairs: options.PairsOption = "all"
     intercept: options.Intercept = False
-    ridge: options.Ridge = 0.0
+    ridge: options.Ridge = None
 
     def fit_arguments(self) -> dict[str, Any]:
         """Arguments of `fit_maps`."""
+        if self.ridge is not None:
+            require_number(self.ridge, "--ridge", least=0)
         return {"pairs": _pairs(self.pairs), "intercept": self.intercept, "ridge": self.ridge}
 
 
@@ -172,8 +225,13 @@ def _pairs(text: str) -> Pairs:
         return "last"
     try:
         numbers = [[int(layer) for layer in pair.split(":")] for pair in text.split(",")]
-        return [(source, target) for source, target in numbers]
+        pairs = [(source, target) for source, target in numbers]
     except ValueError:
-        raise InputError(
-            f"--pairs {text or repr(text)}: expected all, last, or a list such as 0:12,6:12."
-        ) from None
+        shown = text if 0 < len(text) <= 40 else short(text)
+        raise InputError(f"--pairs {shown}: expected all, last, or a list such as 0:12,6:12.") from None
+    for source, target in pairs:
+        if source >= target and (source < 0) == (target < 0):  # else it depends on the number of layers
+            raise InputError(
+                f"A map from layer {source} to layer {target}: the source must lie before the target."
+            )
+    return pairs

@@ -12,6 +12,7 @@ import typer
 class PositionChoice(StrEnum):
     """Which tokens of a training sentence give samples."""
 
+    auto = "auto"
     drawn = "drawn"
     all = "all"
 
@@ -49,8 +50,6 @@ Corpora = Annotated[
 Field = Annotated[str, typer.Option(help="Where the text is in JSON lines and datasets.")]
 Split = Annotated[str, typer.Option(help="Which split of a dataset to read.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Read no more sentences of the corpus than this.")]
-Train = Annotated[int, typer.Option("--train", min=1, help="Sentences that maps are fitted on.")]
-Val = Annotated[int, typer.Option("--val", min=2, help="Other sentences that the maps are evaluated on.")]
 Patched = Annotated[
     int,
     typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on."),
@@ -59,7 +58,9 @@ Memory = Annotated[
     float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
-Seed = Annotated[int, typer.Option(min=0, help="Random seed of the split and of the positions.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the split and of the positions.")
+]
 Special = Annotated[
     bool, typer.Option("--draw-special/--skip-special", help="May the position fall on [CLS] and the like?")
 ]
@@ -72,13 +73,24 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a m
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
 PositionsOption = Annotated[
     PositionChoice,
-    typer.Option("--positions", help="One drawn token of each training sentence, or all of them."),
+    typer.Option(
+        "--positions",
+        help="One drawn token of each training sentence, or all of them. auto: drawn, as in the paper, or "
+        "all where there are fewer sentences than twice the width of the model.",
+    ),
 ]
 PairsOption = Annotated[
     str, typer.Option("--pairs", help="all, last, or a list such as 0:12,6:12 (negative: from the end).")
 ]
 Intercept = Annotated[bool, typer.Option("--intercept", help="Fit a bias too. The paper does not.")]
-Ridge = Annotated[float, typer.Option(min=0, help="Penalty on the maps. The paper has none.")]
+Ridge = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        show_default="0, or a penalty that suits where samples are fewer than twice the width",
+        help="Penalty on the maps. The paper has none.",
+    ),
+]
 Folder = Annotated[
     Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
 ]
@@ -101,6 +113,25 @@ Words = Annotated[
 ]
 
 
-def sentences(fewest: int) -> Any:
-    """The option ``--sentences``, of which there must be so many."""
-    return Annotated[int, typer.Option("--sentences", min=fewest, help="How many sentences to run.")]
+def train(default: int) -> Any:
+    """The option ``--train``; without it there are ``default`` sentences, or fewer of a small corpus."""
+    return _size("--train", "Sentences that maps are fitted on.", 1, default)
+
+
+def val(default: int) -> Any:
+    """The option ``--val``; without it there are ``default`` sentences, or fewer of a small corpus."""
+    return _size("--val", "Other sentences that the maps are evaluated on.", 2, default)
+
+
+def sentences(fewest: int, default: int) -> Any:
+    """The option ``--sentences``, of which there must be so many; fewer of a small corpus without it."""
+    return _size("--sentences", "How many sentences to run.", fewest, default)
+
+
+def _size(name: str, described: str, fewest: int, default: int) -> Any:
+    """An option that tells what the user gave from a default, which gives way to a small corpus."""
+    shown = f"{default}, or fewer of a small corpus"
+    return Annotated[int | None, typer.Option(name, min=fewest, help=described, show_default=shown)]
+
+
+Train, Val = train(9000), val(3000)

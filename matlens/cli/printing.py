@@ -2,64 +2,148 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from matlens.errors import InputError
-from matlens.storage.folders import system_errors
+from matlens.storage.files import system_errors
+from matlens.storage.numbers import number_text
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from matlens.ffn.projection import Projection
 
-_BAD_INPUT, _INTERRUPTED = 2, 130
+_BAD_INPUT, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
+_WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
+_METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and what their columns are called
+_LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
+
+
+def run_app(app: typer.Typer) -> NoReturn:
+    """Run a command line and end the process with its code."""
+    report_errors(lambda: app(standalone_mode=False))
+    sys.exit(0)
 
 
 def report_errors(work: Callable[[], Any]) -> None:
-    """Do some work; print what the user can mend in a line, and exit with code 2."""
+    """Do some work; print what the user can mend in a line, and exit with code 2.
+
+    An exit code that the work gives back is the process's. An interruption is a line as well, and a reader
+    of the output who has gone, as ``head`` does, ends the process without a word.
+    """
+    refusal: Exception | None = None
+    message = ""
     try:
         with system_errors("the output folder"):
-            work()
-        return
+            code = work()
+            sys.stdout and sys.stdout.flush()
+        if not isinstance(code, int) or not code:
+            return
     except InputError as error:
-        message = escape(str(error))
+        code, message = _BAD_INPUT, escape(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        code = _INTERRUPTED
     except SystemExit as stop:
-        if stop.code == _INTERRUPTED:  # what typer makes of Ctrl-C
-            Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
-        raise
+        if stop.code != _INTERRUPTED:
+            raise
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        code = _PIPE_CLOSED
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's word on options that it cannot read
+            raise
+        code, refusal = _BAD_INPUT, error
     # Printed only here: while the exception lives, a bar that it came through is open, on an unfinished line.
-    Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
-    sys.exit(_BAD_INPUT)
+    if message:
+        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+    elif refusal is not None:
+        _print_refusal(refusal)
+    elif code == _INTERRUPTED:
+        Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
+    sys.exit(code)
+
+
+def _print_refusal(refusal: Any) -> None:
+    """Print typer's word on options; what was typed is echoed no longer than a message can be."""
+    from typer.rich_utils import rich_format_error
+
+    text = refusal.message
+    if len(text) > _LONGEST_ECHO:
+        half = _LONGEST_ECHO // 2
+        text = f"{text[:half]} [...] {text[-half:]}"
+    refusal.message = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    rich_format_error(refusal)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table of which all columns but the last keep their width."""
+    """Print a table of which all columns but the last keep their width, however narrow the terminal."""
     table = Table(*columns, title=escape(title), title_justify="left")
     for column in table.columns[:-1]:
         column.no_wrap = True
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
-    Console().print(table)
+    _print_whole(table)
 
 
-def print_layers(results: pd.DataFrame) -> None:
-    """Print how well maps onto the last layer fit and predict, a line for each layer."""
-    from matlens.lens.quality import layer_table
+def _print_whole(table: Table) -> None:
+    """Print a table so wide that no number in it is cut, which would lose its exponent."""
+    console = Console()
+    widths = [max(cell_len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
+    if not table.columns[-1].no_wrap:
+        widths[-1] = min(widths[-1], _WIDTH_OF_TEXT)
+    console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)
+    console.print(table)
 
-    wide = layer_table(results)
-    table = Table(
-        "layer", *wide.columns, title=f"Onto layer {results['target'].max()}, on the validation sentences"
-    )
-    for layer, row in wide.iterrows():
-        table.add_row(str(layer), *("–" if value != value else f"{value:.3f}" for value in row))
-    Console().print(table)
+
+def print_results(folder: Path) -> None:
+    """Print the table of results in a folder, and what one must know to read it."""
+    # Read as plain text: a run that is finished is answered before pandas could be imported.
+    path = folder / "results.csv"
+    with system_errors(path), path.open(encoding="utf-8", newline="") as file:
+        print_layers(csv.DictReader(file))
+    note = json.loads((folder / "results.json").read_text()).get("note")
+    if note:
+        Console().print(escape(note), highlight=False, soft_wrap=True)
+
+
+def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print how well maps onto the last layer fit and predict, a line for each layer.
+
+    Parameters
+    ----------
+    rows
+        Rows of the table of results, as text.
+    """
+    named = [row for row in rows if row["k"] in ("", "1")]
+    last = max(int(row["target"]) for row in named)
+    cells = {
+        (int(row["layer"]), row["metric"], row["method"]): row["value"]
+        for row in named
+        if int(row["target"]) == last
+    }
+    columns = [(metric, method) for metric in _METRICS for method in ("mat", "id")]
+    shown = [column for column in columns if any(cell[1:] == column for cell in cells)]
+    heads = [f"{_METRICS[metric]} {method}" for metric, method in shown]
+    table = Table("layer", *heads, title=f"Onto layer {last}, on the validation sentences")
+    for column in table.columns:
+        column.no_wrap = True
+    for layer in sorted({layer for layer, _, _ in cells}):
+        values = (cells.get((layer, *column)) for column in shown)
+        table.add_row(
+            str(layer), *("–" if value is None else number_text(float(value or "nan")) for value in values)
+        )
+    _print_whole(table)
 
 
 def print_figures(paths: Sequence[Path]) -> None:

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 from matlens import plots
 from matlens.cli import options
-from matlens.cli.groups import CorpusOptions, ModelOptions, with_signature
-from matlens.cli.printing import report_errors
-from matlens.storage.folders import system_errors, write_text
+from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
+from matlens.cli.printing import run_app
+from matlens.storage.files import system_errors, write_text
 from matlens.storage.tables import write_results
 from matlens.study.study import Study
 
@@ -101,9 +101,9 @@ def run_study(
     if corpus is not None:
         shared["corpus"] = _named(corpus, options.CorpusName, options.Corpora)
     if sentences is not None:
-        shared["sentences"] = options.sentences(fewest), sentences
+        shared["sentences"] = options.sentences(fewest, sentences), None
     elif train is not None and corpus is not None:
-        shared |= {"train": (options.Train, train), "val": (options.Val, val)}
+        shared |= {"train": (options.train(train), None), "val": (options.val(val), None)}
     shared["seed"] = options.Seed, 0
     if model is not None:
         shared["device"] = options.Device, None
@@ -115,7 +115,14 @@ def run_study(
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
         report = Report(chosen["out"], chosen.get("title"))
-        studies = _studies(chosen)
+        sizes: dict[str, Any] = {}
+        if sentences is not None:
+            sizes = sizes_of(1, chosen["sentences"], default_val=sentences)
+        elif "train" in chosen:
+            sizes = sizes_of(chosen["train"], chosen["val"], default_train=train or 1, default_val=val)
+        for name in _listed(chosen.get("model")):  # before any corpus is read
+            ModelOptions(name, chosen["device"]).check()
+        studies = _studies(chosen, sizes)
         work(studies if several else next(studies), report, **given)
 
     command.__doc__ = work.__doc__
@@ -129,28 +136,27 @@ def run_study(
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in shared.items()
     ]
-    report_errors(lambda: typer.run(with_signature(command, parameters)))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(with_signature(command, parameters))
+    run_app(app)
 
 
 def _named(default: str | Sequence[str], single: Any, several: Any) -> tuple[Any, Any]:
     return (single, default) if isinstance(default, str) else (several, list(default))
 
 
-def _studies(chosen: Mapping[str, Any]) -> Iterator[Study]:
+def _studies(chosen: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[Study]:
     """A study for each model and corpus, made when it is asked for; studies of one model load it once."""
-    models, corpora = (
-        list(dict.fromkeys([names] if isinstance(names, str | None) else names))
-        for names in (chosen.get("model"), chosen.get("corpus"))
-    )
-    n_train, n_validation = chosen.get("train", 1), chosen.get("val", chosen.get("sentences"))
+    models, corpora = (_listed(chosen.get(name)) or [None] for name in ("model", "corpus"))
     for model in models:
-        load_model = cache(ModelOptions(model, chosen["device"]).load) if model is not None else _no_model
+        load_model = cache(ModelOptions(model, chosen["device"]).load) if model is not None else None
         for corpus in corpora:
             yield Study(
                 load_model=load_model, load_corpus=None if corpus is None else CorpusOptions(corpus).load,
-                out=chosen["out"], n_train=n_train, n_validation=n_validation, seed=chosen["seed"],
+                out=chosen["out"], **sizes, seed=chosen["seed"],
             )  # fmt: skip
 
 
-def _no_model() -> Any:
-    raise AssertionError("this analysis studies no model")
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    """Names of one or several, each once."""
+    return list(dict.fromkeys([names] if isinstance(names, str) else names or ()))

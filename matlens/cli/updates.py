@@ -11,6 +11,7 @@ from matlens.cli.groups import ModelOptions, ReadOptions, grouped
 from matlens.cli.options import Dominant
 from matlens.cli.printing import print_table
 from matlens.errors import InputError
+from matlens.storage.numbers import number_text
 
 if TYPE_CHECKING:
     from matlens.corpora.examples import Examples
@@ -61,7 +62,7 @@ def update(
 
 
 def _cells(row: Any) -> tuple[str, ...]:
-    return row.value, f"{row.coefficient:.3f}", f"{row.share:.1%}", row.tokens
+    return row.value, number_text(row.coefficient), f"{row.share:.1%}", row.tokens
 
 
 def _at(examples: Examples, position: int | None) -> Examples:

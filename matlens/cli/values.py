@@ -10,6 +10,7 @@ from matlens.cli.clusters import cluster
 from matlens.cli.groups import ModelOptions, ReadOptions, grouped
 from matlens.cli.options import AmongTop, Most, Words
 from matlens.cli.printing import print_table, top_texts
+from matlens.storage.numbers import number_text
 
 app = typer.Typer(help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True)
 
@@ -34,7 +35,7 @@ def show(
         sides = [scores[scores["side"] == side] for side in ("top", "bottom")]
         lines = zip(*(zip(side["token"], side["score"], strict=True) for side in sides), strict=True)
         rows = [
-            (rank, visible(up), f"{raised:.3f}", visible(down), f"{lowered:.3f}")
+            (rank, visible(up), number_text(raised), visible(down), number_text(lowered))
             for rank, ((up, raised), (down, lowered)) in enumerate(lines, start=1)
         ]
         print_table(str(value), ("rank", "promotes", "score", "demotes", "score"), rows)
@@ -63,7 +64,7 @@ def search(
     first = matches.head(limit)
     texts = top_texts(projection, values.vectors(first["value"]), reading.tokens)
     lines = zip(first["value"], first["words"], first["rank"], first["score"], texts, strict=True)
-    rows = [(name, n, rank, f"{score:.3f}", text) for name, n, rank, score, text in lines]
+    rows = [(name, n, rank, number_text(score), text) for name, n, rank, score, text in lines]
     print_table(title, ("value", "words", "rank", "score", "top tokens"), rows)
 
 
@@ -79,7 +80,7 @@ def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Mo
     lifts = values_promoting(values, projection, words, n=min(limit, len(values)))
     texts = top_texts(projection, values.vectors(lifts["value"]), reading.tokens)
     lines = zip(lifts["value"], lifts["score"], lifts["lift"], texts, strict=True)
-    rows = [(name, f"{score:.3f}", f"{lift:.3f}", text) for name, score, lift, text in lines]
+    rows = [(name, number_text(score), number_text(lift), text) for name, score, lift, text in lines]
     print_table(
         "By lift, the score above the mean of all tokens", ("value", "score", "lift", "top tokens"), rows
     )

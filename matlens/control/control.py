@@ -20,6 +20,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.models.anatomy import Anatomy
+from matlens.models.changes import hanging, intervening
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
@@ -84,7 +85,10 @@ def controlled(
                 f"Value vectors of layer {ffn.source.layer} cannot be controlled: {replaced} is replaced, "
                 "so its coefficients have no effect. Expected layers whose FFNs are run."
             )
-    with model.hooks(fwd_hooks=_hooks(model, coefficients)), reserve_parts(model, ffns):
+    hooks = _hooks(model, coefficients)
+    changes = [f"the coefficient of {vector} set to {number}" for vector, number in coefficients.items()]
+    functions = [function for _, function in hooks]
+    with intervening(model, lambda: changes, functions), hanging(model, hooks), reserve_parts(model, ffns):
         active |= set(coefficients)
         try:
             yield model

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class Clusters:
         return cls._from_rows(config, rows)
 
     @classmethod
-    def _from_rows(cls, config: dict[str, Any], rows: dict[str, Tensor]) -> Clusters:
+    def _from_rows(cls, config: dict[str, Any], rows: Mapping[str, Tensor]) -> Clusters:
         provenance, labels = Provenance.from_config(config), rows[_LABELS][:, 0].numpy()
         expected = provenance.details["n_clusters"]
         if not np.array_equal(np.unique(labels), np.arange(expected)):

@@ -24,7 +24,7 @@ from matlens.errors import InputError
 from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
 from matlens.ffn.values import ValueVectors, unembedding
 from matlens.models.anatomy import Anatomy
-from matlens.models.identity import Provenance
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.storage.rows import Column, keep_rows, read_rows
@@ -192,7 +192,7 @@ class _BatchReader:
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
         self._values, self._readout, self._embedding = ValueVectors(model), Readout(model), unembedding(model)
-        self.model = self._values.identity
+        self.model = ModelIdentity.from_model(model)
         self._k = require_count(k, self._values)
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]

@@ -90,7 +90,7 @@ class ValueVectors:
             )
         self.n_layers, self.d_mlp, self.d_model = anatomy.n_layers, anatomy.d_mlp, anatomy.d_model
         self.device = torch.device(model.cfg.device)
-        self.identity = ModelIdentity.from_model(model)
+        self.identity = ModelIdentity.from_model(model).of_weights
         shape = (self.d_mlp, self.d_model)
         self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
         self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]

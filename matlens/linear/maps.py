@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,6 +56,17 @@ class LinearMap:
         bias = None if self.bias is None else self.bias.to(h.device)
         return torch.nn.functional.linear(h.to(weight.dtype), weight, bias)
 
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that change with the map's numbers."""
+        parts = [part for part in (self.weight, self.bias) if part is not None]
+        versions = [None if part.is_inference() else part._version for part in parts]
+        kept = vars(self).get("_digest")
+        if kept is None or None in versions or kept[0] != versions:
+            kept = versions, tensor_digest(*(part.float() for part in parts))
+            vars(self)["_digest"] = kept
+        return str(kept[1])
+
     def to(self, device: torch.device | str) -> LinearMap:
         """The same map on a device, where it need not be brought at every use."""
         bias = None if self.bias is None else self.bias.to(device)
@@ -66,12 +78,16 @@ class LinearMap:
         Raises
         ------
         InputError
-            ``following`` does not start where this one ends.
+            ``following`` does not start where this one ends, or is of another model.
         """
         if self.target != following.source:
             raise InputError(
                 f"A map onto {self.target} cannot be followed by one from {following.source}: "
                 "the first must end where the second starts."
+            )
+        if None not in (self.provenance.model, following.provenance.model):
+            self.provenance.require_same(
+                following.provenance, ours="the first map", theirs="the following map"
             )
         outer = following.weight.double()
         bias = None if self.bias is None else outer @ self.bias.double()
@@ -79,3 +95,13 @@ class LinearMap:
             bias = following.bias.double() if bias is None else bias + following.bias.double()
         weight = outer @ self.weight.double()
         return LinearMap.from_solution(weight, bias, self.source, following.target, self.provenance)
+
+
+def tensor_digest(*tensors: Tensor) -> str:
+    """Sixteen hex digits that change with the numbers in tensors, their shapes and their kinds."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        numbers = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(numbers.shape)}{numbers.dtype}".encode())
+        digest.update(numbers.numpy().tobytes())
+    return digest.hexdigest()[:16]

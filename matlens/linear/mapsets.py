@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -20,12 +21,30 @@ from matlens.errors import InputError
 from matlens.linear.fitting import Samples, fit_rows
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.storage.folders import Workplace, read_config, write_bytes
+from matlens.storage.arrays import (
+    Record,
+    describe_tensors,
+    require_hash,
+    require_record,
+    require_size,
+    require_tensor,
+)
+from matlens.storage.files import damaged, write_bytes
+from matlens.storage.folders import Workplace, read_config
+from matlens.storage.notes import Notes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
 _HOLDS = "maps"
+
+
+class _Stored(NamedTuple):
+    """A file of maps, and what it must hold."""
+
+    path: Path
+    record: Record
 
 
 class MapSet(Mapping[tuple[str, str], LinearMap]):
@@ -52,13 +71,20 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         given = list(maps)
         if not same_precision:
             given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
-        self._maps: dict[tuple[str, str], LinearMap | Path] = {(m.source, m.target): m for m in given}
+        self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}
         models = {m.provenance.model.key: m.provenance.model for m in given if m.provenance.model}
+        changes = {m.provenance.model.changes for m in given if m.provenance.model}
         if len(models) > 1 or len(self._maps) < len(given):
             names = ", ".join(sorted(model.fingerprint for model in models.values()))
             raise InputError(
                 "A set holds maps of one model, and one for each pair: these are of the models "
                 f"{names}, {len(given)} maps for {len(self._maps)} pairs."
+            )
+        if len(changes) > 1:
+            raise InputError(
+                "A set holds maps of one model with the same changes: among these are maps fitted with "
+                f"{' and maps fitted with '.join(sorted(map(describe_changes, changes)))}. Keep them in sets "
+                "of their own."
             )
         if provenance is None and given:
             provenance = given[0].provenance
@@ -74,7 +100,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             raise KeyError(
                 f"There is no map {source} -> {target}; there are {len(self)}: {_abbreviated(self._maps)}"
             ) from None
-        return _read(kept, source, target, self.provenance) if isinstance(kept, Path) else kept
+        return _read(kept, source, target, self.provenance) if isinstance(kept, _Stored) else kept
 
     def __contains__(self, pair: object) -> bool:
         """Whether there is a map, without reading it."""
@@ -136,7 +162,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write one safetensors file for each source, and ``config.json`` when all are there."""
+        """Write one safetensors file for each source, and ``config.json`` when all are there.
+
+        Raises
+        ------
+        InputError
+            A number of a map is not finite, or the folder holds something else.
+        """
         digest = hashlib.sha256()
         for linear in self.values():
             for part in (linear.weight, linear.bias):
@@ -165,20 +197,27 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             The folder holds no finished set of maps, or a file of it is corrupt.
         """
         folder = Path(folder)
-        request = read_config(folder, _HOLDS)["request"]
+        config = read_config(folder, _HOLDS)
+        request = config["request"]
         try:
-            pairs, provenance = request["pairs"], Provenance.from_json(request["provenance"])
-        except KeyError as error:
-            raise InputError(
-                f"{folder / 'config.json'} is damaged: it lacks {error}. Remove {folder} and fit "
-                "the maps again."
-            ) from error
-        maps = cls(provenance=provenance, same_precision=same_precision)
-        for source, target in pairs:
-            maps._maps[source, target] = _file(folder, source)
-        for source in dict.fromkeys(source for source, _ in maps):
-            with _open(_file(folder, source)):
-                pass
+            pairs, provenance = list(request["pairs"]), Provenance.from_json(request["provenance"])
+        except (KeyError, TypeError) as error:
+            raise damaged(folder / "config.json", f"lacks {error}") from error
+        if not isinstance(request["provenance"], Mapping):
+            raise damaged(folder / "config.json", "says in another way what the maps come from")
+        maps, files = cls(provenance=provenance, same_precision=same_precision), {}
+        for pair in pairs:
+            match pair:
+                case [str(source), str(target)]:
+                    path = _file(folder, source)
+                    if source not in files:
+                        files[source] = _Stored(path, require_record(config, folder, f"{source}.safetensors"))
+                        _open(files[source]).__exit__(None, None, None)
+                    if target not in files[source].record.get("tensors", {}):
+                        raise damaged(folder / "config.json", f"has no record of {source} -> {target}")
+                    maps._maps[source, target] = files[source]
+                case _:
+                    raise damaged(folder / "config.json", "names pairs in another way")
         return maps
 
 
@@ -202,26 +241,44 @@ def write_maps(
     place = Workplace(folder, _HOLDS, request)
     with place.working():
         if not place.finished:
-            there = {source for source, _ in pairs if _file(place.folder, source).is_file()}
+            notes, files = Notes(place.folder), _written_before(place.folder)
             sources = list(dict.fromkeys(source for source, _ in pairs))
             missing = sorted(
-                (pair for pair in pairs if pair[0] not in there), key=lambda pair: sources.index(pair[0])
+                (pair for pair in pairs if _file(place.folder, pair[0]).name not in files),
+                key=lambda pair: sources.index(pair[0]),
             )
             maps = iter(fit(missing))
             for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
                 # No more than this source's maps are asked for before they are written.
-                _write_source(_file(place.folder, source), itertools.islice(maps, len(list(group))))
-            place.finish()
+                path = _file(place.folder, source)
+                files[path.name] = _write_source(path, itertools.islice(maps, len(list(group))))
+                notes.add({"file": path.name, "record": files[path.name]})
+            place.finish(files)
     return MapSet.load(folder)
 
 
-def _write_source(path: Path, maps: Iterable[LinearMap]) -> None:
+def _written_before(folder: Path) -> dict[str, Record]:
+    """Files that an earlier call has written and noted; of those, what is gone is to be made again."""
+    noted = {note["file"]: note["record"] for note in Notes(folder).records}
+    there = {name: record for name, record in noted.items() if os.path.lexists(folder / name)}
+    for name, record in there.items():
+        require_hash(folder / name, record)
+    return there
+
+
+def _write_source(path: Path, maps: Iterable[LinearMap]) -> Record:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        tensors[linear.target] = _float32(linear.weight)
-        if linear.bias is not None:
-            tensors[f"{linear.target}/bias"] = _float32(linear.bias)
-    write_bytes(path, save(tensors, metadata={"source": path.stem}))
+        weight, bias = (None if part is None else _float32(part) for part in (linear.weight, linear.bias))
+        tensors |= {linear.target: weight} | ({} if bias is None else {f"{linear.target}/bias": bias})
+        if not all(part is None or part.isfinite().all() for part in (weight, bias)):
+            raise InputError(
+                f"The map {linear.source} -> {linear.target} cannot be saved: a number of it is not finite "
+                "in float32. Fit it again, on finite vectors."
+            )
+    content = save(tensors, metadata={"source": path.stem})
+    write_bytes(path, content)
+    return describe_tensors(tensors, content)
 
 
 def _float32(values: Tensor) -> Tensor:
@@ -232,26 +289,28 @@ def _file(folder: Path, source: str) -> Path:
     return folder / f"{source}.safetensors"
 
 
-def _open(path: Path) -> Any:
+def _open(stored: _Stored) -> Any:
+    path, record = stored
+    require_size(path, record)
     try:
         file = safe_open(path, framework="pt")
         if (source := (file.metadata() or {}).get("source")) != path.stem:
             raise SafetensorError(f"it holds the maps of {source}")
+        if set(file.keys()) != set(record.get("tensors", {})):
+            raise SafetensorError("it holds other maps than were written")
         return file
     except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"The file {path} cannot be read as safetensors: {error}. Fit the maps again, after "
-            f"removing the folder {path.parent}."
-        ) from error
+        raise damaged(path, f"cannot be read as safetensors ({error})") from error
 
 
-def _read(path: Path, source: str, target: str, provenance: Provenance) -> LinearMap:
-    with _open(path) as file:
-        bias = f"{target}/bias"
-        return LinearMap(
-            file.get_tensor(target), file.get_tensor(bias) if bias in file.keys() else None,  # noqa: SIM118
-            source, target, provenance,
-        )  # fmt: skip
+def _read(stored: _Stored, source: str, target: str, provenance: Provenance) -> LinearMap:
+    with _open(stored) as file:
+        weight, bias = (
+            require_tensor(file.get_tensor(name), *stored, name) if name in stored.record["tensors"] else None
+            for name in (target, f"{target}/bias")
+        )
+    assert weight is not None
+    return LinearMap(weight, bias, source, target, provenance)
 
 
 def _abbreviated(pairs: Iterable[tuple[str, str]]) -> str:

@@ -1,11 +1,16 @@
 from .anatomy import Anatomy as Anatomy
 from .anatomy import output_layer as output_layer
+from .changes import changes_of as changes_of
+from .changes import describe_changes as describe_changes
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import require_raw as require_raw
-from .loading import SMOLLM2 as SMOLLM2
 from .loading import load as load
-from .loading import smollm2_path as smollm2_path
+from .loading import require_known as require_known
+from .loading import wrap as wrap
+from .places import SMOLLM2 as SMOLLM2
+from .places import locate as locate
+from .places import smollm2_path as smollm2_path
 from .readout import Readout as Readout
 from .sites import Family as Family
 from .sites import Site as Site
@@ -19,5 +24,6 @@ from .vocabulary import visible as visible
 from .vocabulary import word_token as word_token
 from .vocabulary import word_tokens as word_tokens
 from .weights import fingerprint as fingerprint
+from .weights import require_finite_weights as require_finite_weights
 from .weights import rounded_fingerprints as rounded_fingerprints
 from .weights import unembed_hash as unembed_hash

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from matlens.errors import InputError
+from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
@@ -56,11 +57,15 @@ class Anatomy:
     def from_model(cls, model: TransformerBridge) -> Anatomy:
         """Find how a model's blocks are wired, by running a few tokens and checking the sums.
 
-        The answer is remembered for as long as the model lives.
+        The answer is remembered for as long as the model lives, but not where the model is changed: hooks of
+        others can break its sums.
         """
-        if model not in _KNOWN:
-            _KNOWN[model] = _examine(model)
-        return _KNOWN[model]
+        if model in _KNOWN:
+            return _KNOWN[model]
+        anatomy = _examine(model)
+        if not changes_of(model):
+            _KNOWN[model] = anatomy
+        return anatomy
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -123,7 +128,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
     returned: list[type] = []
     listening = model.blocks[0].register_forward_hook(lambda *call: returned.append(type(call[2])))
     try:
-        with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
+        with torch.inference_mode(), reading(model, hooks):
             model(tokens, return_type=None)
     finally:
         listening.remove()

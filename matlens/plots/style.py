@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from matlens.storage.folders import system_errors
+from matlens.storage.files import system_errors, write_together
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")
 Place = Literal[
@@ -58,14 +59,11 @@ def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = N
     with system_errors(folder), style_sheet():
         if title is not None:
             figure.suptitle(literal(title))
+        drawn = {path: BytesIO() for path in paths}
+        for path, content in drawn.items():  # into memory: a disk that is full leaves the old figures whole
+            figure.savefig(content, format=path.suffix[1:])
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            partial = path.with_name(f".{path.name}")
-            try:
-                figure.savefig(partial, format=path.suffix[1:])
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+        write_together({path: content.getbuffer() for path, content in drawn.items()})
     return paths
 
 

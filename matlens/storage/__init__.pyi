@@ -1,14 +1,14 @@
+from .files import system_errors as system_errors
+from .files import to_json as to_json
+from .files import write_bytes as write_bytes
+from .files import write_json as write_json
+from .files import write_text as write_text
+from .files import write_together as write_together
 from .folders import Workplace as Workplace
 from .folders import command_line as command_line
 from .folders import make_config as make_config
 from .folders import read_config as read_config
 from .folders import software_versions as software_versions
-from .folders import system_errors as system_errors
-from .folders import to_json as to_json
-from .folders import write_bytes as write_bytes
-from .folders import write_json as write_json
-from .folders import write_text as write_text
-from .folders import write_together as write_together
 from .rows import Column as Column
 from .rows import RowFiles as RowFiles
 from .rows import keep_rows as keep_rows
@@ -18,3 +18,5 @@ from .tables import read_table as read_table
 from .tables import result_row as result_row
 from .tables import result_table as result_table
 from .tables import write_results as write_results
+from .verification import Verdict as Verdict
+from .verification import verify as verify

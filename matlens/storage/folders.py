@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import platform
 import reprlib
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
+from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
+from matlens.storage.locks import is_transient, locked
+from matlens.storage.notes import NOTES
 
-LAYOUT = 2  # of config.json and what lies beside it; a folder of another is refused
-_UNFINISHED = "unfinished.json"
+LAYOUT = 3  # of config.json and what lies beside it; a folder of another is refused
+CONFIG, UNFINISHED = "config.json", "unfinished.json"
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (
-    errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
-    errno.ENOENT,
-)  # fmt: skip
 
 
 class Workplace:
@@ -49,73 +45,111 @@ class Workplace:
         # What is compared is what JSON gives back.
         self.request: dict[str, Any] = json.loads(json.dumps(request))
         self._begun = False  # whether this call has put the first file into it
-        self._made: list[Path] = []  # folders that it has made for that, the innermost first
 
     @property
     def finished(self) -> bool:
         """Whether the job is done."""
-        return (self.folder / "config.json").is_file()
-
-    def open(self) -> None:
-        """Make the folder or check that it belongs to this job."""
-        with system_errors(self.folder):
-            marker = self.folder / ("config.json" if self.finished else _UNFINISHED)
-            if marker.is_file():
-                self._require_same(marker)
-                if self.finished:  # a kill may have left both
-                    (self.folder / _UNFINISHED).unlink(missing_ok=True)
-                return
-            begun = _partial(marker)  # all that a kill at the very start leaves
-            if self.folder.is_dir() and any(entry != begun for entry in self.folder.iterdir()):
-                raise InputError(
-                    f"The folder {self.folder} holds other files. Expected a new or empty folder, or "
-                    "one that the same command has begun."
-                )
-            absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._begun, self._made = True, absent
-            write_json(marker, {"layout": LAYOUT, "holds": self.holds, "request": self.request})
-
-    def finish(self) -> None:
-        """Make the folder a finished one."""
-        with system_errors(self.folder):
-            write_json(self.folder / "config.json", make_config(self.holds, self.request))
-            (self.folder / _UNFINISHED).unlink(missing_ok=True)
+        return (self.folder / CONFIG).is_file()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Fill the folder.
+        """Fill the folder, as the only one that does.
 
-        If that fails, what this call has begun is removed. A kill leaves it to go on with, and so does
-        the failure of a call that went on with what another had begun.
+        Where another process is at work in it, this waits until that has ended, and finds the folder
+        finished. If the work fails, what this call has begun is removed. A kill leaves it to go on with, and
+        so does the failure of a call that went on with what another had begun.
+
+        Raises
+        ------
+        InputError
+            The folder belongs to another job, or cannot be written.
         """
+        made: list[Path] = []
         try:
-            self.open()
-            with system_errors(self.folder):
-                yield
+            with ExitStack() as lock:
+                with system_errors(self.folder):
+                    if not self._left_finished():
+                        made = lock.enter_context(locked(self.folder))
+                        self._open()
+                try:
+                    with system_errors(self.folder):
+                        yield
+                except Exception:
+                    if self._begun and not self.finished:
+                        self._empty()
+                    raise
         except Exception:
             if self._begun and not self.finished:
-                self._remove()
+                for folder in made:
+                    with suppress(OSError):  # it holds the files of others
+                        folder.rmdir()
             raise
 
-    def _remove(self) -> None:
-        for entry in self.folder.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        for folder in self._made:
-            if not any(folder.iterdir()):
-                folder.rmdir()
+    def finish(self, files: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Make the folder a finished one.
+
+        Parameters
+        ----------
+        files
+            Records of files that are known already; the others are looked at.
+        """
+        from matlens.storage.arrays import describe_file  # torch, which what only reads records can spare
+
+        with system_errors(self.folder):
+            names = sorted(path.name for path in self.folder.iterdir() if not _is_marker(path.name))
+            known = files or {}
+            records = {name: known.get(name) or describe_file(self.folder / name) for name in names}
+            config = {**make_config(self.holds, self.request), "files": records}
+            write_json(self.folder / CONFIG, sealed(config))
+            self._remove_markers()
+
+    def _left_finished(self) -> bool:
+        """Whether there is nothing to be done; a folder that cannot be used is refused untouched."""
+        if not self.finished:
+            self._require_usable()
+            return False
+        self._require_same(self.folder / CONFIG)
+        return not any(_is_marker(entry.name) and entry.name != CONFIG for entry in self.folder.iterdir())
+
+    def _remove_markers(self) -> None:
+        for name in (NOTES, UNFINISHED):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Check that the folder belongs to this job, or begin it."""
+        if self.finished:
+            self._require_same(self.folder / CONFIG)
+            self._remove_markers()  # a kill may have left them
+        elif not self._require_usable():
+            self._begun = True
+            content = {"layout": LAYOUT, "holds": self.holds, "request": self.request}
+            write_json(self.folder / UNFINISHED, sealed(content))
+
+    def _require_usable(self) -> bool:
+        """Refuse a folder that is not this job's; whether the job has been begun in it."""
+        marker = self.folder / UNFINISHED
+        if marker.is_file():
+            self._require_same(marker)
+            return True
+        if self.folder.is_dir() and not all(is_transient(entry.name) for entry in self.folder.iterdir()):
+            raise InputError(
+                f"The folder {self.folder} holds other files. Expected a new or empty folder, or "
+                "one that the same command has begun."
+            )
+        return False
+
+    def _empty(self) -> None:
+        # What says whose the folder is goes last: a kill on the way leaves it to go on with.
+        entries = [entry for entry in self.folder.iterdir() if not is_transient(entry.name)]
+        for entry in sorted(entries, key=lambda entry: entry.name == UNFINISHED):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def _require_same(self, marker: Path) -> None:
-        try:
-            record = json.loads(marker.read_text())
-            there = _flat({"holds": record.get("holds"), **record["request"]})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(
-                f"The folder {self.folder} holds a {marker.name} that matlens has not written. Choose "
-                "another folder."
-            ) from None
-        _require_layout(self.folder, record)
-        now = _flat({"holds": self.holds, **self.request})
+        record = read_record(self.folder, marker)
+        there, now = (
+            _flat({"holds": holds, **request})
+            for holds, request in ((record["holds"], record["request"]), (self.holds, self.request))
+        )
         ignored = self._only_unfinished if self.finished else ()
         differing = [key for key in {**now, **there} if now.get(key) != there.get(key) and key not in ignored]
         if differing:
@@ -131,7 +165,13 @@ class Workplace:
             )
 
 
+def _is_marker(name: str) -> bool:
+    return name in (CONFIG, UNFINISHED, NOTES) or is_transient(name)
+
+
 def _short(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value[:3]) + (f" and {len(value) - 3} more" if len(value) > 3 else "") or "nothing"
     return value if isinstance(value, str) else reprlib.repr(value)
 
 
@@ -143,93 +183,53 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-@contextmanager
-def system_errors(path: str | Path) -> Iterator[None]:
-    """Turn what the file system refuses into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        # numpy reports a short write without an error number.
-        if error.errno in _FULL or "requested and" in str(error):
-            raise InputError(
-                f"There is no room on the disk of {path}. Free some, or write elsewhere."
-            ) from error
-        if error.errno in _REFUSED:
-            raise InputError(
-                f"{path} cannot be written: {error.strerror}. Expected a folder that you may write to."
-            ) from error
-        raise
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    write_text(path, to_json(content))
-
-
-def to_json(content: Mapping[str, Any]) -> str:
-    """Spell out JSON as it is written everywhere."""
-    return json.dumps(content, indent=1) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Write a file whole or not at all."""
-    write_together({path: content})
-
-
-def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
-    """Write several files whole or none of them."""
-    try:
-        for path, content in contents.items():
-            with _partial(path).open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        for path in contents:
-            _partial(path).replace(path)
-    finally:
-        for path in contents:
-            _partial(path).unlink(missing_ok=True)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
 def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """Read what a finished folder says of itself.
 
     Raises
     ------
     InputError
-        There is no such folder, or its job is unfinished, or it is not what was ``expected``.
+        There is no such folder, or its job is unfinished, or it is not what was ``expected``, or its
+        ``config.json`` is not what was written.
     """
     folder = Path(folder)
-    if (folder / _UNFINISHED).is_file() and not (folder / "config.json").is_file():
+    if (folder / UNFINISHED).is_file() and not (folder / CONFIG).is_file():
         raise InputError(
             f"The job of {folder} was broken off. Run the same command again, and it goes on from there."
         )
     try:
-        config = json.loads((folder / "config.json").read_text())
-        dict(config["request"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = read_record(folder, folder / CONFIG)
+    except OSError as error:
         raise InputError(f"The folder {folder} holds no finished {expected}: {error}") from error
-    _require_layout(folder, config)
-    if config.get("holds") != expected:
+    if config["holds"] != expected:
         raise InputError(f"The folder {folder} does not hold {expected} of matlens.")
-    return dict(config)
+    if not isinstance(config.get("files"), dict):
+        raise damaged(folder / CONFIG, "has no record of its files")
+    return config
 
 
-def _require_layout(folder: Path, record: Mapping[str, Any]) -> None:
+def is_record(record: Any) -> bool:
+    """Whether JSON looks like what matlens writes of a folder, damaged or not."""
+    keys = ("layout", "holds", "request", SEAL)
+    return isinstance(record, dict) and sum(key in record for key in keys) > 1
+
+
+def read_record(folder: Path, marker: Path) -> dict[str, Any]:
+    """What ``config.json`` or ``unfinished.json`` says, as it was written."""
+    record = read_json(marker)
+    if not is_record(record):
+        raise InputError(
+            f"The folder {folder} holds a {marker.name} that matlens has not written. Choose another folder."
+        )
     if record.get("layout") != LAYOUT:
         raise InputError(
             f"The folder {folder} was written by another version of matlens, in another layout. Remove it "
             "and make it anew."
         )
+    require_seal(record, marker)
+    if not isinstance(record.get("request"), dict) or not isinstance(record.get("holds"), str):
+        raise damaged(marker, "does not say what the folder holds")
+    return record
 
 
 def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,20 @@
 """Rows of numbers in memory or on disk: one ``.npy`` file a column, allocated once and filled in any order.
 
 Rows are written with ``pwrite``, not through a memory map, whose pages would count as the process's own
-memory. What has been written is noted every few seconds, so that a killed run can go on.
+memory. What has been written is noted every few seconds with its hash, so that a killed run can go on, and
+does so only with what is still there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
+import stat
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -19,11 +24,13 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from matlens.errors import InputError
-from matlens.storage.folders import Workplace, make_config, read_config, write_bytes, write_text
+from matlens.storage.arrays import StoredArray, StoredRows, require_record
+from matlens.storage.files import create, damaged, write_bytes
+from matlens.storage.folders import Workplace, make_config, read_config
+from matlens.storage.notes import Notes
 
 _NOTED_EVERY = 2.0  # seconds
-_DONE = "batches_done"
+_KINDS = ("float32", "int32", "int64")
 
 
 class Column(NamedTuple):
@@ -42,9 +49,22 @@ class Column(NamedTuple):
         """The kind of numbers in files, on every machine."""
         return np.dtype(self.dtype).newbyteorder("<")
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on disk."""
+        return self.width * self.on_disk.itemsize
+
 
 Columns = Mapping[str, Column]
 Batches = Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]
+
+
+class _Pending(NamedTuple):
+    """What has been written and not yet noted: batches in all, runs of rows, and their hash by column."""
+
+    batches: int
+    runs: list[list[int]]
+    hashes: dict[str, Any]
 
 
 class RowFiles:
@@ -53,49 +73,100 @@ class RowFiles:
     Parameters
     ----------
     folder
-        Where they are; files that are there already are gone on with.
+        Where they are; files that are there already are gone on with, if they hold what was noted.
     columns, n_rows
         The columns, and how many rows each file has.
     arrays
         What else belongs to the collection, written at once.
+
+    Attributes
+    ----------
+    batches_done
+        How many batches are in the files already.
+
+    Raises
+    ------
+    InputError
+        A file holds other rows than were noted.
     """
 
     def __init__(self, folder: Path, columns: Columns, n_rows: int, arrays: Mapping[str, np.ndarray]) -> None:
-        self._note = folder / _DONE
-        self.batches_done = int(self._note.read_text()) if self._note.is_file() else 0
-        self._written, self._noted_at = self.batches_done, time.monotonic()
-        self._columns = columns
+        self._folder, self._columns, self._n_rows = folder, columns, n_rows
+        self._notes = Notes(folder)
+        absent = [name for name in columns if not os.path.lexists(self._path(name))]
+        if self._notes.records and absent:
+            print(f"{self._path(absent[0])} is gone, so all rows are made anew.", file=sys.stderr)
+            self._notes.clear()
         for name, array in arrays.items():
-            _save(folder / f"{name}.npy", array)
+            _save(self._path(name), array)
         self._files: dict[str, tuple[int, int]] = {}  # descriptor, and where rows start
         try:
             for name, column in columns.items():
-                descriptor = os.open(folder / f"{name}.npy", os.O_RDWR | os.O_CREAT, 0o644)
-                self._files[name] = descriptor, 0
-                self._files[name] = descriptor, _allocate(descriptor, n_rows, column)
-        except OSError:
+                self._open(name, column)
+            if self._notes.records:
+                for name, column in columns.items():
+                    require_noted(self._path(name), *self._files[name], column.row_bytes, self._notes)
+        except BaseException:
             self._close()
             raise
+        self.batches_done = self._notes.records[-1]["batches"] if self._notes.records else 0
+        self._pending, self._noted_at = self._nothing_pending(self.batches_done), time.monotonic()
 
     def write(self, index: np.ndarray, batch: Mapping[str, Tensor]) -> None:
         """Write one batch: row ``i`` of each tensor goes to row ``index[i]`` of the column's file."""
         starts, ends = _runs(index)
+        hashes = {name: digest.copy() for name, digest in self._pending.hashes.items()}
         for name, values in batch.items():
             descriptor, first = self._files[name]
             rows = values.numpy().astype(self._columns[name].on_disk, copy=False)
             row_bytes = rows.shape[1] * rows.itemsize
             for start, end in zip(starts, ends, strict=True):
-                _write_all(descriptor, rows[start:end].tobytes(), first + int(index[start]) * row_bytes)
-        self._written += 1
+                content = rows[start:end].tobytes()
+                hashes[name].update(content)
+                _write_all(descriptor, content, first + int(index[start]) * row_bytes)
+        runs = [[int(index[start]), int(end - start)] for start, end in zip(starts, ends, strict=True)]
+        # At once: an interrupt finds all of a batch counted, or nothing of it.
+        self._pending = _Pending(self._pending.batches + 1, self._pending.runs + runs, hashes)
         if time.monotonic() - self._noted_at > _NOTED_EVERY:
             self._remember()
 
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.npy"
+
+    def _open(self, name: str, column: Column) -> None:
+        path = self._path(name)
+        if self._notes.records:
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(path, flags)
+        else:
+            path.unlink(missing_ok=True)
+            descriptor = create(path)
+        self._files[name] = descriptor, 0
+        if not self._notes.records:
+            self._files[name] = descriptor, _allocate(descriptor, self._n_rows, column)
+            return
+        header, status = _header(self._n_rows, column), os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise damaged(path, "is no plain file of its own")
+        if status.st_size != len(header) + self._n_rows * column.row_bytes:
+            raise damaged(path, "is longer or shorter than it was")
+        if os.pread(descriptor, len(header), 0) != header:
+            raise damaged(path, "has another header than was written")
+        self._files[name] = descriptor, len(header)
+
+    def _nothing_pending(self, batches: int) -> _Pending:
+        return _Pending(batches, [], {name: hashlib.sha256() for name in self._columns})
+
     def _remember(self) -> None:
+        batches, runs, digests = self._pending
+        if not runs:
+            return
         # Rows first, the note after them: it must never promise what is not there.
         for descriptor, _ in self._files.values():
             os.fsync(descriptor)
-        write_text(self._note, str(self._written))
-        self._noted_at = time.monotonic()
+        hashes = {name: digest.hexdigest() for name, digest in digests.items()}
+        self._notes.add({"batches": batches, "rows": runs, "sha256": hashes})
+        self._pending, self._noted_at = self._nothing_pending(batches), time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -103,15 +174,40 @@ class RowFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or not issubclass(kind, Exception):
-            self._remember()
-        self._close()
-        if kind is None:
-            self._note.unlink()
+        try:
+            if kind is None or not issubclass(kind, Exception):
+                self._remember()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         for descriptor, _ in self._files.values():
             os.close(descriptor)
+
+
+def require_noted(path: Path, descriptor: int, first: int, row_bytes: int, notes: Notes) -> None:
+    """Refuse a file that does not hold the rows which were written.
+
+    Parameters
+    ----------
+    path, descriptor
+        The file of a column, and by what it is read.
+    first, row_bytes
+        Where its rows start, and how long one is.
+    notes
+        What has been noted of the collection.
+
+    Raises
+    ------
+    InputError
+        It holds others.
+    """
+    for note in notes.records:
+        digest = hashlib.sha256()
+        for start, count in note["rows"]:
+            digest.update(os.pread(descriptor, count * row_bytes, first + start * row_bytes))
+        if digest.hexdigest() != note["sha256"].get(path.stem):
+            raise damaged(path, "does not hold the rows that were noted")
 
 
 def keep_rows(
@@ -124,7 +220,8 @@ def keep_rows(
     folder: str | Path | None,
     arrays: Mapping[str, np.ndarray] | None = None,
     only_unfinished: tuple[str, ...] = (),
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    finite: bool = True,
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Keep rows in memory, or in a folder where a killed run goes on and a finished one is only opened.
 
     Parameters
@@ -139,11 +236,18 @@ def keep_rows(
         Where rows are kept, or ``None`` for memory.
     arrays
         What is written beside the rows, for whoever reads the folder.
+    finite
+        Whether a number that is not finite is damage.
 
     Returns
     -------
     config, rows
         What ``config.json`` says, and the rows by column.
+
+    Raises
+    ------
+    InputError
+        The folder is of another job, or what is in it is not what was written.
     """
     request = {**request, "columns": {name: list(column) for name, column in columns.items()}}
     if folder is None:
@@ -157,19 +261,23 @@ def keep_rows(
         return make_config(holds, request), kept
     place = Workplace(folder, holds, request, only_unfinished=only_unfinished)
     with place.working():
-        if not place.finished:
+        anew = not place.finished
+        if anew:
             with RowFiles(place.folder, columns, n_rows, arrays or {}) as files:
                 for index, batch in batches(files.batches_done):
                     files.write(index, batch)
             place.finish()
-    config, _, rows = read_rows(folder, holds)
-    return config, rows
+        config, stored = _open_columns(place.folder, holds, finite)
+        # What has just been written need not be read again to know it.
+        return config, StoredRows({name: partial(column.read, checked=not anew) for name, column in stored})
 
 
 def read_rows(
-    folder: str | Path, expected: str, arrays: Iterable[str] = ()
-) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
+    folder: str | Path, expected: str, arrays: Iterable[str] = (), *, finite: bool = True
+) -> tuple[dict[str, Any], dict[str, np.ndarray], Mapping[str, Tensor]]:
     """Open a finished collection: its configuration, arrays that lie beside it, and the rows by column.
+
+    Rows are checked when they are first asked for, all else at once.
 
     Raises
     ------
@@ -177,28 +285,44 @@ def read_rows(
         The folder is not a finished collection, or a file of it is damaged.
     """
     folder = Path(folder)
+    config, columns = _open_columns(folder, expected, finite)
+    beside = {name: np.array(_stored(config, folder, name).read()) for name in arrays}
+    return config, beside, StoredRows({name: column.read for name, column in columns})
+
+
+def _open_columns(
+    folder: Path, expected: str, finite: bool
+) -> tuple[dict[str, Any], list[tuple[str, StoredArray]]]:
     config = read_config(folder, expected)
-    try:
-        columns = {name: Column(*column) for name, column in config["request"]["columns"].items()}
-        beside = {name: np.load(folder / f"{name}.npy") for name in arrays}
-        rows = {name: _open(folder / f"{name}.npy", column) for name, column in columns.items()}
-    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"The {expected} in {folder} cannot be read: {error}. The folder is damaged: remove it and make "
-            "it anew."
-        ) from error
-    return config, beside, rows
+    columns = dict(recorded_columns(config, folder))
+    stored = [(name, _stored(config, folder, name, finite)) for name in columns]
+    for name, array in stored:
+        column = columns[name]
+        if array.shape != (stored[0][1].shape[0], column.width) or array.dtype != column.on_disk:
+            raise damaged(
+                folder / f"{name}.npy",
+                f"holds {array.dtype.name} of the shape {list(array.shape)}, where rows of {column.width} "
+                f"{column.dtype} were expected",
+            )
+    return config, stored
 
 
-def _open(path: Path, column: Column) -> Tensor:
-    # Copy-on-write, because torch refuses to look at memory that nobody may write.
-    rows = np.load(path, mmap_mode="c")
-    if rows.ndim != 2 or rows.shape[1] != column.width or rows.dtype != column.on_disk:
-        raise ValueError(
-            f"{path.name} holds {rows.dtype} of the shape {rows.shape}, where rows of {column.width} "
-            f"{column.dtype} were expected"
-        )
-    return torch.from_numpy(rows)
+def recorded_columns(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Column]]:
+    """The columns of a collection, by what is recorded of it."""
+    columns = config["request"].get("columns")
+    if not isinstance(columns, dict) or not columns:
+        raise damaged(folder / "config.json", "names no columns")
+    for name, column in columns.items():
+        match column:
+            case [int(width), str(dtype)] if dtype in _KINDS:
+                yield name, Column(width, dtype)
+            case _:
+                raise damaged(folder / "config.json", f"describes the column {name} in another way")
+
+
+def _stored(config: Mapping[str, Any], folder: Path, name: str, finite: bool = True) -> StoredArray:
+    file = f"{name}.npy"
+    return StoredArray(folder / file, require_record(config, folder, file), finite=finite)
 
 
 def _save(path: Path, array: np.ndarray) -> None:
@@ -210,20 +334,23 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 def _allocate(descriptor: int, n_rows: int, column: Column) -> int:
     """Write a file's header and take room for all rows; returns where they start."""
-    with os.fdopen(os.dup(descriptor), "r+b") as file:
-        header = {
-            "descr": npy.dtype_to_descr(column.on_disk),
-            "fortran_order": False,
-            "shape": (n_rows, column.width),
-        }
-        npy.write_array_header_1_0(file, header)
-        first = file.tell()
-    size = first + n_rows * column.width * column.on_disk.itemsize
+    header = _header(n_rows, column)
+    _write_all(descriptor, header, 0)
+    size = len(header) + n_rows * column.row_bytes
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # a disk that is too small says so now, not after hours
     else:
         os.truncate(descriptor, size)
-    return first
+    return len(header)
+
+
+def _header(n_rows: int, column: Column) -> bytes:
+    buffer = io.BytesIO()
+    description = {
+        "descr": npy.dtype_to_descr(column.on_disk), "fortran_order": False, "shape": (n_rows, column.width),
+    }  # fmt: skip
+    npy.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
 
 
 def _runs(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

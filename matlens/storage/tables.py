@@ -7,19 +7,36 @@ says what it was made from and by what.
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from matlens import bounds
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.storage.folders import command_line, software_versions, system_errors, to_json, write_together
+from matlens.storage.files import (
+    SEAL,
+    read_bounded,
+    read_json,
+    require_seal,
+    sealed,
+    system_errors,
+    to_json,
+    write_together,
+)
+from matlens.storage.folders import command_line, software_versions
 
 COLUMNS = (
     "experiment", "model", "corpus", "method", "layer", "target", "metric", "k", "value", "low", "high", "n",
 )  # fmt: skip
+
+
+TABLE = "table"
+"""The key under which the JSON beside a table says which table it is about."""
 
 
 def result_row(
@@ -99,12 +116,17 @@ def read_table(
     Raises
     ------
     InputError
-        The file cannot be read, or columns are missing.
+        The file cannot be read, columns are missing, or the JSON beside it is about another table.
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
-        table = pd.read_csv(path, dtype=types, **{"keep_default_na": False, **options})
-    except (OSError, ValueError) as error:
+        content = read_bounded(path, bounds.TABLE)
+        bounds.LINE.check(max(map(len, content.splitlines()), default=0), str(path))
+        require_described(Path(path), content)
+        table = pd.read_csv(io.BytesIO(content), dtype=types, **{"keep_default_na": False, **options})
+    except InputError:
+        raise
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]
     if missing:
@@ -112,14 +134,70 @@ def read_table(
     return table
 
 
+def csv_text(table: pd.DataFrame) -> str:
+    """Spell out a table of results: every digit of every number, and ``nan`` where a value is no number.
+
+    Cells of other columns that hold nothing, such as intervals that there are none of, are empty.
+    """
+    if "value" in table and table["value"].isna().any():
+        value = table["value"].astype(object)
+        table = table.assign(value=value.where(value.notna(), "nan"))
+    return table.to_csv(index=False)
+
+
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what."""
-    described = {**origin, "software": software_versions(), "command": command_line()}
+    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what.
+
+    The JSON holds the hash of the table, by which `read_table` sees that it is still this one.
+    """
+    content = csv_text(table).encode()
+    described = {
+        **origin,
+        "software": software_versions(),
+        "command": command_line(),
+        TABLE: _describe(f"{name}.csv", content),
+    }
     with system_errors(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_together(
             {
-                Path(folder) / f"{name}.csv": table.to_csv(index=False).encode(),
-                Path(folder) / f"{name}.json": to_json(described).encode(),
+                Path(folder) / f"{name}.csv": content,
+                Path(folder) / f"{name}.json": to_json(sealed(described)).encode(),
             }
         )
+
+
+def require_described(path: Path, content: bytes | None = None) -> bool:
+    """Refuse a table that is not the one which the JSON beside it describes; whether there is such a JSON.
+
+    Parameters
+    ----------
+    path
+        The table.
+    content
+        Its bytes, if they have been read already.
+
+    Raises
+    ------
+    InputError
+        The table or the JSON is not what was written.
+    """
+    beside = path.with_suffix(".json")
+    if path.suffix != ".csv" or not beside.is_file():
+        return False
+    described = read_json(beside)
+    if not isinstance(described, dict) or not (TABLE in described or SEAL in described):
+        return False  # somebody else's
+    require_seal(described, beside)
+    if content is None:
+        content = read_bounded(path, bounds.TABLE)
+    if described.get(TABLE) != _describe(path.name, content):
+        raise InputError(
+            f"{path} is not the table that {beside.name} describes: one of them has been changed, or writing "
+            f"them was broken off. Make them anew, or remove {beside} if the change is meant."
+        )
+    return True
+
+
+def _describe(name: str, content: bytes) -> dict[str, Any]:
+    return {"file": name, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}

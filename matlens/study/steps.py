@@ -7,19 +7,22 @@ not done twice, and what was broken off goes on. The folder holds ``train/`` and
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
+import torch
 from tqdm.auto import tqdm
 
 from matlens import plots
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
+from matlens.arguments import require_number
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import is_masked, make_examples
+from matlens.corpora.examples import Examples, is_masked, make_examples
 from matlens.errors import InputError
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
@@ -29,7 +32,9 @@ from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
+from matlens.progress import moving
 from matlens.storage.tables import COLUMNS, read_table, write_results
+from matlens.study.sizes import are_few, note_on_samples
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -39,21 +44,38 @@ TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
 
 def collect_parts(
     model: TransformerBridge,
-    corpus: Corpus,
+    parts: tuple[Corpus, Corpus],
     folder: str | Path,
     *,
-    n_train: int,
-    n_validation: int,
     seed: int = 0,
-    positions: Positions = "drawn",
+    positions: Positions | Literal["auto"] = "drawn",
     draw_special: bool = True,
     batch_tokens: int | None = None,
     progress: bool = True,
 ) -> tuple[Activations, Activations]:
-    """Split a corpus and collect the stream on both parts, into ``train/`` and ``validation/``.
+    """Collect the stream on the two parts of a corpus, into ``train/`` and ``validation/``.
 
-    With ``positions="all"`` maps are fitted on every token of the training part; the validation part
-    keeps one drawn position a sentence, so that its numbers compare.
+    Parameters
+    ----------
+    model
+        What is run.
+    parts
+        The training and the validation sentences, as `Corpus.split` gives them.
+    folder
+        Where both are written.
+    seed, draw_special
+        As in `make_examples`.
+    positions
+        With ``"all"`` maps are fitted on every token of the training part; the validation part keeps one
+        drawn position a sentence, so that its numbers compare. ``"auto"`` is ``"all"`` where the training
+        sentences are fewer than twice the width of the model, and that is possible.
+    batch_tokens, progress
+        As in `collect`.
+
+    Raises
+    ------
+    InputError
+        All positions are asked for, and cannot be used.
     """
     if positions == "all" and is_masked(model):
         raise InputError(
@@ -62,12 +84,15 @@ def collect_parts(
         )
     if positions == "all" and not draw_special:
         raise InputError("All positions include the special tokens: skip them only with drawn positions.")
-    train, validation = corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
     collected = []
-    for name, part, where in ((TRAIN, train, positions), (VALIDATION, validation, "drawn")):
+    for name, part in zip((TRAIN, VALIDATION), parts, strict=True):
         examples = make_examples(model, part, seed=seed, draw_special=draw_special)
         if examples.n_truncated:
             tqdm.write(f"{examples.n_truncated} sentences of {part.name} were cut at the model's context.")
+        where: Positions = "drawn"
+        if name == TRAIN:
+            wanted = draw_special and positions == "auto" and _all_are_better(model, examples, Path(folder))
+            where = "all" if wanted or positions == "all" else "drawn"
         collected.append(
             collect(
                 model, examples, positions=where, folder=Path(folder) / name,
@@ -77,12 +102,29 @@ def collect_parts(
     return collected[0], collected[1]
 
 
+def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) -> bool:
+    """Whether maps need all positions of the examples, which are few, and the disk has room for them."""
+    d_model, n_layers = model.cfg.d_model, model.cfg.n_layers
+    if is_masked(model) or not are_few(len(examples), d_model):
+        return False
+    n_bytes = len(examples.tokens) * (n_layers + 1) * d_model * 4
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if n_bytes > shutil.disk_usage(there).free / 2 and not (folder / TRAIN).exists():
+        return False
+    tqdm.write(
+        f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "
+        f"their {len(examples.tokens):,} tokens. --positions drawn takes one of each sentence.",
+        file=sys.stderr,
+    )
+    return True
+
+
 def fit_maps(
     folder: str | Path,
     *,
     pairs: Pairs = "all",
     intercept: bool = False,
-    ridge: float = 0.0,
+    ridge: float | None = 0.0,
     progress: bool = True,
 ) -> MapSet:
     """Fit maps between layers of the stream on ``train/``, into ``maps/``.
@@ -92,33 +134,53 @@ def fit_maps(
     pairs
         ``"all"`` for every ``0 <= l < l' <= L``, ``"last"`` for those onto ``L``, or a list of pairs.
     intercept, ridge
-        Off by default, as in the paper.
+        Off by default, as in the paper. Without a number, the penalty is 0 where samples are at least twice
+        as many as the width of the model, and else what `typical_penalty` gives.
     """
+    if ridge is not None:
+        ridge = require_number(ridge, "The ridge", least=0)
     train = Activations.load(Path(folder) / TRAIN)
-    if not 0 <= ridge < float("inf"):
-        raise InputError(f"The ridge penalty is {ridge}. Expected 0 or more.")
     wanted = resolve_pairs(pairs, train.provenance.identity.n_layers)
     require_collected(wanted, train)
-    d_model = train.provenance.identity.d_model
-    if train.n_rows < 2 * d_model and not ridge:
-        tqdm.write(
-            f"Only {train.n_rows} samples for {d_model} dimensions: least squares follows their noise, and "
-            "r2 on other sentences can be far below zero. More sentences, all positions or a ridge help.",
-            file=sys.stderr,
-        )
+    if ridge is None:
+        few = are_few(train.n_rows, train.provenance.identity.d_model)
+        ridge = typical_penalty(train, dict.fromkeys(source for source, _ in wanted)) if few else 0.0
     origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
+    if note := note_on_samples(origin.to_json()):
+        tqdm.write(note, file=sys.stderr)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
-        return tqdm(maps, total=len(missing), desc="fitting", unit="map", disable=not progress, delay=1)
+        return moving(maps, total=len(missing), desc="fitting", unit="map", progress=progress)
 
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 
 
-def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: bool = True) -> pd.DataFrame:
+def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
+    """A ridge that holds back what few samples do not settle: the squared norm of a typical sample.
+
+    The median over samples, and of these the median over sources, to two digits. What one sample says in a
+    direction weighs no more then than the penalty does.
+    """
+    norms = torch.stack([samples[source].double().square().sum(1).median() for source in sources])
+    return float(f"{float(norms.median()):.1e}")
+
+
+def evaluate_maps(
+    model: TransformerBridge, folder: str | Path, *, readout: Readout | None = None, progress: bool = True
+) -> pd.DataFrame:
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
     Predictions are read from maps onto the last layer; where there are none, only r2 is evaluated.
+
+    Parameters
+    ----------
+    model, folder
+        The model, and the folder of the maps.
+    readout
+        The model's read-out, where it has been made already.
+    progress
+        Whether to show bars.
     """
     folder = Path(folder)
     maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
@@ -133,7 +195,7 @@ def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: boo
                 f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
                 f"{folder / MAPS} and fit again."
             )
-    readout = Readout(model)
+    readout = readout or Readout(model)
     parts = [fit_quality(maps, validation, progress=progress)]
     if any(target == str(Anatomy.from_model(model).stream[-1]) for _, target in maps):
         parts.append(prediction_quality(readout, maps, validation, progress=progress))
@@ -143,8 +205,10 @@ def evaluate_maps(model: TransformerBridge, folder: str | Path, *, progress: boo
 
 
 def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
-    """What maps were fitted on, and what they were tested on."""
-    return {"maps": maps.provenance.to_json(), "validation": validation.provenance.to_json("data")["data"]}
+    """What maps were fitted on, whether that is enough for them, and what they were tested on."""
+    fit = maps.provenance.to_json()
+    validated = validation.provenance.to_json("data")["data"]
+    return {"maps": fit, "note": note_on_samples(fit), "validation": validated}
 
 
 def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 import torch
+from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
@@ -34,9 +36,11 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
+from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study import steps
+from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -51,12 +55,15 @@ class Study:
     Attributes
     ----------
     load_model, load_corpus
-        What gives the model and the corpus; a study of the weights alone has no corpus.
+        What gives the model and the corpus; a study of the weights alone has no corpus, and one of a corpus
+        alone no model.
     out
         The output folder.
     n_train, n_validation, seed
         Sizes of the two parts of the corpus, and the seed of `Corpus.split`, of the positions and of the
         random sub-updates. Without sizes the corpus is not split.
+    adjustable
+        Which of the two sizes are made smaller where the corpus has too few sentences; see `fitting_sizes`.
     main_folder
         Where activations, maps and results are, by default ``studies/<model>--<corpus>/`` of ``out``.
     positions, draw_special, batch_tokens
@@ -65,19 +72,20 @@ class Study:
         Which maps are fitted and how, as in `fit_maps`.
     """
 
-    load_model: Callable[[], TransformerBridge]
+    load_model: Callable[[], TransformerBridge] | None = None
     load_corpus: Callable[[], Corpus] | None = None
     out: Path
     n_train: int = 1
     n_validation: int | None = None
+    adjustable: tuple[Part, ...] = ()
     seed: int = 0
     main_folder: Path | None = None
-    positions: Positions = "drawn"
+    positions: Positions | Literal["auto"] = "drawn"
     draw_special: bool = True
     batch_tokens: int | None = None
     pairs: Pairs = "all"
     intercept: bool = False
-    ridge: float = 0.0
+    ridge: float | None = 0.0
 
     @classmethod
     def load(
@@ -92,7 +100,7 @@ class Study:
         device: str | None = None,
         **options: Any,
     ) -> Study:
-        """Load the corpus and then the model: the first takes seconds, the second can take minutes.
+        """Look for the model, load the corpus and then the model: the last can take minutes.
 
         Parameters
         ----------
@@ -112,6 +120,8 @@ class Study:
         InputError
             The model or the corpus is not there, or the corpus is too small.
         """
+        if isinstance(model, str):
+            locate(model, None)
         study = cls(
             load_model=lambda: load(model, device=device) if isinstance(model, str) else model,
             load_corpus=lambda: load_corpus(corpus) if isinstance(corpus, str) else corpus,
@@ -128,15 +138,31 @@ class Study:
         return self.load_corpus()
 
     @cached_property
-    def parts(self) -> tuple[Corpus, Corpus]:
-        """The training and the validation sentences."""
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of training and of validation sentences; fewer than asked for where that can be changed."""
         if self.n_validation is None:
             raise InputError("This study has no sizes. Expected a number of validation sentences.")
-        return self.corpus.split(n_train=self.n_train, n_validation=self.n_validation, seed=self.seed)
+        wanted = self.n_train, self.n_validation
+        sizes = fitting_sizes(len(self.corpus), *wanted, self.adjustable)
+        if sizes != wanted:
+            tqdm.write(
+                f"{self.corpus.name} has {len(self.corpus):,} sentences, fewer than {wanted[0]:,}+"
+                f"{wanted[1]:,} (training+validation): it is split into {sizes[0]:,}+{sizes[1]:,}.",
+                file=sys.stderr,
+            )
+        return sizes
+
+    @cached_property
+    def parts(self) -> tuple[Corpus, Corpus]:
+        """The training and the validation sentences."""
+        n_train, n_validation = self.sizes
+        return self.corpus.split(n_train=n_train, n_validation=n_validation, seed=self.seed)
 
     @cached_property
     def model(self) -> TransformerBridge:
         """The model; the corpus is checked before, since a model can take minutes."""
+        if self.load_model is None:
+            raise InputError("This study has no model. Expected the name of one.")
         if self.n_validation is not None:
             _ = self.parts
         return self.load_model()
@@ -158,11 +184,14 @@ class Study:
 
     @cached_property
     def stream(self) -> tuple[Activations, Activations]:
-        """The stream at the drawn positions of the training and of the validation sentences."""
+        """The stream at the chosen positions of the training and the drawn ones of the validation sentences.
+
+        Where positions are left open and a penalty is asked for, that is what few sentences are met with.
+        """
+        positions = "drawn" if self.positions == "auto" and self.ridge else self.positions
         return steps.collect_parts(
-            self.model, self.corpus, self.folder, n_train=self.n_train, n_validation=len(self.parts[1]),
-            seed=self.seed, positions=self.positions, draw_special=self.draw_special,
-            batch_tokens=self.batch_tokens,
+            self.model, self.parts, self.folder, seed=self.seed, positions=positions,
+            draw_special=self.draw_special, batch_tokens=self.batch_tokens,
         )  # fmt: skip
 
     @property
@@ -179,8 +208,8 @@ class Study:
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
-        _ = self.readout, self.maps
-        return steps.evaluate_maps(self.model, self.folder)
+        readout, _ = self.readout, self.maps
+        return steps.evaluate_maps(self.model, self.folder, readout=readout)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -274,7 +303,8 @@ class Study:
         return f"{self._model_name}--{slug(self.corpus.name)}"
 
     def _traces(self, what: str) -> Path:
-        sizes = f"{self.n_validation}" if self.n_train == 1 else f"{self.n_train}+{self.n_validation}"
+        n_train, n_validation = self.sizes
+        sizes = f"{n_validation}" if n_train == 1 else f"{n_train}+{n_validation}"
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
@@ -282,8 +312,7 @@ def in_proportion(study: Study) -> Study:
     """The study itself, or one that splits a corpus which is too small in the same proportion."""
     if study.n_validation is None:  # whatever is left is for validation
         return study
-    share = min(1, len(study.corpus) / (study.n_train + study.n_validation))
-    n_train, n_validation = int(study.n_train * share), int(study.n_validation * share)
+    n_train, n_validation = fitting_sizes(len(study.corpus), study.n_train, study.n_validation)
     return replace(study, n_train=n_train, n_validation=n_validation)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from breaking import break_off_at
+from breaking import batches_noted, break_off_at, forget_notes
 from conftest import (
     ARCHITECTURES,
     D_MODEL,
@@ -515,11 +515,16 @@ def test_a_killed_run_goes_on_from_what_it_had_noted(
     model, examples = llama
     options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
     with monkeypatch.context() as patch:
+        patch.setattr("matlens.storage.rows._NOTED_EVERY", -1.0)
         break_off_at(patch, 4, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
             collect(model, examples, folder=tmp_path / "killed", **options)
-    note = tmp_path / "killed" / "batches_done"
-    note.unlink() if noted is None else note.write_text(str(noted))
+    assert batches_noted(tmp_path / "killed") == 4
+    if noted is None:
+        (tmp_path / "killed" / "progress.jsonl").unlink()
+    else:
+        forget_notes(tmp_path / "killed", noted)
+        assert batches_noted(tmp_path / "killed") == noted
     rows = np.load(tmp_path / "killed" / "h.1.npy", mmap_mode="r+")
     for batch in batches(examples, BUDGET["drawn"])[noted or 0 :]:
         rows[batch.index] = -1.0
@@ -542,7 +547,7 @@ def test_the_note_never_promises_what_is_not_there(
 
     def checked(self: RowFiles) -> None:
         remember(self)
-        done = int((tmp_path / "out" / "batches_done").read_text())
+        done = batches_noted(tmp_path / "out")
         for batch in expected[:done]:
             for site in STREAM:
                 there = np.load(tmp_path / "out" / f"{site}.npy", mmap_mode="r")
@@ -573,7 +578,7 @@ def test_a_kill_in_the_middle_of_a_batch(
         patch.setattr(os, "pwrite", breaking)
         with pytest.raises(KeyboardInterrupt):
             collect(model, examples, folder=tmp_path / "killed", **options)
-    assert 0 <= int((tmp_path / "killed" / "batches_done").read_text()) < 6
+    assert 0 <= batches_noted(tmp_path / "killed") < 6
     collect(model, examples, folder=tmp_path / "killed", **options)
     assert contents(tmp_path / "killed") == contents(whole("drawn"))
 

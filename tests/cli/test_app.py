@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ from matlens.activations import collecting
 from matlens.study import steps
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
-N_TRAIN, N_VALIDATION = 60, 20
+N_TRAIN, N_VALIDATION = 70, 20
 FIGURES = {"r2.png", "r2.pdf", "prediction.png", "prediction.pdf"}
 ALL_PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
 
@@ -79,7 +81,8 @@ def _finished(
     out = tmp_path_factory.mktemp("finished") / "out"
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
-    steps.collect_parts(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION, progress=False)
+    parts = texts.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
+    steps.collect_parts(model, parts, out, progress=False)
     steps.fit_maps(out, progress=False)
     steps.evaluate_maps(model, out, progress=False)
     steps.plot_results(out)
@@ -110,8 +113,8 @@ def results(folder: Path) -> pd.DataFrame:
 
 
 def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
-    """The words of the command and the dates inside PDF files taken out."""
-    clean = {name: re.sub(rb'"command": ".*"', b"", data) for name, data in content.items()}
+    """The words of the command, digests that they enter and the dates inside PDF files taken out."""
+    clean = {name: re.sub(rb'"(command|digest)": ".*"', b"", data) for name, data in content.items()}
     return {name: re.sub(rb"/CreationDate \(.*?\)", b"", data) for name, data in clean.items()}
 
 
@@ -136,7 +139,7 @@ def test_run_does_everything(run_matlens: Matlens, inputs: list[str], tmp_path: 
     arrays = {"tokens.npy", "offsets.npy", "positions.npy", "config.json"}
     arrays |= {f"h.{layer}.npy" for layer in range(N_LAYERS + 1)}
     maps = {"config.json"} | {f"h.{layer}.safetensors" for layer in range(N_LAYERS)}
-    expected = FIGURES | {"results.csv", "results.json"}
+    expected = FIGURES | {"results.csv", "results.json", "run.json"}
     expected |= {f"{part}/{name}" for part in ("train", "validation") for name in arrays}
     expected |= {f"maps/{name}" for name in maps}
     assert set(files(out)) == expected
@@ -197,6 +200,7 @@ def test_run_equals_the_commands_one_after_the_other(
     ):
         assert run_matlens(*command).code == 0
     assert (whole / "results.csv").read_bytes() == (steps / "results.csv").read_bytes()
+    (whole / "run.json").unlink()  # what only 'run' looks at, when it is given again
     assert without_command(files(whole)) == without_command(files(steps))
 
 
@@ -215,6 +219,7 @@ def test_running_again_does_no_work_for_what_is_finished(
             run_matlens("run", *inputs, "--out", tmp_path / "new")
         patch.setattr(steps, "fit_samples", worked)
         assert run_matlens("run", *inputs, "--out", finished).code == 0
+    (finished / "run.json").unlink()
     assert without_command(files(finished)) == content
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
@@ -499,7 +504,7 @@ def test_model_that_is_damaged(
         (None, ["There is no file or folder", "Give one of the samples"]),
         (b"", ["is empty", "Give a source with sentences in it"]),
         (b"too short\n\n", ["has no sentence to use", "1 shorter than 5 words"]),
-        (b"only this one sentence here\n", ["60+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
+        (b"only this one sentence here\n", ["70+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
         (b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n", ["is not UTF-8: line 2", "iconv"]),
     ],
 )
@@ -518,7 +523,7 @@ def test_corpus_that_cannot_be_used(
     ("options", "messages"),
     [
         (["--train", 90, "--val", 20], ["90+20 sentences", "were asked for", "has 100.", "Ask for fewer"]),
-        (["--limit", 70], ["60+20 sentences", "were asked for", "has 70."]),
+        (["--limit", 70], ["70+20 sentences", "were asked for", "has 70."]),
         (["--val", 1], ["'--val'", "greater than or equal to 2"]),
         (["--train", 0], ["'--train'", "greater than or equal to 1"]),
         (["--seed", -1], ["'--seed'", "greater than or equal to 0"]),
@@ -610,7 +615,7 @@ def test_output_folder_with_other_files(
     ("options", "messages"),
     [
         (["--seed", 5], ["seed: 0 there, 5 now"]),
-        (["--train", 40], ["n: 60 there, 40 now"]),
+        (["--train", 40], ["n: 70 there, 40 now"]),
         (["--positions", "all"], ["positions: drawn there, all now"]),
         (["--batch-tokens", 64], ["batch_tokens: 2048 there, 64 now"]),
         (["--dtype", "bfloat16"], ["dtype: float32 there, bfloat16 now"]),
@@ -834,6 +839,7 @@ def test_no_room_for_a_collection(
 
 def test_no_room_for_the_second_part(run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path) -> None:
     command = ["collect", "--model", gpt2, "--corpus", corpus, *sizes(10, 60), "--out", tmp_path / "out"]
+    command += ["--positions", "drawn"]
     with largest_file(5000):
         assert_refused(run_matlens(*command), *NO_ROOM, str(tmp_path / "out" / "validation"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
@@ -922,3 +928,146 @@ def test_no_room_for_figures(run_matlens: Matlens, finished: Path) -> None:
     with largest_file(10_000):
         assert_refused(run_matlens("plot", finished), *NO_ROOM, str(finished))
     assert state(finished) == before
+
+
+# --- first runs -------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_answered_without_its_model(
+    run_matlens: Matlens, inputs: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.txt"
+    shutil.copy(corpus, copy)
+    inputs = [str(copy) if item == str(corpus) else item for item in inputs]
+    command = ["run", *inputs, "--out", tmp_path / "out"]
+    first = run_matlens(*command)
+    content = files(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        for name in ("matlens.models.loading.load", "matlens.corpora.corpus.load_corpus"):
+            patch.setattr(name, lambda *_, **__: 1 / 0)
+        again = run_matlens(*command)
+        assert again.code == 0
+        assert [line for line in again.out.splitlines() if line.startswith(("│", "Figures"))] == [
+            line for line in first.out.splitlines() if line.startswith(("│", "Figures"))
+        ]
+        assert files(tmp_path / "out") == content
+        with pytest.raises(ZeroDivisionError):
+            run_matlens(*command, "--seed", 1)
+        copy.write_text(copy.read_text().replace("w1 ", "w2 "))
+        with pytest.raises(ZeroDivisionError):
+            run_matlens(*command)
+    assert_refused(run_matlens(*command), "belongs to another job")
+
+
+def test_few_samples_take_all_positions_and_say_so(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path
+) -> None:
+    few = [*inputs, "--train", 40]
+    outcome = run_matlens("run", *few, "--out", tmp_path / "auto")
+    assert "40 sentences are few for 32 dimensions" in " ".join(outcome.err.split())
+    train = matlens.activations.Activations.load(tmp_path / "auto" / "train")
+    assert train.positions == "all"
+    assert "few for" not in outcome.out
+    assert json.loads((tmp_path / "auto/results.json").read_text())["note"] is None
+
+    plain = run_matlens("run", *few, "--positions", "drawn", "--ridge", 0, "--out", tmp_path / "plain")
+    assert "on 40 samples, which is few for 32 dimensions" in " ".join(plain.out.split())
+    assert "40 samples" in json.loads((tmp_path / "plain/results.json").read_text())["note"]
+    assert mat_r2(results(tmp_path / "auto"), 0, 3) > mat_r2(results(tmp_path / "plain"), 0, 3)
+
+    drawn = run_matlens("run", *few, "--positions", "drawn", "--out", tmp_path / "drawn")
+    assert "a ridge of" in " ".join(drawn.out.split())
+    fit = json.loads((tmp_path / "drawn/results.json").read_text())["maps"]
+    assert fit["ridge"] > 0
+    assert mat_r2(results(tmp_path / "drawn"), 0, 3) > mat_r2(results(tmp_path / "plain"), 0, 3)
+
+
+def test_a_masked_model_of_few_samples_takes_a_ridge(
+    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    command = [
+        "run",
+        "--model",
+        model_folder("bert"),
+        "--corpus",
+        corpus,
+        *sizes(40),
+        "--out",
+        tmp_path / "o",
+    ]
+    outcome = run_matlens(*command)
+    assert "a ridge of" in " ".join(outcome.out.split())
+    assert matlens.activations.Activations.load(tmp_path / "o" / "train").positions == "drawn"
+
+
+def test_a_corpus_smaller_than_the_sizes_of_the_paper_is_split_in_proportion(
+    run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path
+) -> None:
+    command = ["collect", "--model", gpt2, "--corpus", corpus, "--device", "cpu"]
+    outcome = run_matlens(*command, "--out", tmp_path / "out")
+    assert "has 100 sentences, fewer than 9,000+3,000" in " ".join(outcome.err.split())
+    assert len(matlens.activations.Activations.load(tmp_path / "out" / "train").examples) == 75
+    assert len(matlens.activations.Activations.load(tmp_path / "out" / "validation").examples) == 25
+    assert run_matlens(*command, "--train", 90, "--out", tmp_path / "most").code == 0
+    assert len(matlens.activations.Activations.load(tmp_path / "most" / "validation").examples) == 10
+    asked = run_matlens(*command, "--train", 99, "--out", tmp_path / "too-many")
+    assert_refused(asked, "99+3000 sentences", "has 100")
+
+
+def test_a_model_is_looked_for_before_the_corpus_is_read(run_matlens: Matlens, tmp_path: Path) -> None:
+    for command in ("run", "collect"):
+        outcome = run_matlens(
+            command,
+            "--model",
+            tmp_path / "no.gguf",
+            "--corpus",
+            tmp_path / "no.txt",
+            "--out",
+            tmp_path / "out",
+        )
+        assert_refused(outcome, "There is no file", "no.gguf")
+        assert "no.txt" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ridge", "inf"], "--ridge is inf"),
+        (["--ridge", "nan"], "nan"),
+        (["--pairs", "2:1"], "the source must lie before the target"),
+        (["--pairs", "-1:-2"], "the source must lie before the target"),
+        (["--seed", str(2**63)], "'--seed'"),
+        (["--seed", "9" * 5000], "'--seed'"),
+        (["--positions", "all", "--skip-special"], "special tokens"),
+        (["--device", "abacus"], "The device abacus cannot be used"),
+    ],
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
+)
+def test_options_are_refused_before_anything_is_read(
+    run_matlens: Matlens, gpt2: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    outcome = run_matlens(
+        "run", "--model", gpt2, "--corpus", tmp_path / "no.txt", "--out", tmp_path / "out", *options
+    )
+    assert_refused(outcome, message)
+    assert len(outcome.err) < 3000
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32, 2**63 - 1])
+def test_seeds_of_any_size(run_matlens: Matlens, inputs: list[str], tmp_path: Path, seed: int) -> None:
+    assert run_matlens("run", *inputs, "--pairs", "0:3", "--seed", seed, "--out", tmp_path / "out").code == 0
+
+
+def test_it_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
+    code = f"{sys.executable} -m matlens --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "1", "141")
+    loud = (
+        "from matlens.cli.printing import report_errors\n"
+        "report_errors(lambda: [print('x' * 1000) for _ in range(1000)] and None)"
+    )
+    code = f'{sys.executable} -c "{loud}" | head -c 10; echo; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "141"

@@ -71,7 +71,7 @@ def test_no_two_groups_of_the_main_job_share_an_option() -> None:
     [("all", "all"), ("last", "last"), ("0:12,6:-1", [(0, 12), (6, -1)])],
 )
 def test_pairs_are_spelled_out(text: str, expected: Any) -> None:
-    assert FitOptions(pairs=text).fit_arguments() == {"pairs": expected, "intercept": False, "ridge": 0.0}
+    assert FitOptions(pairs=text).fit_arguments() == {"pairs": expected, "intercept": False, "ridge": None}
 
 
 @pytest.mark.parametrize("text", ["", "most", "1", "1:2:3", "1:x", "1:2,"])
@@ -82,6 +82,7 @@ def test_pairs_that_cannot_be_read_are_refused(text: str) -> None:
 
 def test_a_model_is_loaded_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
+    monkeypatch.setattr("matlens.models.places.locate", lambda *_: None)
     monkeypatch.setattr(
         "matlens.models.loading.load", lambda *names, **options: calls.append((names, options))
     )
@@ -103,13 +104,15 @@ def test_the_study_of_the_main_job_is_in_the_output_folder(
     words = tmp_path / "words.txt"
     words.write_text("\n".join(f"a b c d {i}" for i in range(9)))
     samples = SampleOptions(tmp_path / "out", train=5, val=2, seed=3, draw_special=False, batch_tokens=7)
-    study = samples.study(ModelOptions(str(tmp_path / "absent")), CorpusOptions(str(words)), ridge=1.0)
+    model = tmp_path / "model.gguf"
+    model.touch()
+    study = samples.study(ModelOptions(str(model)), CorpusOptions(str(words)), ridge=1.0)
     assert study.folder == study.out == tmp_path / "out"
     assert (study.n_train, study.n_validation, study.seed, study.batch_tokens) == (5, 2, 3, 7)
-    assert (study.positions, study.draw_special, study.ridge) == ("drawn", False, 1.0)
+    assert (study.positions, study.draw_special, study.ridge) == ("auto", False, 1.0)
     assert capsys.readouterr().out.startswith("9 sentences of")
     with pytest.raises(InputError, match="There is no model"):
-        _ = study.model
+        samples.study(ModelOptions(str(tmp_path / "absent")), CorpusOptions("not even looked at"))
 
 
 def test_vectors_are_read_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:

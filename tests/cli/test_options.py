@@ -31,7 +31,7 @@ def test_every_precision_is_one_of_torch(choice: DtypeChoice) -> None:
 
 
 def test_choices_say_what_they_are() -> None:
-    assert [*map(str, PositionChoice)] == ["drawn", "all"]
+    assert [*map(str, PositionChoice)] == ["auto", "drawn", "all"]
     assert [*map(str, ReadChoice)] == ["plain", "norm"]
 
 
@@ -42,7 +42,7 @@ def test_there_is_a_fewest_number_of_sentences(number: str, code: int) -> None:
     def command(sentences: int) -> None:
         print(sentences)
 
-    command.__annotations__["sentences"] = options.sentences(10)
+    command.__annotations__["sentences"] = options.sentences(10, 20)
     app.command()(command)
     outcome = CliRunner().invoke(app, ["--sentences", number])
     assert outcome.exit_code == code

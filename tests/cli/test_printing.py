@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tqdm.auto import tqdm
 from matlens import InputError
 from matlens.cli import printing
 from matlens.metrics import Estimate
-from matlens.storage.tables import result_row, result_table
+from matlens.storage.tables import csv_text, result_row, result_table
 
 
 def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +78,8 @@ def test_layers_have_a_line_each_and_what_is_not_there_is_a_dash(
         )  # fmt: skip
 
     rows = [row(0, "r2", 0.5), row(1, "r2", 0.25), row(1, "precision", 1.0, 1), row(1, "precision", 0.1, 5)]
-    printing.print_layers(result_table(rows).astype({"k": "Int64"}))
+    table = csv_text(result_table(rows).astype({"k": "Int64"}))
+    printing.print_layers(csv.DictReader(table.splitlines()))
     printed = capsys.readouterr().out
     assert "Onto layer 2" in printed
     assert cells(printed) == [["0", "0.500", "–"], ["1", "0.250", "1.000"]]

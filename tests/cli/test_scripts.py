@@ -51,6 +51,7 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
+    monkeypatch.setattr("matlens.models.places.locate", lambda *_: None)
     monkeypatch.setattr("matlens.models.loading.load", lambda name, **_: loads.append(name) or object())
     other = words.with_name("other.txt")
     other.write_text(words.read_text())
@@ -111,7 +112,7 @@ def test_what_cannot_be_used_is_told_in_a_line(
 
     for options, message in (
         (["--corpus", tmp_path / "absent.txt"], "error: There is no file or folder"),
-        (["--corpus", words], "were asked for"),
+        (["--corpus", words, "--train", 30], "were asked for"),
         (["--corpus", words, "--train", 9, "--val", 9, "--model", tmp_path / "absent"], "There is no model"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -35,6 +35,7 @@ from matlens.ffn.clusters import (
 )
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
+from matlens.storage.files import sealed, write_json
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"
 
@@ -318,7 +319,7 @@ def test_damaged_clusters_are_told(damage: str, small_model: Callable[[str], Any
     else:
         file.write_text("" if damage == "empty" else "labels")
     for open_it in (lambda: Clusters.load(tmp_path), lambda: Clusters.fit(values, 20, folder=tmp_path)):
-        with pytest.raises(InputError, match=r"cannot be read: .* is damaged: remove it and make it anew"):
+        with pytest.raises(InputError, match=r"labels\.npy .* Remove the folder .* and make it anew"):
             open_it()
 
 
@@ -328,7 +329,7 @@ def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_p
     Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
     config = tmp_path / "clusters" / "config.json"
     shutil.copy(config, tmp_path / "before.json")
-    config.write_text(config.read_text().replace('"holds": "clusters"', '"holds": "maps"'))
+    write_json(config, sealed(json.loads(config.read_text()) | {"holds": "maps"}))
     with pytest.raises(InputError, match="does not hold clusters of matlens"):
         Clusters.load(tmp_path / "clusters")
 

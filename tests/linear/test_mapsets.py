@@ -1,5 +1,7 @@
 """Sets of maps: fitted in one line, asked by sites, and a folder that gives back the same bits."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import harmed, outcome
 from identities import make_identity
 from small_maps import ORIGIN, PAIRS, SEED, Pair, linear, same
 from torch import Tensor
@@ -20,6 +23,7 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.storage.files import sealed
 from matlens.storage.folders import Workplace
 
 # Sets of maps
@@ -134,7 +138,9 @@ def test_a_map_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     MapSet([linear(*pair, bias=True) for pair in PAIRS]).save(other)
     (other / "h.1.safetensors").replace(tmp_path / "maps" / "h.1.safetensors")
     (tmp_path / "maps" / "h.0.safetensors").unlink()
-    assert same(loaded["h.1", "h.3"], linear("h.1", "h.3", bias=True))
+    assert same(loaded["ln1_out.0", "attn_out.0"], linear("ln1_out.0", "attn_out.0"))
+    with pytest.raises(InputError, match=r"h\.1\.safetensors .* Remove the folder"):  # with another's numbers
+        loaded["h.1", "h.3"]
     with pytest.raises(InputError, match=r"h\.0\.safetensors cannot be read"):
         loaded["h.0", "h.1"]
 
@@ -159,10 +165,10 @@ def test_a_damaged_file_is_named_when_the_folder_is_opened_and_when_a_map_is_rea
     opened_before = MapSet.load(tmp_path / "maps")
     damage(tmp_path / "maps" / "h.1.safetensors")
     with pytest.raises(
-        InputError, match=r"h\.1\.safetensors cannot be read as safetensors.* Fit the maps again"
+        InputError, match=r"h\.1\.safetensors (has|cannot be read).* Remove the folder .* make it anew"
     ):
         MapSet.load(tmp_path / "maps")
-    with pytest.raises(InputError, match=r"h\.1\.safetensors cannot be read"):
+    with pytest.raises(InputError, match=r"h\.1\.safetensors (has|cannot be read)"):
         opened_before[1, 3]
     assert same(opened_before[0, 3], linear("h.0", "h.3"))
 
@@ -180,10 +186,12 @@ def test_folders_without_finished_maps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no finished maps"):
         MapSet.load(tmp_path)
     place = Workplace(tmp_path / "activations", "activations", {})
-    place.open()
+    with pytest.raises(KeyboardInterrupt), place.working():
+        raise KeyboardInterrupt
     with pytest.raises(InputError, match="broken off"):
         MapSet.load(tmp_path / "activations")
-    place.finish()
+    with place.working():
+        place.finish()
     with pytest.raises(InputError, match="does not hold maps"):
         MapSet.load(tmp_path / "activations")
 
@@ -414,3 +422,115 @@ def test_what_cannot_be_fitted_is_told() -> None:
     nameless = Activations(dict(samples), samples.examples, "drawn", Provenance())
     with pytest.raises(InputError, match="model that this belongs to is not known"):
         MapSet.fit(nameless, progress=False)
+
+
+# Damage
+
+
+def numbers_of(folder: Path) -> dict[Pair, Any]:
+    maps = MapSet.load(folder)
+    return {
+        pair: (m.weight.tolist(), None if m.bias is None else m.bias.tolist()) for pair, m in maps.items()
+    }
+
+
+def test_no_damage_to_any_file_is_read_as_other_maps(tmp_path: Path) -> None:
+    kept = [linear(*pair, bias=pair[1] == "h.3") for pair in PAIRS]
+    MapSet(kept, provenance=ORIGIN).save(tmp_path / "maps")
+    whole, n_refused = numbers_of(tmp_path / "maps"), 0
+    for path in sorted((tmp_path / "maps").iterdir()):
+        for harm in harmed(path, 60):
+            read, refusal = outcome(lambda: numbers_of(tmp_path / "maps"))
+            if refusal is None:
+                assert read == whole, harm
+                assert path.name == "config.json", harm
+            else:
+                assert path.name in refusal or str(tmp_path / "maps") in refusal, harm
+                n_refused += 1
+    assert n_refused > 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda request: request.update(pairs=[["h.0", "h.9"]]),
+        lambda request: request.update(pairs=[["h.7", "h.9"]]),
+        lambda request: request.update(pairs=[["../maps/h.0", "h.1"]]),
+        lambda request: request.update(pairs=[["h.0", 3]]),
+        lambda request: request.update(pairs=["h.0"]),
+        lambda request: request.update(pairs=7),
+        lambda request: request.pop("pairs"),
+        lambda request: request.pop("provenance"),
+        lambda request: request.update(provenance=[]),
+        lambda request: request["provenance"]["model"].update(n_layers=10**6),
+        lambda request: request["provenance"]["model"].update(n_layers="three"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_though_its_hash_is_right(change: Any, tmp_path: Path) -> None:
+    MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN).save(tmp_path / "maps")
+    path = tmp_path / "maps" / "config.json"
+    config = json.loads(path.read_text())
+    change(config["request"])
+    path.write_text(json.dumps(sealed(config)))
+    with pytest.raises(InputError):
+        MapSet.load(tmp_path / "maps")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{}",
+        b"[" * 3000,
+        b'{"h.1":{"dtype":"F32","shape":[4,4],"data_offsets":[0,10000000]}}',
+        b'{"h.1":{"dtype":"F32","shape":[1000000000000,4],"data_offsets":[0,64]}}',
+        b'{"h.1":{"dtype":"F99","shape":[4,4],"data_offsets":[0,64]}}',
+        b'{"h.1":{"dtype":"F32","shape":[4,-4],"data_offsets":[64,0]}}',
+        b'{"h.1":7,"__metadata__":{"source":"h.0"}}',
+        b"\xff\xfe",
+    ],
+)
+@pytest.mark.parametrize("length", [None, 0, 2**40, 2**63])
+def test_a_header_that_lies_is_refused(header: bytes, length: int | None, tmp_path: Path) -> None:
+    MapSet([linear("h.0", "h.1")], provenance=ORIGIN).save(tmp_path / "maps")
+    claimed = len(header) if length is None else length
+    content = claimed.to_bytes(8, "little") + header + bytes(64)
+    path, config = tmp_path / "maps" / "h.0.safetensors", tmp_path / "maps" / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"h\.0\.safetensors"):
+        numbers_of(tmp_path / "maps")
+    record = json.loads(config.read_text())
+    digest = hashlib.sha256(content).hexdigest()
+    record["files"]["h.0.safetensors"] |= {"bytes": len(content), "sha256": digest}
+    config.write_text(json.dumps(sealed(record)))
+    with pytest.raises(InputError, match=r"h\.0\.safetensors"):
+        numbers_of(tmp_path / "maps")
+
+
+def test_maps_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    weight = torch.eye(4)
+    weight[1, 2] = torch.nan
+    with pytest.raises(InputError, match=r"h\.0 -> h\.1 cannot be saved: a number of it is not finite"):
+        MapSet([LinearMap(weight, None, "h.0", "h.1")]).save(tmp_path / "maps")
+    assert not (tmp_path / "maps").exists()
+
+
+@pytest.mark.parametrize("what", ["gone", "changed", "blank", "exchanged", "cut"])
+def test_an_unfinished_fit_goes_on_with_what_is_still_what_was_written(what: str, tmp_path: Path) -> None:
+    fitted(tmp_path / "whole", Fit())
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path / "maps", Fit(4, KeyboardInterrupt()))
+    first, second = (tmp_path / "maps" / f"h.{i}.safetensors" for i in (0, 1))
+    content = first.read_bytes()
+    if what == "gone":
+        first.unlink()
+        fitted(tmp_path / "maps", Fit())
+        assert tree(tmp_path / "maps") == tree(tmp_path / "whole")
+        return
+    first.write_bytes(
+        {
+            "changed": content[:-1] + b"\1", "blank": bytes(len(content)), "exchanged": second.read_bytes(),
+            "cut": content[:-4],
+        }[what]
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"h\.0\.safetensors (does not hold|has)"):
+        fitted(tmp_path / "maps", Fit())

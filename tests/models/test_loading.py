@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -28,10 +29,12 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
+from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import InputError
-from matlens.models.loading import SMOLLM2
+from matlens.models.loading import require_known
+from matlens.models.places import SMOLLM2
 
 TEXT = " ".join(WORDS[3:15])
 
@@ -331,6 +334,168 @@ def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
         matlens.load(name)
     assert len(no_network) <= 2
     assert sum(slept) < 5
+
+
+def _without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def _with_config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def _with_weight(value: float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.1.mlp.down_proj.weight"][3, 4] = value
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def _with_pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+CAUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no tokenizer": (_without_tokenizer, r"has no tokenizer: no vocabulary lies beside its weights"),
+    "NaN": (_with_weight(float("nan")), r"not finite: model\.layers\.1\.mlp\.down_proj.* holds NaN"),
+    "infinity": (_with_weight(float("inf")), r"not finite: .* holds infinity\. The checkpoint is damaged"),
+    "no layers": (_with_config(num_hidden_layers=0), r"says 0 layers\. Expected 1 to \d+"),
+    "less than none": (_with_config(num_hidden_layers=-3), r"says -3 layers\. Expected 1 to \d+"),
+    "a million layers": (_with_config(num_hidden_layers=10**6), r"says 1000000 layers.*loading\.MOST_LAYERS"),
+    "fewer layers": (_with_config(num_hidden_layers=2), r"hold 9 tensors of blocks that its configuration"),
+    "more layers": (_with_config(num_hidden_layers=4), r"weights lack 9 tensors, model\.layers\.3\."),
+    "layers in letters": (_with_config(num_hidden_layers="3"), r"configuration is not usable.*expected int"),
+    "no context": (_with_config(max_position_embeddings=0), r"its context is 0 tokens long"),
+    "unknown kind": (_with_config(model_type="no-such-kind"), "its configuration is not usable"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "its configuration is not usable"),
+    "too deep": (lambda folder: (folder / "config.json").write_text("[" * 10**5), "its configuration is not"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "its tokenizer is not usable"),
+    "a pipe": (_with_pipe, r"model\.safetensors is a pipe or a device"),
+}  # fmt: skip
+
+
+def test_a_kind_without_an_adapter_is_refused_without_a_list_of_those_with_one(tmp_path: Path) -> None:
+    config = transformers.XLNetConfig(vocab_size=60, d_model=16, n_layer=1, n_head=4, d_inner=24)
+    transformers.XLNetLMHeadModel(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    for attempt in (matlens.load, require_known):
+        with pytest.raises(InputError, match=r"no adapter for it \(model type 'xlnet', 'XLNetLM") as caught:
+            attempt(tmp_path)
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_a_damaged_folder_is_refused_for_its_true_cause(
+    case: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    damage, cause = CAUSES[case]
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(InputError, match=cause) as caught:
+        matlens.load(str(tmp_path / "model"), device="cpu")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_tokenizer_of_nothing_is_named_for_families_that_make_one(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers makes a GPT-2 tokenizer without a vocabulary where there are no files of one."""
+    for name in ("gpt2", "bert"):
+        shutil.copytree(model_folder(name), tmp_path / name)
+        _without_tokenizer(tmp_path / name)
+        with pytest.raises(InputError, match="has no tokenizer"):
+            matlens.load(str(tmp_path / name), device="cpu")
+
+
+def test_weights_that_overflow_in_float16_are_named(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    _with_weight(1e6)(tmp_path / "model")
+    assert matlens.load(str(tmp_path / "model"), device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(
+        InputError, match="In float16 weights overflow past 65504: load the model in bfloat16"
+    ):
+        matlens.load(str(tmp_path / "model"), device="cpu", dtype=torch.float16)
+
+
+ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
+    ),
+    "bart": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=40,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoder_decoders_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    ENCODER_DECODERS[name]().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    for attempt in (matlens.load, require_known):
+        with pytest.raises(InputError, match=rf"{name} is an encoder-decoder.*such as GPT-2 or BERT"):
+            attempt(str(tmp_path))
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+    with pytest.raises(InputError, match=f"{name} is an encoder-decoder"):
+        matlens.wrap(bridge)
+
+
+@pytest.mark.parametrize(
+    "name", [None, 3, b"gpt2", "", "  ", "a\0b", "gpt2\n", "x" * 5000, "~no-such-user/m"]
+)
+def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
+    for attempt in (matlens.load, require_known):
+        with pytest.raises(InputError, match=r"Expected a hub name such as 'gpt2'") as caught:
+            attempt(name)
+        assert len(str(caught.value)) < 1000
+    assert no_network == []
+
+
+def test_a_file_that_is_no_gguf_file_is_refused(model_folder: Callable[[str], Path]) -> None:
+    for path in (model_folder("gpt2") / "model.safetensors", Path("/dev/null")):
+        with pytest.raises(InputError, match=r"is a file, and no \.gguf file"):
+            matlens.load(path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int32, None, torch.complex64])
+def test_what_is_no_precision_is_refused(dtype: Any, model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"dtype is .*Expected"):
+        matlens.load(str(model_folder("gpt2")), dtype=dtype)
+
+
+def test_a_revision_of_a_folder_is_refused(model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"revision 'main' is of no use"):
+        matlens.load(str(model_folder("gpt2")), revision="main")
+    with pytest.raises(InputError, match=r"revision is a int"):
+        matlens.load("gpt2", revision=3)  # type: ignore[arg-type]
+
+
+def test_a_name_is_known_without_loading(
+    model_folder: Callable[[str], Path],
+    gguf_file: Path,
+    no_network: list[str],
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", None)
+    for name in (model_folder("gpt2"), str(model_folder("bert")), gguf_file):
+        require_known(name)
+    assert no_network == []
+    with pytest.raises(InputError, match="hub cannot be reached"):
+        require_known("someone/no-such-model")
+    assert len(no_network) <= 2
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "what is this?", "-x-"])

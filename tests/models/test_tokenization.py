@@ -6,14 +6,17 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import WORDS, make_tokenizer, save_model
+import torch
+from conftest import WORDS, assert_near, make_sentences, make_tokenizer, save_model
 from tokenizers import processors
 from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoTokenizer
 
 import matlens
-from matlens import InputError
+from matlens import InputError, MapSet
 from matlens.corpora import Corpus
 from matlens.models import ModelIdentity, encode_text, token_policy
 
@@ -109,3 +112,140 @@ def test_tokens_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
     assert encode_text(model, "w1 extra0").ids == [3, 52]
     with pytest.raises(InputError, match=r"becomes the token 71 \('extra19'\), and the model has 60 tokens"):
         encode_text(model, "w1 extra19")
+
+
+# A bridge of one's own
+
+
+def fit(model: Any) -> MapSet:
+    corpus = make_sentences()
+    activations = matlens.collect(model, matlens.make_examples(model, corpus), progress=False)
+    return MapSet.fit(activations, pairs=[(0, 3)], ridge=1.0, progress=False)
+
+
+def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path: Path) -> None:
+    folder = str(save_with_ends(tmp_path / "model"))
+    model, bridge = (
+        matlens.load(folder, device="cpu"),
+        TransformerBridge.boot_transformers(folder, device="cpu"),
+    )
+    maps, others = fit(model), fit(bridge)
+    assert token_policy(bridge).words == "'w49' in front"
+    for ours, theirs in ((maps, bridge), (others, model)):
+        with (
+            pytest.raises(
+                InputError, match=r"the same text becomes other tokens: .*'w49' in front.*matlens\.wrap"
+            ),
+            matlens.patched(theirs, matlens.jump(ours, 0, 3)),
+        ):
+            pass
+
+    assert matlens.wrap(bridge) is bridge
+    assert token_policy(bridge).words == "'w49' in front"  # as it does, unless it is told otherwise
+    with matlens.patched(bridge, matlens.jump(others, 0, 3)):
+        pass
+    matlens.wrap(bridge, prepend_bos=False)
+    assert token_policy(bridge) == token_policy(model)
+    assert bridge.to_tokens(TEXT).tolist() == model.to_tokens(TEXT).tolist()
+    tokens = model.to_tokens(TEXT)
+    with matlens.patched(bridge, matlens.jump(maps, 0, 3)):
+        logits = bridge(tokens)
+    with matlens.patched(model, matlens.jump(maps, 0, 3)):
+        assert torch.equal(logits, model(tokens))
+    assert_near(fit(bridge)[0, 3].weight, maps[0, 3].weight)
+    with (
+        pytest.raises(InputError, match="becomes other tokens"),
+        matlens.patched(bridge, matlens.jump(others, 0, 3)),
+    ):
+        pass
+
+
+def test_a_bridge_takes_the_published_tokenizer(model_folder: Callable[[str], Path]) -> None:
+    """TransformerLens loads BERT's tokenizer so that it puts no [CLS] and [SEP] around a text."""
+    folder = str(model_folder("bert"))
+    model, bridge = (
+        matlens.load(folder, device="cpu"),
+        TransformerBridge.boot_transformers(folder, device="cpu"),
+    )
+    assert token_policy(bridge) != token_policy(model)
+    with pytest.raises(InputError, match=r"masked-LM model reads its own \[CLS\] and \[SEP\]"):
+        matlens.wrap(bridge, prepend_bos=True)
+    published = AutoTokenizer.from_pretrained(folder)
+    size = bridge.cfg.d_vocab
+    matlens.wrap(bridge, tokenizer=published)
+    assert ModelIdentity.from_model(bridge).key == ModelIdentity.from_model(model).key
+    assert token_policy(bridge).words == "'[CLS]' in front and '[SEP]' at the end"
+    assert bridge.to_tokens(TEXT)[0].tolist() == published(TEXT)["input_ids"] == encode_text(bridge, TEXT).ids
+    assert bridge.cfg.d_vocab == size
+
+
+@pytest.mark.parametrize("end", [False, True])
+@pytest.mark.parametrize("front", [False, True])
+def test_the_published_tokenizer_makes_any_bridge_the_loaded_model(
+    front: bool, end: bool, tmp_path: Path
+) -> None:
+    folder = str(save_with_ends(tmp_path / "model", front=front, end=end))
+    model, bridge = (
+        matlens.load(folder, device="cpu"),
+        TransformerBridge.boot_transformers(folder, device="cpu"),
+    )
+    bridge.train()
+    matlens.wrap(bridge, tokenizer=AutoTokenizer.from_pretrained(folder))
+    assert not bridge.training
+    assert ModelIdentity.from_model(bridge).key == ModelIdentity.from_model(model).key
+    assert bridge.to_tokens(TEXT).tolist() == model.to_tokens(TEXT).tolist()
+    assert matlens.load(bridge) is bridge
+
+
+def test_what_cannot_be_wrapped_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = str(model_folder("gpt2"))
+    bridge = TransformerBridge.boot_transformers(folder, device="cpu")
+    before = token_policy(bridge)
+    attempts: list[tuple[dict[str, Any], str]] = [
+        ({"prepend_bos": True, "tokenizer": make_tokenizer()}, "either a tokenizer"),
+        ({"prepend_bos": 1}, "prepend_bos is a int"),
+        ({"prepend_bos": True}, "which the tokenizer cannot do: its BOS is"),  # it has none of its own
+        ({"tokenizer": "gpt2"}, "tokenizer is a str"),
+    ]
+    for options, told in attempts:
+        with pytest.raises(InputError, match=told):
+            matlens.wrap(bridge, **options)
+    assert token_policy(bridge) == before
+    for thing in (None, "gpt2", bridge.original_model, torch.nn.Linear(2, 2)):
+        with pytest.raises(InputError, match="bridge is a"):
+            matlens.wrap(thing)
+    with pytest.raises(InputError, match="A bridge keeps its device"):
+        matlens.load(bridge, dtype=torch.float16)
+    with torch.no_grad():
+        next(bridge.original_model.parameters())[0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"are not finite: .* holds NaN"):
+        matlens.wrap(bridge)
+    bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
+    with pytest.raises(InputError, match="compatibility mode"):
+        matlens.wrap(bridge)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_maps_of_another_precision_are_used_where_it_is_said(
+    dtype: torch.dtype, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = str(model_folder("gpt2"))
+    maps = fit(matlens.load(folder, device="cpu"))
+    maps.save(tmp_path / "maps")
+    half = matlens.load(folder, device="cpu", dtype=dtype)
+    strict, lenient = MapSet.load(tmp_path / "maps"), MapSet.load(tmp_path / "maps", same_precision=False)
+    with (
+        pytest.raises(InputError, match=r"the same but for their precision, float32 .*same_precision=False"),
+        matlens.patched(half, matlens.jump(strict, 0, 3)),
+    ):
+        pass
+    for allowed in (lenient, lenient.held(), MapSet(maps.values(), same_precision=False)):
+        with matlens.patched(half, matlens.jump(allowed, 0, 3)):
+            assert half(half.to_tokens(TEXT)).dtype == dtype
+    with torch.no_grad():
+        next(half.original_model.parameters())[0, 0] += 1
+    with (
+        pytest.raises(InputError, match="weights or precision differ"),
+        matlens.patched(half, matlens.jump(lenient, 0, 3)),
+    ):
+        pass

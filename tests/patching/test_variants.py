@@ -19,6 +19,7 @@ import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.corpora.examples import Examples
 from matlens.models.anatomy import Anatomy
+from matlens.models.changes import intervening
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.variants import Variant, run_variants
@@ -160,12 +161,14 @@ def counting(model: Any) -> Iterator[list[int]]:
 
         return hook
 
+    hooks = [count(layer) for layer in range(N_LAYERS)]
     handles = [
-        block.original_component.register_forward_pre_hook(count(layer))
-        for layer, block in enumerate(model.blocks)
+        block.original_component.register_forward_pre_hook(hook)
+        for block, hook in zip(model.blocks, hooks, strict=True)
     ]
     try:
-        yield counts
+        with intervening(model, tuple, hooks):  # they change nothing, and are not taken for foreign hooks
+            yield counts
     finally:
         for handle in handles:
             handle.remove()

@@ -143,22 +143,18 @@ def test_what_fails_leaves_no_part_and_no_harm(
     before = contents(tmp_path)
     savefig = Figure.savefig
 
-    def fails(self: Figure, path: Path, **options: Any) -> None:
+    def fails(self: Figure, file: Any, **options: Any) -> None:
         if options["format"] != failing:
-            return savefig(self, path, **options)
-        path.write_bytes(b"half a figure")
+            return savefig(self, file, **options)
+        file.write(b"half a figure")
         raise error
 
     monkeypatch.setattr(Figure, "savefig", fails)
     with pytest.raises(raised):
         style.save(Figure(figsize=(2, 2)), tmp_path, "r2")
-    after = contents(tmp_path)
-    assert sorted(after) == ["r2.pdf", "r2.png"]
-    assert after[f"r2.{failing}"] == before[f"r2.{failing}"]
     with pytest.raises(raised):
         style.save(small(), tmp_path, "new")
-    assert f"new.{failing}" not in contents(tmp_path)
-    assert not any(b"half a figure" in content for content in contents(tmp_path).values())
+    assert contents(tmp_path) == before
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:

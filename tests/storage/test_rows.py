@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_LAYERS
+from damage import harmed, outcome
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError, collect, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.storage import rows
+from matlens.storage.files import sealed
 from matlens.storage.rows import Column, RowFiles, keep_rows, read_rows
 
 ARRAYS = {"tokens": np.arange(3), "offsets": np.arange(2), "positions": np.zeros(1, dtype=np.int64)}
@@ -248,7 +253,8 @@ def test_rows_in_memory_and_in_a_folder_are_one(tmp_path: Path) -> None:
     asked: list[int] = []
     memory, folder = kept(None, asked), kept(tmp_path / "out", asked)
     assert memory[0]["request"]["columns"]["token"] == [2, "int32"]
-    assert json.loads(json.dumps(memory[0])) == folder[0]
+    assert json.loads(json.dumps(memory[0])).items() <= folder[0].items()
+    assert "files" not in memory[0]
     config, arrays, rows = read_rows(tmp_path / "out", "things", ARRAYS)
     assert config == folder[0]
     assert {name: array.tolist() for name, array in arrays.items()} == {
@@ -283,5 +289,222 @@ def test_rows_that_were_broken_off_go_on_with_the_batch_that_is_missing(tmp_path
 def test_a_file_of_another_kind_is_damage(wrong: np.ndarray, tmp_path: Path) -> None:
     kept(tmp_path / "out", [])
     np.save(tmp_path / "out" / "h.0.npy", wrong)
-    with pytest.raises(InputError, match=r"h\.0\.npy holds .* where rows of 3 float32 were .*damaged"):
+    with pytest.raises(InputError, match=r"h\.0\.npy (holds|has) .* were written: .*damaged"):
         read_rows(tmp_path / "out", "things")
+
+
+# Damage
+
+
+def read_all(folder: Path) -> Any:
+    config, arrays, rows = read_rows(folder, "things", ARRAYS)
+    return config, {k: v.tolist() for k, v in arrays.items()}, {k: rows[k].tolist() for k in rows}
+
+
+def test_no_damage_to_any_file_is_read_as_other_numbers(tmp_path: Path) -> None:
+    kept(tmp_path / "out", [])
+    whole, asked = read_all(tmp_path / "out"), []
+    for path in sorted((tmp_path / "out").iterdir()):
+        for harm in harmed(path, 25):
+            read, refusal = outcome(lambda: read_all(tmp_path / "out"))
+            if refusal is not None:
+                named = path.name if path.name != "config.json" else str(tmp_path / "out")
+                assert named in refusal, harm
+            else:
+                assert path.name == "config.json", harm
+                assert read == whole, harm  # what JSON says was not touched
+            with contextlib.suppress(InputError):
+                _, rows = kept(tmp_path / "out", asked)
+                assert path.name == "config.json" or {k: rows[k].tolist() for k in rows} == whole[2], harm
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(InputError, match=r"folder, a pipe|no finished"):
+            read_all(tmp_path / "out")
+        path.rmdir()
+        os.mkfifo(path)
+        with pytest.raises(InputError, match=r"folder, a pipe|no finished"):
+            read_all(tmp_path / "out")
+        path.unlink()
+        with pytest.raises(InputError, match=re.escape(path.name)):
+            read_all(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+        kept(tmp_path / "out", asked)
+    assert asked == [0] * len(asked)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config["request"].update(seed=4),
+        lambda config: config.update(command="another"),
+        lambda config: config["files"]["h.0.npy"].update(bytes=1),
+        lambda config: config["request"]["columns"].update({"h.0": [4, "float32"]}),
+    ],
+)
+def test_an_edited_config_is_refused_by_its_name(change: Callable[[Any], None], tmp_path: Path) -> None:
+    kept(tmp_path, [])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"config\.json does not hold what matlens has written into it"):
+        read_rows(tmp_path, "things")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.pop("files"),
+        lambda config: config.update(files=[]),
+        lambda config: config["files"].pop("h.0.npy"),
+        lambda config: config["files"].update({"h.0.npy": 3}),
+        lambda config: config["files"]["h.0.npy"].update(bytes="many"),
+        lambda config: config["files"]["h.0.npy"].update(bytes=-1),
+        lambda config: config["files"]["h.0.npy"].update(shape=[10**12, 3]),
+        lambda config: config["files"]["h.0.npy"].update(dtype="float64"),
+        lambda config: config["files"]["h.0.npy"].update(sha256=None),
+        lambda config: config["request"].pop("columns"),
+        lambda config: config["request"].update(columns={}),
+        lambda config: config["request"].update(columns=["h.0"]),
+        lambda config: config["request"]["columns"].update({"h.0": [3]}),
+        lambda config: config["request"]["columns"].update({"h.0": [10**9, "float32"]}),
+        lambda config: config["request"]["columns"].update({"h.0": [3, "object"]}),
+        lambda config: config["request"]["columns"].update({"../out/h.0": [3, "float32"]}),
+        lambda config: config["request"]["columns"].update({f"h.{n}": [3, "float32"] for n in range(10**5)}),
+        lambda config: config.update(request=[]),
+        lambda config: config.pop("holds"),
+        lambda config: config.update(holds=7),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_though_its_own_hash_is_right(
+    change: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    kept(tmp_path / "out", [])
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(sealed(config)))
+    with pytest.raises(InputError, match=re.escape(str(tmp_path / "out"))):
+        read_all(tmp_path / "out")
+
+
+def header_of(**changes: Any) -> bytes:
+    described = {"descr": "<f4", "fortran_order": False, "shape": (7, 3)} | changes
+    text = repr(described).encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header_of(shape=(10**15, 3)) + bytes(84),
+        header_of(shape=(7, -3)) + bytes(84),
+        header_of(shape=7) + bytes(84),
+        header_of(descr="|O") + bytes(84),
+        header_of(descr="<f8") + bytes(84),
+        header_of(descr=">f4") + bytes(84),
+        header_of(descr=[("a", "<f4")]) + bytes(84),
+        header_of(fortran_order=True) + bytes(84),
+        header_of(fortran_order=None) + bytes(84),
+        header_of(more=1) + bytes(84),
+        b"\x93NUMPY\x02\x00" + (10**8).to_bytes(4, "little") + bytes(300),
+        b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 202,
+        b"\x93NUMPY\x01\x00\x76\x00" + b"[" * 117 + b"\n" + bytes(84),
+        b"\x93NUMPY\x09\x09" + bytes(204),
+        b"PK\x03\x04" + bytes(208),
+        b"\x80\x04\x95" + bytes(209),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True], ids=["hash of another", "hash of this"])
+def test_a_damaged_npy_of_every_kind_is_refused(content: bytes, known: bool, tmp_path: Path) -> None:
+    kept(tmp_path / "out", [])
+    path, config = tmp_path / "out" / "h.0.npy", tmp_path / "out" / "config.json"
+    path.write_bytes(content)
+    if known:  # as if whoever damaged it had made up its record too
+        changed = json.loads(config.read_text())
+        digest = hashlib.sha256(content).hexdigest()
+        changed["files"]["h.0.npy"] |= {"sha256": digest, "bytes": len(content)}
+        config.write_text(json.dumps(sealed(changed)))
+    with pytest.raises(InputError, match=r"h\.0\.npy"):
+        read_all(tmp_path / "out")
+
+
+def test_numbers_that_are_not_finite_are_refused_unless_they_may_be(tmp_path: Path) -> None:
+    rows = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]])
+
+    def batches(_: int) -> Any:
+        yield np.arange(2), {"h.0": rows}
+
+    keep_rows("things", {}, {"h.0": Column(2)}, 2, batches, folder=tmp_path)
+    with pytest.raises(InputError, match=r"h\.0\.npy holds a number that is not finite"):
+        read_rows(tmp_path, "things")[2]["h.0"]
+    assert torch.equal(read_rows(tmp_path, "things", finite=False)[2]["h.0"].nan_to_num(), rows.nan_to_num())
+
+
+def broken_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("matlens.storage.rows._NOTED_EVERY", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            kept(folder, [], break_at=2)
+
+
+def contents_but_command(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_happens_to_unfinished_rows_is_never_taken_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(tmp_path / "whole", [])
+    whole = contents_but_command(tmp_path / "whole")
+    broken_off(tmp_path / "begun", monkeypatch)
+    names = sorted(path.name for path in (tmp_path / "begun").iterdir())
+    assert "progress.jsonl" in names
+    refused = 0
+    for name in names:
+        for harm in harmed(tmp_path / "begun" / name, 20, seed=1):
+            shutil.copytree(tmp_path / "begun", tmp_path / "out")
+            _, refusal = outcome(lambda: kept(tmp_path / "out", []))
+            if refusal is not None:
+                refused += 1
+                assert str(tmp_path / "out") in refusal, harm
+            else:
+                assert contents_but_command(tmp_path / "out") == whole, harm
+            shutil.rmtree(tmp_path / "out")
+        shutil.copytree(tmp_path / "begun", tmp_path / "out")
+        (tmp_path / "out" / name).unlink()
+        if name == "unfinished.json":
+            with pytest.raises(InputError, match="holds other files"):
+                kept(tmp_path / "out", [])
+        else:
+            kept(tmp_path / "out", [])
+            assert contents_but_command(tmp_path / "out") == whole
+        shutil.rmtree(tmp_path / "out")
+    assert refused > 40
+
+
+def test_row_files_that_were_exchanged_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_off(tmp_path / "out", monkeypatch)
+    other, ours = tmp_path / "other", tmp_path / "out" / "h.0.npy"
+    with monkeypatch.context() as patch:
+        patch.setitem(ROWS, "h.0", ROWS["h.0"] + 1)
+        broken_off(other, monkeypatch)
+    (other / "h.0.npy").replace(ours)
+    before = ours.read_bytes()
+    with pytest.raises(InputError, match=r"h\.0\.npy does not hold the rows that were noted"):
+        kept(tmp_path / "out", [])
+    assert ours.read_bytes() == before
+
+
+@pytest.mark.parametrize("planted", ["link", "hard link"])
+def test_rows_are_not_written_through_a_link(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(tmp_path / "out", monkeypatch)
+    ours, victim = tmp_path / "out" / "h.0.npy", tmp_path / "victim"
+    ours.rename(victim)
+    ours.symlink_to(victim) if planted == "link" else ours.hardlink_to(victim)
+    before = victim.read_bytes()
+    with pytest.raises(InputError, match=r"h\.0\.npy|cannot be written"):
+        kept(tmp_path / "out", [])
+    assert victim.read_bytes() == before

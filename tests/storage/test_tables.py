@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from damage import harmed, outcome
 
 from matlens.errors import InputError
 from matlens.metrics import Estimate
@@ -89,3 +91,50 @@ def test_results_are_written_with_what_they_come_from(tmp_path: Path) -> None:
     assert {"python", "torch", "matlens"} <= set(described["software"])
     assert described["command"]
     assert {path.name for path in folder.iterdir()} == {"quality.csv", "quality.json"}
+
+
+def numbers(path: Path) -> list[float]:
+    types = {"value": "float64"}
+    table = read_table(path, types, what="a table", made_by="Nobody writes it.", keep_default_na=True)
+    return table["value"].tolist()
+
+
+def test_no_damage_to_a_table_or_to_its_origin_is_read_as_other_numbers(tmp_path: Path) -> None:
+    write_results(tmp_path, "quality", result_table([row(), row(layer=2)]), {"seed": 3})
+    path = tmp_path / "quality.csv"
+    whole, n_refused = numbers(path), 0
+    for file in (path, tmp_path / "quality.json"):
+        for harm in harmed(file, 60):
+            read, refusal = outcome(lambda: numbers(path))
+            n_refused += refusal is not None
+            assert read in (None, whole), harm
+            assert refusal is None or "quality." in refusal
+            assert refusal is not None or file != path, harm
+    assert n_refused > 100
+    path.write_text(path.read_text().replace("0.5,", "0.7,"))
+    with pytest.raises(InputError, match=r"quality\.csv is not the table that quality\.json describes"):
+        numbers(path)
+    (tmp_path / "quality.json").unlink()  # a change that is meant
+    assert numbers(path) == [0.7, 0.7]
+
+
+@pytest.mark.parametrize("beside", ['{"words": ["a"]}', "[1]", "3"])
+def test_the_json_of_somebody_else_beside_a_table_is_not_looked_at(beside: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("value\n0.5\n")
+    (tmp_path / "mine.json").write_text(beside)
+    assert numbers(tmp_path / "mine.csv") == [0.5]
+
+
+def test_a_pipe_a_long_line_and_a_large_table_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(InputError, match=r"pipe\.csv is a folder, a pipe or a device"):
+        numbers(tmp_path / "pipe.csv")
+    (tmp_path / "long.csv").write_text("value\n" + "1" * (3 * 2**20))
+    monkeypatch.setenv("MATLENS_MAX_LINE_MIB", "2")
+    with pytest.raises(InputError, match=r"long\.csv has more than 2 MiB in one line.* MATLENS_MAX_LINE_MIB"):
+        numbers(tmp_path / "long.csv")
+    monkeypatch.setenv("MATLENS_MAX_TABLE_MIB", "1")
+    with pytest.raises(InputError, match=r"long\.csv has more than 1 MiB in a table.* MATLENS_MAX_TABLE_MIB"):
+        numbers(tmp_path / "long.csv")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from breaking import batches_noted
 
 import matlens
 
@@ -113,8 +114,8 @@ def _die_before(event: str, name: str, occurrence: int) -> None:
 
     def hook(heard: str, details: tuple[Any, ...]) -> None:
         nonlocal seen
-        if heard == event:
-            path = details[1] if event == "os.rename" else details[0]
+        path = details[1] if event == "os.rename" else details[0] if details else None
+        if heard == event and isinstance(path, str | os.PathLike):
             seen += Path(os.fspath(path)).name == name
             if seen == occurrence:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -256,15 +257,8 @@ def _files(folder: Path) -> dict[str, bytes]:
 def _noted(out: Path, unbroken: Unbroken) -> int:
     """How many batches a command that goes on can leave out."""
     if not (out / "train" / "config.json").is_file():
-        return _read_note(out / "train")
-    return unbroken.n_train + _read_note(out / "validation")
-
-
-def _read_note(part: Path) -> int:
-    try:
-        return int((part / "batches_done").read_text())
-    except FileNotFoundError:
-        return 0
+        return batches_noted(out / "train")
+    return unbroken.n_train + batches_noted(out / "validation")
 
 
 def _wait(running: Running, happened: Callable[[], bool]) -> None:
@@ -296,7 +290,7 @@ def test_ten_kills_change_no_byte(
         assert running.kill() == -signal.SIGKILL
         part = "validation" if (out / "train" / "config.json").is_file() else "train"
         assert not (out / "validation" / "config.json").exists()
-        if (out / part / "batches_done").is_file():
+        if (out / part / "progress.jsonl").is_file():
             parts_hit.append(part)
     assert len(parts_hit) >= N_KILLS - 2  # in the middle of a part, with progress noted
     assert set(parts_hit) == {"train", "validation"}
@@ -329,11 +323,13 @@ def test_interrupting_notes_every_batch_and_says_so(
     "moment",
     [
         ("os.rename", "unfinished.json", 1),
-        ("os.rename", "batches_done", 1),
-        ("os.rename", "batches_done", 2),
-        ("os.remove", "batches_done", 1),
+        ("open", "progress.jsonl", 1),  # to read it, and then to write into it
+        ("open", "progress.jsonl", 2),
+        ("open", "progress.jsonl", 3),
         ("os.rename", "config.json", 1),
+        ("os.remove", "progress.jsonl", 1),
         ("os.remove", "unfinished.json", 1),
+        ("os.remove", ".lock", 1),
         ("os.mkdir", "validation", 1),
         ("os.rename", "unfinished.json", 2),
         ("os.rename", "config.json", 2),
@@ -357,6 +353,7 @@ def test_a_collection_killed_at_an_awkward_moment_goes_on(
         (("os.rename", "h.0.safetensors", 1), 0),
         (("os.rename", "h.1.safetensors", 1), 1),
         (("os.rename", "h.2.safetensors", 1), 2),
+        (("open", "progress.jsonl", 5), 2),
         (("os.rename", "config.json", 1), 3),
         (("os.remove", "unfinished.json", 1), 3),
     ],

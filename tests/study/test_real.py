@@ -16,7 +16,7 @@ from independent import Reference, reference
 import matlens
 from matlens.corpora.examples import Examples
 from matlens.models.identity import Provenance
-from matlens.models.loading import SMOLLM2, smollm2_path
+from matlens.models.places import SMOLLM2, smollm2_path
 
 pytestmark = pytest.mark.real
 

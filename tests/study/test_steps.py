@@ -30,8 +30,10 @@ def collected(small_model: Callable[[str], Any], sentences: matlens.corpora.Corp
 
 
 def collect(model: Any, sentences: matlens.corpora.Corpus, folder: Path, **options: Any) -> Any:
-    sizes = {"n_train": N_TRAIN, "n_validation": N_VALIDATION} | options
-    return steps.collect_parts(model, sentences, folder, progress=False, **sizes)
+    sizes = {"n_train": N_TRAIN, "n_validation": N_VALIDATION}
+    sizes |= {name: options.pop(name) for name in sizes if name in options}
+    parts = sentences.split(**sizes, seed=options.get("seed", 0))
+    return steps.collect_parts(model, parts, folder, progress=False, **options)
 
 
 def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
@@ -107,7 +109,7 @@ def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
 
 @pytest.mark.parametrize("ridge", [-1.0, float("nan"), float("inf")])
 def test_a_penalty_that_makes_no_sense(collected: Path, ridge: float) -> None:
-    with pytest.raises(matlens.InputError, match=r"ridge penalty is .* Expected 0 or more"):
+    with pytest.raises(matlens.InputError, match=r"The ridge is .* Expected a number of at least 0"):
         steps.fit_maps(collected, ridge=ridge, progress=False)
     assert not (collected / "maps").exists()
 
@@ -175,7 +177,7 @@ def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
     small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
-    steps.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
+    steps.collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
     steps.fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
     results = steps.evaluate_maps(model, tmp_path, progress=False)
     assert set(results["metric"]) == {"r2"}
@@ -187,12 +189,11 @@ def test_maps_of_other_samples_are_not_evaluated(
 ) -> None:
     """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
     model = small_model("llama")
-    parts = {"n_train": 30, "n_validation": 10, "progress": False}
-    steps.collect_parts(model, sentences, tmp_path, **parts)
+    collect(model, sentences, tmp_path)
     steps.fit_maps(tmp_path, progress=False)
     for part in ("train", "validation"):
         shutil.rmtree(tmp_path / part)
-    steps.collect_parts(model, sentences, tmp_path, **parts, seed=1)
+    collect(model, sentences, tmp_path, seed=1)
     with pytest.raises(matlens.InputError, match="fitted on other samples"):
         steps.evaluate_maps(model, tmp_path, progress=False)
 
@@ -201,7 +202,7 @@ def test_a_figure_of_an_earlier_table_does_not_stay(
     small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
-    steps.collect_parts(model, sentences, tmp_path, n_train=30, n_validation=10, progress=False)
+    steps.collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
     for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):
         shutil.rmtree(tmp_path / "maps", ignore_errors=True)
         steps.fit_maps(tmp_path, pairs=pairs, progress=False)
@@ -220,7 +221,11 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
     name = "llama" if options else "bert"
     with pytest.raises(matlens.InputError, match=r"masked|special tokens"):
         steps.collect_parts(
-            small_model(name), sentences, tmp_path, n_train=30, n_validation=10, positions="all", **options
+            small_model(name),
+            sentences.split(n_train=30, n_validation=10),
+            tmp_path,
+            positions="all",
+            **options,
         )
     assert not any(tmp_path.iterdir())
 

@@ -263,9 +263,29 @@ def test_another_corpus_of_the_same_name_is_refused(study: Callable[..., Study],
 
 
 def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(corpus: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_text("no model")
     with pytest.raises(InputError, match=r"39\+2 sentences .* were asked for"):
-        Study.load("no-such-model", str(corpus), tmp_path / "out", n_train=39, n_validation=2)
+        Study.load(str(model), str(corpus), tmp_path / "out", n_train=39, n_validation=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_not_there_is_told_before_the_corpus_is_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="There is no file"):
+        Study.load(str(tmp_path / "no.gguf"), "no corpus", tmp_path / "out", n_train=39, n_validation=2)
+
+
+def test_a_small_corpus_is_split_in_proportion_where_sizes_may_give_way(
+    study: Callable[..., Study], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"n_train": 90, "n_validation": 30}
+    small = study(**given, adjustable=("train", "validation"))
+    assert tuple(map(len, small.parts)) == small.sizes == (30, 10)
+    assert "fewer than 90+30 (training+validation): it is split into 30+10." in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"90\+30 sentences .* were asked for.* has 40"):
+        study(**given)
+    enough = study(n_train=20, n_validation=10, adjustable=("train", "validation"))
+    assert enough.sizes == (20, 10)
 
 
 def test_a_study_can_be_opened_as_what_it_has_written(study: Callable[..., Study]) -> None:

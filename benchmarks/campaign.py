@@ -1,0 +1,191 @@
+"""Commands on a small model as forked processes: raced against each other, or killed and gone on with.
+
+All is imported and the model is loaded once; every command is then a process of its own that begins in
+milliseconds, in a folder of its own, and what it leaves there is compared with what it leaves alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import matlens
+from matlens.cli import app
+from matlens.corpora.corpus import load_corpus
+from matlens.corpora.examples import make_examples
+from matlens.ffn import Clusters, Trace, ValueVectors
+from matlens.models import loading
+from matlens.storage import rows
+
+Files = dict[str, bytes]
+_WORDS = [f"w{i}" for i in range(40)]
+_N_TRAIN, _N_VALIDATION = 60, 30
+_SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48, "--device", "cpu"]
+_PATIENCE = 120.0  # seconds after which a process counts as hanging
+
+
+class Command(NamedTuple):
+    """A command, and which others must have been run before it in the same folder."""
+
+    work: Callable[[], Any]
+    after: tuple[str, ...] = ()
+
+
+@dataclass
+class Process:
+    """A command under way."""
+
+    pid: int
+    log: Path
+
+    def wait(self) -> int:
+        """How it ended: its exit code, or the negative number of the signal that ended it."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.002)
+
+
+class Campaign:
+    """A small model, a corpus, and the commands on them.
+
+    Attributes
+    ----------
+    commands
+        By name: ``collect, fit, evaluate, run, trace, cluster``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._alone = root, dict[str, tuple[Files, float]]()
+        folder, corpus = root / "model", root / "corpus.txt"
+        _save_model(folder)
+        draw = random.Random(0)
+        lines = (
+            " ".join(draw.choices(_WORDS, k=draw.randint(5, 20))) for _ in range(_N_TRAIN + _N_VALIDATION)
+        )
+        corpus.write_text("\n".join(lines))
+        model = matlens.load(str(folder), device="cpu")
+        examples, values = make_examples(model, load_corpus(str(corpus))), ValueVectors(model)
+        loading.load = lambda *_, **__: model  # every process has it already
+        rows._NOTED_EVERY = 0.0  # seconds: processes are too short for the usual time between two notes
+        main = ["--model", folder, "--corpus", corpus, *_SIZES, "--out", "out"]
+        self.commands = {
+            "collect": Command(_line("collect", *main)),
+            "fit": Command(_line("fit", "out"), ("collect",)),
+            "evaluate": Command(_line("evaluate", "out", "--device", "cpu"), ("collect", "fit")),
+            "run": Command(_line("run", *main)),
+            "trace": Command(
+                lambda: Trace.run(model, examples, k=4, folder="out", batch_tokens=48, progress=False)
+            ),
+            "cluster": Command(lambda: Clusters.fit(values, 9, folder="out", progress=False)),
+        }
+
+    def folder(self, name: str) -> Path:
+        """A new folder in which all is there that a command needs."""
+        folder = self._root / f"work-{random.SystemRandom().getrandbits(48):x}"
+        folder.mkdir()
+        after = self.commands[name].after
+        if after:
+            self.alone(after[-1])
+            shutil.copytree(self._root / f"alone-{after[-1]}" / "out", folder / "out")
+        return folder
+
+    def alone(self, name: str) -> tuple[Files, float]:
+        """What a command writes that nothing disturbs, and how many seconds it takes."""
+        if name not in self._alone:
+            folder = self.folder(name)
+            begun = time.monotonic()
+            process = self.start(name, folder)
+            if process.wait():
+                raise RuntimeError(f"{name} fails alone:\n{process.log.read_text()}")
+            self._alone[name] = files(folder), time.monotonic() - begun
+            folder.rename(self._root / f"alone-{name}")
+        return self._alone[name]
+
+    def start(self, name: str, folder: Path, delay: float = 0.0) -> Process:
+        """Run a command in a process of its own."""
+        log = self._root / f"log-{random.SystemRandom().getrandbits(48):x}"
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return Process(pid, log)
+        code = 70
+        try:
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o644)
+            for stream in (1, 2):
+                os.dup2(descriptor, stream)
+            os.chdir(folder)
+            time.sleep(delay)
+            self.commands[name].work()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+@contextmanager
+def campaign() -> Iterator[Campaign]:
+    """A campaign in a temporary folder."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # figures bear no date
+    with TemporaryDirectory(prefix="campaign-") as root:
+        yield Campaign(Path(root))
+
+
+def files(folder: Path) -> Files:
+    """What is in a folder, whatever it is."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def differing(these: Files, those: Files) -> list[str]:
+    """Files that are not the same in both."""
+    return sorted(name for name in {*these, *those} if these.get(name) != those.get(name))
+
+
+def _line(*arguments: object) -> Callable[[], None]:
+    def work() -> None:
+        sys.argv = ["matlens", *map(str, arguments)]
+        app.main()
+
+    return work
+
+
+def _save_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    vocabulary = {word: i for i, word in enumerate(["[UNK]", "[PAD]", *_WORDS])}
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=24, max_position_embeddings=32, pad_token_id=1,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=32, unk_token="[UNK]", pad_token="[PAD]"
+    ).save_pretrained(folder)

@@ -1,0 +1,64 @@
+"""Commands are killed at random moments, again and again, and gone on with: the bytes must be the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from typing import Annotated
+
+import typer
+from campaign import Campaign, campaign, differing, files
+
+_IN_A_ROW = 4  # kills of one job, before it is let run to its end
+
+
+def kill(setting: Campaign, name: str, draw: random.Random) -> tuple[int, str | None]:
+    """Kill a command up to four times in one folder and let it end; how many kills, and what went wrong."""
+    expected, seconds = setting.alone(name)
+    folder, kills = setting.folder(name), 0
+    for _ in range(_IN_A_ROW):
+        process = setting.start(name, folder)
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(process.pid, signal.SIGKILL)
+        code = process.wait()
+        if code == -signal.SIGKILL:
+            kills += 1
+        elif code:
+            return kills, f"{name} ended with {code} after a kill:\n{process.log.read_text()[-3000:]}"
+    process = setting.start(name, folder)
+    if code := process.wait():
+        return kills, f"{name} ended with {code} after {kills} kills:\n{process.log.read_text()[-3000:]}"
+    wrong = differing(files(folder), expected)
+    shutil.rmtree(folder)
+    return kills, f"{name}, {kills} kills: {', '.join(wrong)} differ" if wrong else None
+
+
+def main(
+    kills: Annotated[int, typer.Option(help="Kills in all, shared by the commands.")] = 200,
+    command: Annotated[list[str] | None, typer.Option(help="Only these commands.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the moments of the kills.")] = 0,
+) -> None:
+    """Kill every command, 200 times in all, and print a table."""
+    draw, failures = random.Random(seed), []
+    print(f"{'command':10} {'kills':>6} {'jobs':>6} {'identical':>9} {'seconds':>8}")
+    with campaign() as setting:
+        names = command or list(setting.commands)
+        for name in names:
+            done = jobs = wrong = 0
+            begun = time.monotonic()
+            while done < -(-kills // len(names)):
+                more, failure = kill(setting, name, draw)
+                done, jobs, wrong = done + more, jobs + 1, wrong + bool(failure)
+                failures += [failure] if failure else []
+            seconds = time.monotonic() - begun
+            print(f"{name:10} {done:6} {jobs:6} {jobs - wrong:9} {seconds:8.1f}", flush=True)
+    for failure in failures[:5]:
+        print(failure)
+    raise typer.Exit(bool(failures))
+
+
+if __name__ == "__main__":
+    typer.run(main)

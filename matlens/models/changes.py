@@ -1,0 +1,296 @@
+"""What is changed in a model at the moment, so that its vectors never pass as those of the plain model.
+
+A model is changed where parts of it are replaced or coefficients set by this library, where somebody else's
+hooks hang on it or its modules run another ``forward``, and where dropout is on. What this library hangs on
+a model to read it changes nothing, and is none of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.nn.utils import parametrize
+
+from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+# What the model's own code hangs on it when it is built; such hooks are part of the plain model.
+_BUILDERS = ("transformer_lens.model_bridge.", "transformers.", "transformers_modules.", "accelerate.")
+_PROCESS = secrets.token_hex(3)
+_NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_COUNT = itertools.count(1)
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class _Presence:
+    """What this library has hung on a model: what it changes there, and by which functions."""
+
+    changes: Callable[[], Sequence[str]]
+    functions: frozenset[int]
+    thread: int
+
+
+@dataclass(eq=False)
+class _Record:
+    """What this library has hung on a model now, and how often each thread has changed the model."""
+
+    present: list[_Presence] = field(default_factory=list)
+    changed: Counter[int] = field(default_factory=Counter)
+    reading: threading.RLock = field(default_factory=threading.RLock)
+
+    def changed_elsewhere(self) -> int:
+        """How often the model was changed by other threads than this."""
+        return self.changed.total() - self.changed[threading.get_ident()]
+
+
+_RECORDS: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
+
+
+def changes_of(model: TransformerBridge) -> tuple[str, ...]:
+    """Name all that is changed in a model at the moment; ``()`` for the plain model.
+
+    Seen are replacements and coefficients of this library, by their numbers; hooks of others, on
+    TransformerLens' hook points and on modules, and modules whose ``forward`` is another, by the function,
+    which only this process can know again; parametrizations; and dropout that is on. What a hook does is
+    not looked at: one that only reads is named too.
+    """
+    with _LOCK:  # lists of hooks must not change while they are read
+        present = _record(model).present
+        own = frozenset[int]().union(*(presence.functions for presence in present))
+        ours = sorted(change for presence in present for change in presence.changes())
+        return (*ours, *_foreign_changes(model, own))
+
+
+@contextmanager
+def intervening(
+    model: TransformerBridge, changes: Callable[[], Sequence[str]], functions: Iterable[Callable[..., Any]]
+) -> Iterator[None]:
+    """Say, as long as the context lasts, what is changed in a model and by which hooks.
+
+    The changes are asked for when somebody looks: naming a map reads all its numbers.
+
+    Raises
+    ------
+    InputError
+        The model is changed or read in another thread: both would run a model that neither has asked for.
+    """
+    here = threading.get_ident()
+    presence = _Presence(changes, frozenset(map(id, functions)), here)
+    record = _record(model)
+    with _LOCK:
+        if any(other.thread != here for other in record.present):
+            raise InputError(
+                "This model is patched, controlled or read in another thread, and a change holds for all "
+                "threads. Wait until the other thread has left its context, or load the model a second time."
+            )
+        record.present.append(presence)
+        record.changed[here] += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            record.present.remove(presence)
+            record.changed[here] += 1
+
+
+@contextmanager
+def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    """Hang hooks on a model that read the passes of this thread alone and change nothing.
+
+    One thread reads at a time: torch does not bear that hooks are hung on a module that runs.
+    """
+    here = threading.get_ident()
+
+    def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+        def read(value: Any, hook: Any) -> None:
+            if threading.get_ident() == here:
+                function(value, hook=hook)
+
+        return read
+
+    limited = [(name, of_this_thread(function)) for name, function in hooks]
+    presence = _Presence(tuple, frozenset(id(function) for _, function in limited), here)
+    record = _record(model)
+    with record.reading:
+        with _LOCK:
+            record.present.append(presence)
+        try:
+            with _hung(model, limited):
+                yield
+        finally:
+            with _LOCK:
+                record.present.remove(presence)
+
+
+@contextmanager
+def hanging(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    """Hang hooks on a model that stay where ``model.reset_hooks()`` is called inside of the context.
+
+    Raises
+    ------
+    InputError
+        They were taken off all the same before the context ended.
+    """
+    functions = {id(function) for _, function in hooks}
+    with _hung(model, hooks):
+        handles = [
+            handle
+            for point in model.hook_points()
+            for handle in point.fwd_hooks
+            if id(handle.user_hook) in functions
+        ]
+        for handle in handles:
+            handle.is_permanent = True
+        try:
+            yield
+            if any(handle.hook.id not in handle.hook.hooks_dict_ref() for handle in handles):
+                raise InputError(
+                    "The hooks of this context were taken off before it ended, as by model.reset_hooks("
+                    "including_permanent=True): what ran since then was not the changed model. Expected that "
+                    "they are left alone inside of the context."
+                )
+        finally:
+            for handle in handles:
+                handle.is_permanent = False  # so that they can be taken off again
+
+
+@contextmanager
+def _hung(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    # Lists of hooks are made anew when one is taken off, so two threads must not do it at once.
+    hung = model.hooks(fwd_hooks=list(hooks))
+    with _LOCK:
+        hung.__enter__()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            hung.__exit__(None, None, None)
+
+
+@contextmanager
+def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[None]:
+    """Refuse a pass during which the model is not changed as it was said to be.
+
+    Raises
+    ------
+    InputError
+        Something was replaced, set or hooked since, or no longer is.
+    """
+    record = _record(model)
+    before, elsewhere = changes_of(model), record.changed_elsewhere()
+    if before == tuple(changes):
+        yield
+        before = changes_of(model)
+    if before != tuple(changes) or record.changed_elsewhere() != elsewhere:
+        raise InputError(
+            f"The model was changed while it was read: it had {describe_changes(changes)} at first, and "
+            f"{describe_changes(before)} later. Read a model to the end before a context around it is "
+            "entered or left, or a hook is added."
+        )
+
+
+def describe_changes(changes: Sequence[str] | None) -> str:
+    """Changes as part of a sentence, a few of them by name."""
+    if not changes:
+        return "nothing replaced or hooked"
+    more = f" and {len(changes) - 3} more changes" if len(changes) > 3 else ""
+    return "; ".join(changes[:3]) + more
+
+
+def function_name(function: Any, registered: int | None = None) -> str:
+    """A function by its name and a number that no other function has, in this process or another."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    parts = (function.__func__, function.__self__) if isinstance(function, MethodType) else (function,)
+    try:
+        with _LOCK:
+            numbers = [_NUMBERS.setdefault(part, next(_COUNT)) for part in parts]
+    except TypeError:  # it cannot be told from others that are equal to it
+        numbers = [id(function) if registered is None else registered, 0]
+    number = ".".join(map(str, numbers))
+    return f"{name!r} of {getattr(function, '__module__', None)} (number {number} of process {_process()})"
+
+
+def _process() -> str:
+    return f"{_PROCESS}-{os.getpid()}"
+
+
+def _record(model: TransformerBridge) -> _Record:
+    with _LOCK:
+        return _RECORDS.setdefault(model, _Record())
+
+
+def _foreign_changes(model: TransformerBridge, own: frozenset[int]) -> Iterator[str]:
+    """Hooks that somebody else has hung on a model, and other ways to change what its modules do."""
+    for name, module in _modules(model):
+        of_points = set()
+        for handle in getattr(module, "fwd_hooks", ()):  # of a hook point of TransformerLens
+            of_points.add(handle.hook.id)
+            if id(handle.user_hook) not in own and not _is_builders(handle.user_hook):
+                yield f"a hook {function_name(handle.user_hook, handle.hook.id)} at {name}"
+        for kind, hooks in (("", module._forward_hooks), ("pre-", module._forward_pre_hooks)):
+            for number, function in hooks.items():
+                if number not in of_points and id(function) not in own and not _is_builders(function):
+                    yield f"a forward {kind}hook {function_name(function, number)} at {name}"
+        forward = vars(module).get("forward")
+        if forward is not None and id(forward) not in own and not _is_builders(forward):
+            yield f"another forward {function_name(forward)} of {name}"
+        if parametrize.is_parametrized(module):
+            yield f"a parametrization of {name}"
+    for function in _replaced_methods(model):
+        yield f"another forward {function_name(function)} of a class"
+    everywhere = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+    for number, function in itertools.chain(*(hooks.items() for hooks in everywhere)):
+        yield f"a hook {function_name(function, number)} at all modules"
+    if _drops_out(model):
+        yield "training mode, in which dropout makes every pass another"
+
+
+def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a bridge and of the model in it, once."""
+    seen: set[int] = set()
+    named = ((point.name or "a hook point", point) for point in model.hook_points())
+    inner = model.original_model.named_modules(prefix="original_model")
+    for name, module in itertools.chain(model.named_modules(), named, inner):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name or "the bridge", module
+
+
+def _is_builders(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_BUILDERS)
+
+
+def _replaced_methods(model: TransformerBridge) -> Iterator[Callable[..., Any]]:
+    """What stands in for the ``forward`` of a module's class, and comes from another package."""
+    for kind in sorted({type(module) for _, module in _modules(model)}, key=lambda kind: kind.__qualname__):
+        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+        forward = vars(owner)["forward"]
+        package = str(getattr(forward, "__module__", "")).partition(".")[0]
+        same = package == owner.__module__.partition(".")[0]
+        if not same and package != "torch" and not _is_builders(forward):
+            yield forward
+
+
+def _drops_out(model: TransformerBridge) -> bool:
+    training = [module for _, module in _modules(model) if module.training]
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
+        return True
+    # Attention drops out by a number of the configuration, without a module of its own.
+    settings = model.original_model.config.to_dict()
+    rates = [value for key, value in settings.items() if "drop" in key and isinstance(value, float)]
+    return model.original_model.training and any(rate > 0 for rate in rates)

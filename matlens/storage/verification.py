@@ -1,0 +1,134 @@
+"""Whether all that lies under a folder is what was written, byte for byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matlens.errors import InputError
+from matlens.storage.arrays import read_header, require_hash, require_record
+from matlens.storage.files import open_regular, read_json
+from matlens.storage.folders import CONFIG, UNFINISHED, is_record, read_record
+from matlens.storage.notes import Notes
+from matlens.storage.rows import recorded_columns, require_noted
+from matlens.storage.tables import TABLE, require_described
+
+
+class Verdict(NamedTuple):
+    """What was found at one place.
+
+    Attributes
+    ----------
+    path
+        The folder of an artifact, or a table.
+    what
+        What is there, such as ``"maps, 12 files"``.
+    damage
+        What is wrong with it, or ``None``.
+    """
+
+    path: Path
+    what: str
+    damage: str | None
+
+
+def verify(folder: str | Path) -> Iterator[Verdict]:
+    """Check every artifact and every table of results in a folder and below it, all bytes of them.
+
+    What others have put there is passed over. Of a job that was broken off, what it has noted is checked.
+
+    Parameters
+    ----------
+    folder
+        The folder of an artifact, or one with artifacts in it, such as the ``--out`` of a command.
+
+    Raises
+    ------
+    InputError
+        There is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"There is no folder {folder}. Expected one that matlens has written into.")
+    seen: set[tuple[int, int]] = set()
+    for place, inner, files in os.walk(folder, followlinks=True):
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:
+            inner.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        inner.sort()
+        yield from _verify_place(Path(place), sorted(files))
+
+
+def _verify_place(folder: Path, names: list[str]) -> Iterator[Verdict]:
+    marker = next((name for name in (CONFIG, UNFINISHED) if name in names), None)
+    if marker is not None:
+        verdict = _verify_folder(folder, folder / marker)
+        if verdict is not None:
+            yield verdict
+    for name in names:
+        if name.endswith(".json") and name not in (CONFIG, UNFINISHED):
+            verdict = _verify_table(folder / name)
+            if verdict is not None:
+                yield verdict
+
+
+def _verify_folder(folder: Path, marker: Path) -> Verdict | None:
+    try:
+        if not is_record(read_json(marker)):
+            return None  # a model's, or something else
+        record = read_record(folder, marker)
+        if marker.name == UNFINISHED:
+            return Verdict(folder, f"unfinished {record['holds']}", _damage(_unfinished(folder, record)))
+        count = len(record["files"])
+        what = f"{record['holds']}, {count} {'file' if count == 1 else 'files'}"
+        return Verdict(folder, what, _damage(_finished(folder, record)))
+    except (InputError, OSError) as error:
+        return Verdict(folder, marker.name, str(error))
+
+
+def _damage(checks: Iterator[None]) -> str | None:
+    """What the first check that fails says, and None where all hold."""
+    try:
+        for _ in checks:
+            pass
+    except (InputError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _finished(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
+    for name in config["files"]:
+        require_hash(folder / name, require_record(config, folder, name))
+        yield
+
+
+def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
+    notes = Notes(folder)
+    for note in notes.records:
+        if "file" in note:  # of maps; what is gone is made again
+            if os.path.lexists(folder / note["file"]):
+                require_hash(folder / note["file"], note["record"])
+            yield
+    if notes.records and "rows" in notes.records[0]:
+        for name, column in recorded_columns(record, folder):
+            path = folder / f"{name}.npy"
+            with open_regular(path) as file:
+                read_header(file, path)
+                require_noted(path, file.fileno(), file.tell(), column.row_bytes, notes)
+            yield
+
+
+def _verify_table(beside: Path) -> Verdict | None:
+    table, what = beside.with_suffix(".csv"), "table of results"
+    try:
+        if not table.exists():
+            described = read_json(beside)
+            gone = isinstance(described, dict) and TABLE in described
+            return Verdict(table, what, f"{table} is gone.") if gone else None
+        return Verdict(table, what, None) if require_described(table) else None
+    except (InputError, OSError) as error:
+        return Verdict(table, what, str(error)) if table.exists() else None  # else it is somebody else's

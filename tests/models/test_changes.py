@@ -1,0 +1,414 @@
+"""Whatever is replaced, set or hooked is named, and what is read meanwhile is not the plain model's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import D_MODEL, make_sentences
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
+
+import matlens
+from matlens import InputError, LinearMap, MapSet, collect, patched
+from matlens.activations.collecting import stream
+from matlens.control import controlled
+from matlens.ffn import Trace, ValueVectors
+from matlens.linear.fitting import fit_samples
+from matlens.models.changes import changes_of
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.patching.replacements import Replacement
+from matlens.patching.variants import Variant, run_variants
+
+Models = Callable[[str], Any]
+
+
+def random_map(source: str = "h.0", target: str = "h.1", seed: int = 0) -> LinearMap:
+    generator = torch.Generator().manual_seed(seed)
+    return LinearMap(torch.randn(D_MODEL, D_MODEL, generator=generator), None, source, target)
+
+
+def examples_of(model: Any, n: int = 12) -> Any:
+    return matlens.make_examples(model, make_sentences()).head(n)
+
+
+@pytest.fixture
+def model(model_folder: Callable[[str], Path]) -> Any:
+    return matlens.load(str(model_folder("gpt2")), device="cpu")
+
+
+def doubled(value: Tensor, hook: Any) -> Tensor:
+    return 2 * value
+
+
+class Doubling:
+    """A callable that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, value: Tensor, hook: Any) -> Tensor:
+        return 2 * value
+
+    def method(self, value: Tensor, hook: Any) -> Tensor:
+        return 2 * value
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+# What somebody else can do to a model
+
+
+@contextlib.contextmanager
+def added_hook(model: Any, function: Any, *, permanent: bool = False) -> Iterator[None]:
+    model.add_hook("blocks.1.hook_out", function, is_permanent=permanent)
+    try:
+        yield
+    finally:
+        model.reset_hooks(including_permanent=True)
+
+
+@contextlib.contextmanager
+def torch_hook(register: Any, function: Any) -> Iterator[None]:
+    handle = register(function)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def other_forward(module: Any) -> Iterator[None]:
+    before = module.forward
+    module.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextlib.contextmanager
+def other_method(module: Any) -> Iterator[None]:
+    kind = type(module)
+    before = kind.forward
+    kind.forward = lambda self, *args, **kwargs: before(self, *args, **kwargs)
+    try:
+        yield
+    finally:
+        kind.forward = before
+
+
+@contextlib.contextmanager
+def parametrized(module: Any) -> Iterator[None]:
+    parametrize.register_parametrization(module, "weight", Twice())
+    try:
+        yield
+    finally:
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+@contextlib.contextmanager
+def training(model: Any) -> Iterator[None]:
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+def mlp(model: Any) -> Any:
+    return model.blocks[1].mlp.original_component
+
+
+FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", doubled)]), r"doubled.*blocks\.1\.hook_out"),
+    "alias": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_resid_post", doubled)]), "doubled"),
+    "lambda": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", lambda v, hook: v * 2)]), "lambda"),
+    "partial": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", partial(doubled))]), "partial"),
+    "object": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", Doubling())]), "Doubling"),
+    "method": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", Doubling().method)]), "Doubling.method"),
+    "added": (lambda m: added_hook(m, doubled), "doubled"),
+    "permanent": (lambda m: added_hook(m, doubled, permanent=True), "doubled"),
+    "forward hook": (lambda m: torch_hook(mlp(m).register_forward_hook, doubled), "forward hook"),
+    "pre-hook": (lambda m: torch_hook(mlp(m).register_forward_pre_hook, doubled), "forward pre-hook"),
+    "everywhere": (lambda m: torch_hook(register_module_forward_hook, lambda *_: None), "at all modules"),
+    "forward": (lambda m: other_forward(mlp(m)), "another forward"),
+    "method of a class": (lambda m: other_method(mlp(m)), "of a class"),
+    "parametrization": (lambda m: parametrized(mlp(m).c_proj.original_component), "parametrization"),
+    "training": (training, "dropout"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_others_hang_on_a_model_is_named(kind: str, model: Any) -> None:
+    change, message = FOREIGN[kind]
+    assert changes_of(model) == ()
+    with change(model):
+        assert any(re.search(message, named) for named in changes_of(model))
+        assert changes_of(model) == changes_of(model)
+    assert changes_of(model) == ()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "neox", "gptj", "bert", "gemma2", "gemma3"])
+def test_a_plain_model_of_any_family_has_no_changes(kind: str, small_model: Models) -> None:
+    assert changes_of(small_model(kind)) == ()
+    small_model(kind)(torch.tensor([[3, 4, 5]]))
+    assert changes_of(small_model(kind)) == ()
+
+
+def test_dropout_that_only_the_configuration_knows_is_named(model_folder: Callable[[str], Path]) -> None:
+    llama = matlens.load(str(model_folder("llama")), device="cpu")
+    llama.train()
+    assert changes_of(llama) == ()  # it drops nothing
+    llama.original_model.config.attention_dropout = 0.1
+    assert "dropout" in changes_of(llama)[0]
+
+
+def test_hooks_that_only_look_alike_are_told_apart(model: Any) -> None:
+    """Nobody can see what a function will do, so another function is another change."""
+
+    def make(factor: float) -> Any:
+        return lambda value, hook: factor * value
+
+    def named(function: Any) -> tuple[str, ...]:
+        with model.hooks(fwd_hooks=[("blocks.1.hook_out", function)]):
+            return changes_of(model)
+
+    two, three = make(2), make(3)
+    assert named(two) != named(three)
+    assert named(two) == named(two)
+    assert named(Doubling()) != named(Doubling())
+
+
+def test_a_copy_of_a_patched_model_is_not_plain(model: Any) -> None:
+    with patched(model, [random_map()]):
+        other = copy.deepcopy(model)
+    assert changes_of(model) == ()
+    assert changes_of(other)
+
+
+# What this library does to a model
+
+
+def test_replacements_and_coefficients_are_named_by_their_numbers(model: Any) -> None:
+    def named(context: Any) -> tuple[str, ...]:
+        with context:
+            return changes_of(model)
+
+    first = named(patched(model, [random_map()]))
+    assert len(first) == 1
+    assert first[0].startswith("h.0 -> h.1 replaced by the map ")
+    assert named(patched(model, [random_map()])) == first  # another object with the same numbers
+    assert named(patched(model, [random_map(seed=1)])) != first
+    with_bias = replace(random_map(), bias=torch.zeros(D_MODEL))
+    assert named(patched(model, [with_bias])) != first
+    ffn = random_map("ffn_in.1", "ffn_out.1")
+    wheres: list[Any] = ["all", "not-first", torch.tensor([1, 2]), torch.tensor([1, 3])]
+    changes = {named(patched(model, [Replacement.from_map(ffn, where=where)])) for where in wheres}
+    assert len(changes) == len(wheres)
+    assert named(controlled(model, ["L0D1"], 3.0)) != named(controlled(model, ["L0D1"], 4.0))
+    assert named(controlled(model, ["L0D1"], 3.0)) != named(controlled(model, ["L0D2"], 3.0))
+
+
+def test_the_order_of_contexts_does_not_matter(model: Any) -> None:
+    attn, ffn = random_map("attn_in.1", "attn_out.1"), random_map("ffn_in.2", "ffn_out.2")
+    with patched(model, [attn]), patched(model, [ffn]):
+        one = changes_of(model)
+    with patched(model, [ffn]), patched(model, [attn]):
+        assert changes_of(model) == one
+    with patched(model, [ffn, attn]):
+        assert changes_of(model) == one
+
+
+def test_a_map_whose_numbers_are_changed_in_place_is_another(model: Any) -> None:
+    linear = random_map()
+    with patched(model, [linear]):
+        before = changes_of(model)
+        linear.weight.mul_(2)
+        assert changes_of(model) != before
+
+
+# Vectors of a changed model
+
+READ: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "collect": lambda m, x, folder: collect(m, x, ["h.2", "h.3"], folder=folder, progress=False),
+    "trace": lambda m, x, folder: Trace.run(m, x, k=3, folder=folder, progress=False),
+    "variants": lambda m, x, folder: run_variants(m, x, {"as it is": Variant(2, [])}, folder=folder),
+}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "patched": lambda m: patched(m, [random_map("ffn_in.0", "ffn_out.0")]),
+    "controlled": lambda m: controlled(m, ["L0D5"]),
+    "hooked": lambda m: m.hooks(fwd_hooks=[("blocks.0.hook_out", doubled)]),
+}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("read", READ)
+def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_way_round(
+    read: str, change: str, finished: bool, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = examples_of(model)
+    in_both_orders = [
+        (contextlib.nullcontext(), CHANGES[change](model)),
+        (CHANGES[change](model), contextlib.nullcontext()),
+    ]
+    for number, (first, second) in enumerate(in_both_orders):
+        folder = tmp_path / str(number)
+        with first:
+            if finished:
+                READ[read](model, examples, folder)
+            else:
+                with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                    patch.setattr("matlens.storage.rows.RowFiles.write", _killed)
+                    READ[read](model, examples, folder)
+        with second, pytest.raises(InputError, match=r"belongs to another job.*model\.changes"):
+            READ[read](model, examples, folder)
+
+
+def _killed(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_results_in_memory_carry_what_was_changed(change: str, model: Any) -> None:
+    examples = examples_of(model)
+    plain = collect(model, examples, progress=False)
+    context = CHANGES[change](model)
+    with context:
+        changes = changes_of(model)
+        activations = collect(model, examples, progress=False)
+        trace = Trace.run(model, examples, k=3, progress=False)
+        rows = next(iter(stream(model, examples, ["h.3"], progress=False)))
+        values = ValueVectors(model)
+    assert activations.provenance.identity.changes == trace.provenance.identity.changes == changes
+    assert rows.changes == changes
+    assert values.identity == ValueVectors(model).identity  # weights are weights, whatever hangs there
+    with pytest.raises(InputError, match=r"do not belong together.*nothing replaced or hooked"):
+        activations.provenance.require_same(plain.provenance, ours="the ones", theirs="the others")
+    maps = MapSet.fit(activations, pairs=[(1, 3)], progress=False)
+    plain_maps = MapSet.fit(plain, pairs=[(0, 1)], progress=False)
+    with pytest.raises(InputError, match="maps of one model with the same changes"):
+        MapSet([*maps.values(), *plain_maps.values()])
+    with pytest.raises(InputError, match="do not belong together"):
+        plain_maps[0, 1].then(maps[1, 3])
+
+
+def test_maps_of_a_changed_model_are_put_in_where_the_same_changes_hold(model: Any, tmp_path: Path) -> None:
+    outer, other = random_map("ffn_in.0", "ffn_out.0"), random_map("ffn_in.0", "ffn_out.0", seed=1)
+    with patched(model, [outer]):
+        activations = collect(model, examples_of(model), progress=False)
+    MapSet.fit(activations, pairs=[(1, 2)], progress=False).save(tmp_path / "maps")
+    maps = MapSet.load(tmp_path / "maps")
+    assert maps.provenance.identity.changes == activations.provenance.identity.changes
+    wrong = [contextlib.nullcontext(), patched(model, [other])]
+    for context in wrong:
+        with context, pytest.raises(InputError, match=r"was fitted on a model with ffn_in\.0 -> ffn_out\.0"):
+            patched(model, [maps[1, 2]]).__enter__()
+    with patched(model, [outer]), patched(model, [maps[1, 2]]):
+        pass
+    with patched(model, [maps[1, 2], outer]):
+        pass
+    assert changes_of(model) == ()
+
+
+def test_a_record_that_does_not_say_what_was_changed_is_damaged(small_model: Models) -> None:
+    written = ModelIdentity.from_model(small_model("gpt2")).to_json()
+    assert ModelIdentity.from_json(written | {"changes": ["a", "b"]}).changes == ("a", "b")
+    for changes in ("plain", 0, [1], {"a": 1}):
+        with pytest.raises(InputError, match="what was changed"):
+            ModelIdentity.from_json(written | {"changes": changes})
+    del written["changes"]
+    with pytest.raises(InputError, match="what was changed"):
+        ModelIdentity.from_json(written)
+
+
+def test_streaming_is_refused_where_the_model_changes_on_the_way(model: Any) -> None:
+    def batches() -> Iterator[Any]:
+        return stream(model, examples_of(model), ["h.2"], batch_tokens=30, progress=False)
+
+    for change in CHANGES.values():
+        rows = batches()
+        next(rows)
+        with change(model), pytest.raises(InputError, match="was changed while it was read"):
+            next(rows)
+        with change(model):
+            rows = batches()
+            next(rows)
+        with pytest.raises(InputError, match="was changed while it was read"):
+            next(rows)
+
+
+def test_fits_of_samples_say_nothing_of_a_model_that_they_do_not_know(model: Any) -> None:
+    with patched(model, [random_map()]):
+        rows = next(iter(stream(model, examples_of(model), ["h.2", "h.3"], progress=False)))
+    (linear,) = fit_samples(rows.vectors, [("h.2", "h.3")])
+    assert linear.provenance == Provenance()
+
+
+# Threads
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except InputError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_a_change_in_another_thread_is_refused_and_a_reading_one_names_it(model: Any) -> None:
+    examples = examples_of(model)
+
+    def enter() -> None:
+        with patched(model, [random_map("ffn_in.2", "ffn_out.2")]):
+            pass
+
+    with patched(model, [random_map()]):
+        error = in_a_thread(enter)
+        assert isinstance(error, InputError)
+        assert "in another thread" in str(error)
+        read = in_a_thread(lambda: collect(model, examples, ["h.3"], progress=False))
+        assert read.provenance.identity.changes == changes_of(model)
+    assert in_a_thread(enter) is None
+    assert changes_of(model) == ()
+
+
+def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) -> None:
+    """Every pass is begun while the other thread's hooks hang on the model, too."""
+    many = examples_of(model, 24)
+    parts = [many.head(24), many.head(7)]
+    expected = [collect(model, part, batch_tokens=40, progress=False) for part in parts]
+    results: list[Any] = [None, None]
+
+    def run(i: int) -> None:
+        results[i] = [collect(model, parts[i], batch_tokens=40, progress=False) for _ in range(8)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for alone, together in zip(expected, results, strict=True):
+        for again in together:
+            assert all(torch.equal(alone[site], again[site]) for site in alone)
+    assert changes_of(model) == ()

@@ -1,0 +1,137 @@
+"""Finished runs: the same one is answered from its folder, and one that differs in anything is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matlens.storage.files import sealed, write_json
+from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
+
+
+def options(folder: Path, **changed: Any) -> dict[str, dict[str, Any]]:
+    """What a run was asked for, with some of it changed."""
+    model = {"model": str(folder / "model"), "revision": None, "trust_remote_code": False}
+    corpus = {"corpus": str(folder / "words.txt"), "limit": None}
+    groups = {"model": model, "corpus": corpus, "fit": {"pairs": "all", "ridge": None}}
+    return {
+        name: group | {key: changed[key] for key in group if key in changed} for name, group in groups.items()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model, a corpus, and the folder of a run of them that is finished and has left its note."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(100)))
+    (tmp_path / "words.txt").write_text("these are words\n")
+    out = tmp_path / "out"
+    for part in ("train", "validation", "maps"):
+        (out / part).mkdir(parents=True)
+        (out / part / "rows").write_bytes(b"12345678")
+        config = {"layout": 3, "holds": part, "request": {"seed": 0}, "files": {"rows": {"bytes": 8}}}
+        (out / part / "config.json").write_text(json.dumps(config))
+    (out / "results.csv").write_text("value\n1.0\n")
+    write_json(out / "results.json", sealed({"note": None}))
+    note = RunNote(out, options(tmp_path))
+    assert not note.answers()
+    note.write()
+    return tmp_path
+
+
+def answers(folder: Path, **changed: Any) -> bool:
+    return RunNote(folder / "out", options(folder, **changed)).answers()
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """Change a file and leave its size and its times as they were."""
+    before, size = path.stat(), path.stat().st_size
+    path.write_bytes(content + path.read_bytes()[len(content) :])
+    assert path.stat().st_size == size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_the_same_run_is_answered(folder: Path) -> None:
+    assert answers(folder)
+    assert answers(folder)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"ridge": 1.0}, {"pairs": "last"}, {"limit": 3}, {"revision": "v2"}, {"trust_remote_code": True}],
+    ids=str,
+)
+def test_another_run_is_not(folder: Path, changed: dict[str, Any]) -> None:
+    assert not answers(folder, **changed)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "weights": lambda folder: overwrite(folder / "model/model.safetensors", b"\xff"),
+    "a file more": lambda folder: (folder / "model/tokenizer.json").write_text("{}"),
+    "an adapter": lambda folder: (folder / "model/adapter_config.json").write_text("{}"),
+    "corpus": lambda folder: overwrite(folder / "words.txt", b"those"),
+    "table": lambda folder: overwrite(folder / "out/results.csv", b"other"),
+    "no table": lambda folder: (folder / "out/results.csv").unlink(),
+    "no origin": lambda folder: (folder / "out/results.json").unlink(),
+    "damaged origin": lambda folder: (folder / "out/results.json").write_text("{"),
+    "rows cut": lambda folder: (folder / "out/train/rows").write_bytes(b"123"),
+    "rows gone": lambda folder: (folder / "out/maps/rows").unlink(),
+    "other maps": lambda folder: overwrite(folder / "out/maps/config.json", b'{"layout": 3, "holds": "mops"'),
+    "unfinished": lambda folder: (folder / "out/validation/config.json").unlink(),
+    "no note": lambda folder: (folder / "out" / RUN).unlink(),
+    "empty note": lambda folder: (folder / "out" / RUN).write_text(""),
+    "another note": lambda folder: (folder / "out" / RUN).write_text("[3]"),
+    "deep note": lambda folder: (folder / "out" / RUN).write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_has_changed_is_seen(folder: Path, change: str) -> None:
+    CHANGES[change](folder)
+    assert not answers(folder)
+
+
+def test_other_software_does_the_run_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matlens.study.finished.software_versions", lambda: {"torch": "another"})
+    assert not answers(folder)
+
+
+def test_what_changes_during_the_run_leaves_no_note(folder: Path) -> None:
+    note = RunNote(folder / "out", options(folder))
+    overwrite(folder / "words.txt", b"those")
+    note.write()
+    assert not (folder / "out" / RUN).exists()
+    overwrite(folder / "words.txt", b"these")
+    assert not answers(folder)
+
+
+def test_the_note_says_nothing_of_the_moment(folder: Path) -> None:
+    """Two runs of one request leave the same note, so that folders compare."""
+    path = folder / "out" / RUN
+    before = path.read_bytes()
+    RunNote(folder / "out", options(folder)).write()
+    assert path.read_bytes() == before
+
+
+def test_the_output_folder_inside_the_model_is_no_part_of_it(folder: Path) -> None:
+    asked = options(folder)["model"]
+    alone = model_identity(asked, but=folder / "elsewhere")
+    (folder / "model/out").mkdir()
+    (folder / "model/out/results.csv").write_text("")
+    assert model_identity(asked, but=folder / "model/out") == alone
+    assert model_identity(asked, but=folder / "elsewhere") != alone
+
+
+def test_only_what_is_sure_is_identified(folder: Path) -> None:
+    assert model_identity(options(folder, trust_remote_code=True)["model"], but=folder) is None
+    os.mkfifo(folder / "model/pipe")
+    assert model_identity(options(folder)["model"], but=folder) is None
+    assert corpus_identity("wikipedia-sample") is not None
+    assert corpus_identity(str(folder)) is None
+    assert corpus_identity("name/of:dataset") is None
