@@ -95,6 +95,23 @@ def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:
     return table.astype(dict.fromkeys(unnamed, "Int64"))
 
 
+def require_columns(table: pd.DataFrame, columns: Iterable[str], name: str, *, made_by: str) -> pd.DataFrame:
+    """A table that a user hands over has some columns, and rows.
+
+    Raises
+    ------
+    InputError
+        A column is missing, or there is no row.
+    """
+    missing = [column for column in columns if column not in table]
+    if missing:
+        named = ", ".join(map(repr, missing))
+        raise InputError(f"{name} has no column {named}. Expected what {made_by} gives.")
+    if not len(table):
+        raise InputError(f"{name} has no rows. Expected what {made_by} gives.")
+    return table
+
+
 def read_table(
     path: str | Path, columns: Mapping[str, str] | Sequence[str], *, what: str, made_by: str, **options: Any
 ) -> pd.DataFrame:
