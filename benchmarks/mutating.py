@@ -40,6 +40,8 @@ _NAMES = (
     ("top", "bottom"), ("mat_ffn", "mat_ln1_ln2"), ("precision", "surprisal"), ("final", "before"),
 )  # fmt: skip
 NAMES = dict([*_NAMES, *((b, a) for a, b in reversed(_NAMES))])
+# Keywords that say how something is shown or called, and no number.
+_UNHEARD = ("desc", "unit", "disable", "delay", "progress", "dtype", "ours", "theirs", "way", "made_by")
 SILENT = {"tqdm", "print", "write", "Console", "Option", "cast", "TypeVar", "isinstance", "InputError"}
 
 
@@ -114,7 +116,7 @@ def _is_silent(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
-    if isinstance(node, ast.keyword) and node.arg in ("desc", "unit", "disable", "delay", "progress"):
+    if isinstance(node, ast.keyword) and node.arg in _UNHEARD:
         return True
     if isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
         return not node.orelse  # a refusal
@@ -196,7 +198,7 @@ def _other_calls(node: ast.Call) -> Iterator[ast.AST]:
             swapped = [*node.args[:i], second, first, *node.args[i + 2 :]]
             yield _with(node, args=swapped)
     for i, keyword in enumerate(node.keywords):
-        if keyword.arg not in (None, "desc", "unit", "disable", "delay", "progress", "dtype"):
+        if keyword.arg not in (None, *_UNHEARD):
             yield _with(node, keywords=[*node.keywords[:i], *node.keywords[i + 1 :]])
 
 
