@@ -34,7 +34,7 @@ FFN_ANALYSES := paper_b_fig4_overlap paper_b_fig6_dominance paper_b_table1_conce
 	paper_b_table2_concepts paper_b_table9_saturation paper_b_sec5_clusters paper_b_table5_control \
 	paper_b_table6_early_exit
 
-.PHONY: demo test check verify mutate bench analyses analyses-ffn docs install clean
+.PHONY: demo test check verify attack mutate bench analyses analyses-ffn docs install clean
 .NOTPARALLEL:
 
 demo: install
@@ -94,6 +94,10 @@ $(BERT)/config.json: | install
 # benchmarks/mutants_explained.json. What was tried is kept, so a run that was broken off goes on; hours for them all.
 mutate: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py --sample $(MUTANTS)
+
+# Bad inputs and damaged files: a table of the classes of faults. Some minutes.
+attack: install
+	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack
 
 bench: install
 	$(BIN)/python benchmarks/starting.py

@@ -6,6 +6,7 @@ milliseconds, in a folder of its own, and what it leaves there is compared with 
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import shutil
@@ -21,20 +22,23 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import matlens
-from matlens.cli import app
-from matlens.corpora.corpus import load_corpus
-from matlens.corpora.examples import make_examples
 from matlens.ffn import Clusters, Trace, ValueVectors
-from matlens.models import loading
-from matlens.storage import rows
 
 Files = dict[str, bytes]
 _WORDS = [f"w{i}" for i in range(40)]
 _N_TRAIN, _N_VALIDATION = 60, 30
 _SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48, "--device", "cpu"]
+_modules = {
+    name: importlib.import_module(name)
+    for name in (
+        "matlens.cli.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
+        "matlens.linear.mapsets",
+    )
+}  # fmt: skip
 _PATIENCE = 120.0  # seconds after which a process counts as hanging
 
 
@@ -73,7 +77,7 @@ class Campaign:
         By name: ``collect, fit, evaluate, run, trace, cluster``.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, draws: bool) -> None:
         self._root, self._alone = root, dict[str, tuple[Files, float]]()
         folder, corpus = root / "model", root / "corpus.txt"
         _save_model(folder)
@@ -83,9 +87,12 @@ class Campaign:
         )
         corpus.write_text("\n".join(lines))
         model = matlens.load(str(folder), device="cpu")
-        examples, values = make_examples(model, load_corpus(str(corpus))), ValueVectors(model)
-        loading.load = lambda *_, **__: model  # every process has it already
-        rows._NOTED_EVERY = 0.0  # seconds: processes are too short for the usual time between two notes
+        examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
+        # Every process has the model already, and is too short for the usual time between two notes.
+        _modules["matlens.models.loading"].load = lambda *_, **__: model
+        _modules["matlens.storage.rows"]._NOTED_EVERY = 0.0
+        if not draws:
+            Figure.savefig = _write_instead
         main = ["--model", folder, "--corpus", corpus, *_SIZES, "--out", "out"]
         self.commands = {
             "collect": Command(_line("collect", *main)),
@@ -149,12 +156,20 @@ class Campaign:
 
 
 @contextmanager
-def campaign() -> Iterator[Campaign]:
-    """A campaign in a temporary folder."""
+def campaign(*, draws: bool = False) -> Iterator[Campaign]:
+    """A campaign in a temporary folder.
+
+    Drawing figures takes twenty times as long as all else of a command, so unless one ``draws``, files of a
+    line stand in their place.
+    """
     torch.set_num_threads(1)  # threads do not survive a fork
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # figures bear no date
     with TemporaryDirectory(prefix="campaign-") as root:
-        yield Campaign(Path(root))
+        yield Campaign(Path(root), draws)
+
+
+def _write_instead(figure: Figure, file: Any, *, format: str, **_: Any) -> None:
+    file.write(f"figure of {len(figure.axes)} panels as {format}".encode())
 
 
 def files(folder: Path) -> Files:
@@ -170,7 +185,7 @@ def differing(these: Files, those: Files) -> list[str]:
 def _line(*arguments: object) -> Callable[[], None]:
     def work() -> None:
         sys.argv = ["matlens", *map(str, arguments)]
-        app.main()
+        _modules["matlens.cli.app"].main()
 
     return work
 

@@ -15,11 +15,13 @@ from campaign import Campaign, campaign, differing, files
 _IN_A_ROW = 4  # kills of one job, before it is let run to its end
 
 
-def kill(setting: Campaign, name: str, draw: random.Random) -> tuple[int, str | None]:
-    """Kill a command up to four times in one folder and let it end; how many kills, and what went wrong."""
+def kill(
+    setting: Campaign, name: str, draw: random.Random, in_a_row: int = _IN_A_ROW
+) -> tuple[int, str | None]:
+    """Kill a command some times in one folder and let it end; how many kills, and what went wrong."""
     expected, seconds = setting.alone(name)
     folder, kills = setting.folder(name), 0
-    for _ in range(_IN_A_ROW):
+    for _ in range(in_a_row):
         process = setting.start(name, folder)
         time.sleep(draw.uniform(0, seconds))
         os.kill(process.pid, signal.SIGKILL)
@@ -39,12 +41,13 @@ def kill(setting: Campaign, name: str, draw: random.Random) -> tuple[int, str | 
 def main(
     kills: Annotated[int, typer.Option(help="Kills in all, shared by the commands.")] = 200,
     command: Annotated[list[str] | None, typer.Option(help="Only these commands.")] = None,
+    draws: Annotated[bool, typer.Option(help="Draw real figures, which takes far longer.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the moments of the kills.")] = 0,
 ) -> None:
     """Kill every command, 200 times in all, and print a table."""
     draw, failures = random.Random(seed), []
     print(f"{'command':10} {'kills':>6} {'jobs':>6} {'identical':>9} {'seconds':>8}")
-    with campaign() as setting:
+    with campaign(draws=draws) as setting:
         names = command or list(setting.commands)
         for name in names:
             done = jobs = wrong = 0

@@ -29,12 +29,13 @@ def race(setting: Campaign, name: str, n: int, draw: random.Random) -> str | Non
 def main(
     repeats: Annotated[int, typer.Option(help="Races of each command and number of processes.")] = 50,
     command: Annotated[list[str] | None, typer.Option(help="Only these commands.")] = None,
+    draws: Annotated[bool, typer.Option(help="Draw real figures, which takes far longer.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the moments at which processes begin.")] = 0,
 ) -> None:
     """Race every command, 50 times with two processes and 50 times with four, and print a table."""
     draw, failures = random.Random(seed), []
     print(f"{'command':10} {'processes':>9} {'races':>6} {'identical':>9} {'seconds':>8}")
-    with campaign() as setting:
+    with campaign(draws=draws) as setting:
         for name in command or list(setting.commands):
             for n in (2, 4):
                 begun = time.monotonic()

@@ -15,7 +15,8 @@ from . import study as study
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus
 from .corpora.examples import make_examples as make_examples
-from .corpora.examples import make_prompts as make_prompts
+from .corpora.prompts import make_prompts as make_prompts
+from .corpora.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet

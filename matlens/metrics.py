@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 
 class Estimate(NamedTuple):
@@ -22,6 +23,7 @@ class Estimate(NamedTuple):
     n: int
 
 
+@checked
 def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     """Share of the variance explained, averaged uniformly over coordinates (paper A, section 3.3).
 
@@ -31,8 +33,13 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     Raises
     ------
     InputError
-        Fewer than two examples, which have no variance.
+        Fewer than two examples, which have no variance; or the two differ in shape.
     """
+    if prediction.shape != truth.shape or not truth.shape[1]:
+        raise InputError(
+            f"A prediction of the shape {tuple(prediction.shape)} cannot be compared with a truth of "
+            f"{tuple(truth.shape)}. Expected the same shape, with one coordinate or more."
+        )
     if len(truth) < 2:
         raise InputError(f"r2 needs at least two examples, got {len(truth)}.")
     truth, prediction = truth.double(), prediction.double()
@@ -43,28 +50,76 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     return float(torch.where(residual == 0, torch.ones_like(score), score).mean())
 
 
+@checked
 def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """How many tokens are more probable than the given one; 0 for the most probable, ties share a rank."""
+    """How many tokens are more probable than the given one; 0 for the most probable, ties share a rank.
+
+    Raises
+    ------
+    InputError
+        There is not one token for each row, or one is not in the vocabulary.
+    """
+    _require_tokens(log_probs, token)
     return (log_probs > log_probs.gather(1, token[:, None])).sum(1)
 
 
+@checked
 def surprisal(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``-ln p(token)``, in nats: how unlikely the model finds the token (paper A, section 4)."""
+    """``-ln p(token)``, in nats: how unlikely the model finds the token (paper A, section 4).
+
+    Raises
+    ------
+    InputError
+        There is not one token for each row, or one is not in the vocabulary.
+    """
+    _require_tokens(log_probs, token)
     return -log_probs.gather(1, token[:, None])[:, 0]
 
 
-def proportion(hits: Tensor) -> Estimate:
-    """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``."""
+@checked
+def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
+    """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``.
+
+    Raises
+    ------
+    InputError
+        There are no entries.
+    """
+    _require_some(hits)
     n, count = hits.numel(), int(hits.sum())
     interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
     return Estimate(count / n, float(interval.low), float(interval.high), n)
 
 
-def mean(values: Tensor) -> Estimate:
-    """Mean with its 95% interval by Student's t; there is no interval around an infinite mean."""
+@checked
+def mean(values: Float[Tensor, " ..."]) -> Estimate:
+    """Mean with its 95% interval by Student's t; there is no interval around an infinite mean.
+
+    Raises
+    ------
+    InputError
+        There are no values.
+    """
+    _require_some(values)
     sample = values.double().cpu().numpy()
     if np.isinf(sample).any():
         return Estimate(float(np.mean(sample)), float("nan"), float("nan"), len(sample))
     centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
     half = error * float(stats.t.ppf(0.975, max(len(sample) - 1, 1)))
     return Estimate(centre, centre - half, centre + half, len(sample))
+
+
+def _require_tokens(log_probs: Tensor, token: Tensor) -> None:
+    rows, d_vocab = log_probs.shape
+    if len(token) != rows:
+        raise InputError(f"{len(token)} tokens for {rows} distributions. Expected one for each.")
+    if rows and not 0 <= int(token.min()) <= int(token.max()) < d_vocab:
+        raise InputError(
+            f"The tokens are {int(token.min())} to {int(token.max())}. Expected 0 to {d_vocab - 1}, those "
+            "that the distributions are over."
+        )
+
+
+def _require_some(values: Tensor) -> None:
+    if not values.numel():
+        raise InputError("There are no examples to take a mean of. Expected one or more.")

@@ -15,12 +15,14 @@ from matlens.corpora.examples import ARRAYS, Examples
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.signatures import checked
 from matlens.storage.rows import read_rows
 
 Positions = Literal["drawn", "all"]
 HOLDS = "activations"
 
 
+@checked
 class Activations(Mapping[str, Float[Tensor, "n d"]]):
     """Vectors by site: ``activations["h.5"]``, or ``activations[5]`` for the stream, is ``[n, d]``.
 
@@ -29,8 +31,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     examples
         What they were collected on.
     positions
-        ``"drawn"``: one row a sentence, in the order of the sentences. ``"all"``: a row for every
-        token, sentence after sentence.
+        ``"drawn"``: a row for each position of the examples, sentence after sentence, so one a sentence where
+        one was drawn. ``"all"``: a row for every token, sentence after sentence.
     provenance
         The model, the corpus, the seed and the software.
     """
@@ -61,9 +63,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         return len(self._vectors)
 
     def resolve(self, site: str | int | Site) -> Site:
-        """The site of this model; a negative layer counts from the end, see `Site.parse`."""
-        model = self.provenance.model
-        return Site.parse(site, None if model is None else model.n_layers)
+        """The site of this model, by any of its names; a negative layer counts from the end."""
+        return self.provenance.resolve(site)
 
     @property
     def n_rows(self) -> int:
@@ -78,7 +79,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     def head(self, n: int) -> Activations:
         """The rows of the first ``n`` sentences."""
         examples = self.examples.head(n)
-        rows = len(examples) if self.positions == "drawn" else len(examples.tokens)
+        rows = examples.n_positions if self.positions == "drawn" else len(examples.tokens)
         vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
         provenance = replace(self.provenance, data=examples.provenance, examples=examples.fingerprint)
         return Activations(vectors, examples, self.positions, provenance)

@@ -16,12 +16,21 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import HOLDS, Activations, Positions
-from matlens.corpora.examples import Batch, Examples, is_masked
+from matlens.arguments import require_choice, require_whole, short
+from matlens.corpora.examples import (
+    Batch,
+    Examples,
+    is_masked,
+    require_examples,
+    require_model,
+    require_tokens,
+)
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import Site, require_finite
+from matlens.models.sites import STREAM, Site, require_finite
+from matlens.signatures import checked
 from matlens.storage.folders import read_config
 from matlens.storage.rows import Column, keep_rows
 
@@ -53,6 +62,7 @@ class Rows:
     changes: tuple[str, ...] = ()
 
 
+@checked
 def collect(
     model: TransformerBridge,
     examples: Examples,
@@ -72,7 +82,7 @@ def collect(
     sites
         By default the stream, ``h.0 .. h.L``.
     positions
-        ``"drawn"``: only at the position of each sentence. ``"all"``: at every token.
+        ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
     folder
         Write there instead of keeping rows in memory. A killed run goes on where it was when it is
         called again, and gives the same bytes; a finished folder is opened without running anything,
@@ -85,16 +95,18 @@ def collect(
     Raises
     ------
     InputError
-        A vector is not finite, a site does not exist, or the folder cannot be used.
+        A vector is not finite, a site does not exist, the folder cannot be used, or the examples are none:
+        texts and token ids have to be made into `Examples` first.
     """
-    require_raw(model)
-    if isinstance(sites, str):
-        raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
+    _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
-    wanted = list(dict.fromkeys(map(anatomy.resolve, anatomy.stream if sites is None else sites)))
+    wanted = _resolve_sites(anatomy, anatomy.stream if sites is None else sites)
     identity = ModelIdentity.from_model(model)
-    batch_tokens = batch_tokens or default_batch_tokens(model)
-    provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions)
+    batch_tokens = _batch_tokens(model, batch_tokens)
+    columns = _columns(anatomy, folder, wanted)
+    provenance = Provenance(
+        identity, examples.provenance, examples.fingerprint, positions, hooks=_hook_names(anatomy, columns)
+    )
     request = {
         "provenance": provenance.to_json(),
         "batch_tokens": batch_tokens,
@@ -108,8 +120,8 @@ def collect(
             yield rows.index, rows.vectors
 
     config, vectors = keep_rows(
-        HOLDS, request, _columns(anatomy, folder, wanted),
-        len(examples) if positions == "drawn" else len(examples.tokens), batches,
+        HOLDS, request, columns,
+        examples.n_positions if positions == "drawn" else len(examples.tokens), batches,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip
     return Activations(vectors, examples, positions, Provenance.from_config(config))
@@ -126,6 +138,15 @@ def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]
     return columns
 
 
+def _hook_names(anatomy: Anatomy, columns: Iterable[str]) -> dict[str, list[str]]:
+    """All names of the columns' hooks, but of the stream's, which are called the same in every model."""
+    with contextlib.suppress(InputError):  # a folder of another model is refused later, in better words
+        inside = [site for site in columns if Site.parse(site).kind != STREAM]
+        return {site: anatomy.names(site) for site in inside}
+    return {}
+
+
+@checked
 def stream(
     model: TransformerBridge,
     examples: Examples,
@@ -142,10 +163,11 @@ def stream(
     are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches. A model
     that is changed between two batches is refused.
     """
-    require_raw(model)
+    _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
-    hooks = {str(site): anatomy.hook(site) for site in map(anatomy.resolve, sites)}
-    batch_tokens = batch_tokens or default_batch_tokens(model)
+    hooks = {str(site): anatomy.hook(site) for site in _resolve_sites(anatomy, sites)}
+    batch_tokens = _batch_tokens(model, batch_tokens)
+    skip = require_whole(skip, "skip", least=0)
     yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes_of(model))
 
 
@@ -161,10 +183,6 @@ def _stream(
     changes: tuple[str, ...],
 ) -> Iterator[Rows]:
     """Yield vectors by the sites' hooks; who asks has looked at the model."""
-    if positions not in get_args(Positions):
-        raise InputError(f"positions={positions!r}: expected one of {', '.join(get_args(Positions))}.")
-    if not hooks:
-        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
     read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
@@ -182,6 +200,39 @@ def _stream(
             bar.update(len(batch.index))
 
 
+def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
+    require_model(model)
+    require_examples(examples)
+    require_choice(positions, get_args(Positions), "positions")
+    if not len(examples):
+        raise InputError("There are no sentences in the examples. Expected at least one.")
+    require_tokens(model, examples.tokens, "the examples")
+    if int(examples.lengths.max()) > model.cfg.n_ctx:
+        raise InputError(
+            f"A sentence of the examples has {examples.lengths.max()} tokens, and the model's context "
+            f"{model.cfg.n_ctx}. Were they made for another model?"
+        )
+    require_raw(model)
+
+
+def _resolve_sites(anatomy: Anatomy, sites: Any) -> list[Site]:
+    if isinstance(sites, (str, int, Site)):
+        raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
+    if not isinstance(sites, Iterable):
+        raise InputError(
+            f"The sites are {short(sites)}. Expected a list of them, such as ['h.0', 'attn_out.3']."
+        )
+    wanted = list(dict.fromkeys(map(anatomy.resolve, sites)))
+    if not wanted:
+        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
+    return wanted
+
+
+def _batch_tokens(model: TransformerBridge, wanted: int | None) -> int:
+    return default_batch_tokens(model) if wanted is None else require_whole(wanted, "batch_tokens", least=1)
+
+
+@checked
 def default_batch_tokens(model: TransformerBridge) -> int:
     """Tokens of a batch that suit the device the model is on."""
     return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS
@@ -202,7 +253,7 @@ def _run(
 
     def keep(name: str) -> Any:
         def hook(value: Tensor, hook: Any) -> None:
-            seen[name] = value[row, column].float()
+            seen[name] = value[row, column].flatten(1).float()  # of several heads, head after head
             # Not stop_at_layer: it runs the unembedding all the same.
             if len(seen) == len(hook_points):
                 raise _AllSeen
@@ -234,7 +285,7 @@ def _places(
 ) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
     """Where in the batch the wanted vectors are, and which rows of the collection they make."""
     if positions == "drawn":
-        places = torch.arange(len(batch.index)), torch.from_numpy(examples.positions[batch.index])
-        return places, batch.index
+        row_of, position, number = examples.rows_of(batch.index)
+        return (torch.from_numpy(row_of), torch.from_numpy(position)), number
     row, column = batch.mask.nonzero(as_tuple=True)
     return (row, column), examples.offsets[batch.index][row.numpy()] + column.numpy()

@@ -20,6 +20,7 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 FACTOR = 20.0
 
 
+@checked
 def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
     """Which samples are sinks: at some layer their norm is ``factor`` times the median over the samples.
 
@@ -41,6 +43,7 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
     return outlying_rows(torch.stack([samples[site].norm(dim=1) for site in layers], 1), factor=factor)
 
 
+@checked
 def find_sinks(
     model: TransformerBridge,
     examples: Examples,
@@ -68,6 +71,7 @@ def find_sinks(
     return sinks
 
 
+@checked
 def outlying_rows(norms: Float[Tensor, "n layers"], *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
     """Which rows are, at some layer, ``factor`` times as long as the median row there."""
     return (norms > factor * norms.median(0).values).any(1)

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from matlens.annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"
@@ -27,6 +28,7 @@ _OFFERED_PATTERNS = 3  # patterns of an item that there are lines for; more can 
 _NUMBER = re.compile(r"[1-9][0-9]*")
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Annotation:
     """What one annotator has filled in.
@@ -46,12 +48,14 @@ class Annotation:
     patterns: pd.DataFrame
 
 
+@checked
 def sheet_code(sample: pd.DataFrame) -> str:
     """The code that tells a sheet from those of other samples: it depends on the items and tokens alone."""
     lines = "\n".join(f"{row.item} {row.rank} {row.token}" for row in _ordered(sample).itertuples())
     return "s" + hashlib.sha256(lines.encode()).hexdigest()[:8]
 
 
+@checked
 def write_concept_sheets(sample: pd.DataFrame, folder: str | Path) -> list[Path]:
     """Write the sheets of a sample into a folder.
 
@@ -112,6 +116,7 @@ def _ordered(sample: pd.DataFrame) -> pd.DataFrame:
     return sample.sort_values(["item", "rank"])
 
 
+@checked
 def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
     """Read filled sheets: the folder with ``tokens.csv`` and ``patterns.csv`` of one annotator.
 

@@ -26,6 +26,7 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVector
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import read_table, result_row, result_table
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ MEASURES = ("covered", "without_stopwords", *CLASSES, "concepts", "small_pattern
 AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
+@checked
 def draw_concept_sample(
     model: TransformerBridge,
     examples: Examples,
@@ -104,7 +106,9 @@ def draw_concept_sample(
         names = {
             "values": [str(ValueVector(layer, index)) for index in chosen],
             "random": [f"random {i}" for i in numbers],
-            "updates": [f"example {i}, position {examples.positions[i]}" for i in numbers],
+            "updates": [
+                f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in numbers
+            ],
         }
         for kind in KINDS:
             source = corpus if kind == "updates" else "none"
@@ -121,6 +125,7 @@ def draw_concept_sample(
     return pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
 
 
+@checked
 def read_concept_sample(path: str | Path) -> pd.DataFrame:
     """Read a sample of `draw_concept_sample` that was written as CSV.
 
@@ -172,6 +177,7 @@ def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
     )
 
 
+@checked
 def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:
     """Shares and counts of paper B's Table 2 and Figure 2, for each kind at each layer and at all of them.
 
@@ -218,6 +224,7 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     return result_table(rows)
 
 
+@checked
 def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:
     """How far annotators agree, for every two of them, for each kind and for ``all``.
 

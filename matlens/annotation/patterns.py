@@ -26,6 +26,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
+@checked
 def find_patterns(
     ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, tokenizer: Any, *, progress: bool = True
 ) -> pd.DataFrame:
@@ -95,6 +97,7 @@ def _largest_pattern(
     return len(words), int(sizes[centre]), int(forms[alike[centre]].sum()), similarity, pattern
 
 
+@checked
 def search_concepts(
     model: TransformerBridge,
     word_similarity: WordSimilarity,
@@ -161,6 +164,7 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     return [", ".join(texts[token] for token in row) for row in ids.tolist()]
 
 
+@checked
 def pattern_shares(
     tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
 ) -> pd.DataFrame:
@@ -209,6 +213,7 @@ def _tensor(column: pd.Series) -> Tensor:
     return torch.from_numpy(column.to_numpy(copy=True))
 
 
+@checked
 def distinct_concepts(
     patterns: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
 ) -> pd.DataFrame:

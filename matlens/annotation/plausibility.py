@@ -17,10 +17,12 @@ from matlens.annotation.sheets import read_sheet, refuse_lines
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
+from matlens.signatures import checked
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
 
+@checked
 def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     """Every distinct token of every sentence once, shuffled within its sentence, to be marked 1 or 0.
 
@@ -46,6 +48,7 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.D
     )
 
 
+@checked
 def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
     """Read a filled sheet.
 
@@ -60,6 +63,7 @@ def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
     return sheet.assign(plausible=sheet["plausible"].astype(int)).reset_index(drop=True)
 
 
+@checked
 def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.DataFrame:
     """The paper's rates from the predictions and a filled sheet.
 

@@ -13,12 +13,14 @@ from pathlib import Path
 import pandas as pd
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import open_regular, system_errors, write_together
 from matlens.storage.tables import read_table
 
 _LONGEST_HEADING = 2**20  # bytes in which the separator is looked for
 
 
+@checked
 def write_sheet(path: str | Path, table: pd.DataFrame) -> None:
     """Write a table as a sheet to be filled in.
 

@@ -36,7 +36,7 @@ def update(
 
     Without --layer there is a line for each layer, with its greatest sub-update.
     """
-    from matlens.corpora.examples import make_prompts
+    from matlens.corpora.prompts import make_prompts
     from matlens.ffn.updates import Updates, dominant_table
     from matlens.models.vocabulary import token_texts, visible
 

@@ -16,11 +16,13 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
 from matlens.control.graders import ATTRIBUTES
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 DECAY, FLOOR = 50.0, 0.01  # the authors' defaults
 _TEMPLATE = "The following text contains {}:\n"
 
 
+@checked
 class SelfDebiasing(LogitsProcessor):
     """Make tokens less likely that the model finds likelier after an announcement of toxic language.
 
@@ -83,6 +85,7 @@ class SelfDebiasing(LogitsProcessor):
         return self.log_probs(groups[0], groups[1:]).repeat(len(groups), 1)
 
 
+@checked
 def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
     """Ban words: no continuation contains one, with a space before it or none, and capitalised or not.
 

@@ -27,6 +27,7 @@ from matlens.ffn.projection import Projection, top_tokens_of_all, values_with_to
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.metrics import Estimate
 from matlens.models.vocabulary import word_tokens
+from matlens.signatures import checked
 from matlens.storage.tables import result_row
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class ModelChange(NamedTuple):
         return self.method if self.coefficient is None else f"{self.method}, coefficient {self.coefficient:g}"
 
 
+@checked
 def choose_values(
     model: TransformerBridge,
     grader: Grader,
@@ -121,6 +123,7 @@ def choose_values(
     return vectors
 
 
+@checked
 def changes_to_compare(
     vectors: Mapping[str, Sequence[str]],
     debiasing: SelfDebiasing,
@@ -156,6 +159,7 @@ class ControlComparison(NamedTuple):
     texts: pd.DataFrame
 
 
+@checked
 def compare_control(
     model: TransformerBridge,
     changes: Sequence[ModelChange],
@@ -226,11 +230,13 @@ def _row(
     )  # fmt: skip
 
 
+@checked
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
     """The rows about toxicity and perplexity, without other attributes of the grader."""
     return table[table["attribute"].isin([TOXICITY, ""])]
 
 
+@checked
 def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None, dict[str, Estimate]]]:
     """Method, coefficient and estimates by metric of each change, in the order of the table."""
     for (method, coefficient), rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):

@@ -101,6 +101,8 @@ def _coefficients(
 ) -> dict[ValueVector, float]:
     if isinstance(names, str | ValueVector):
         raise InputError(f"{names!r} is one name. Expected a list of them, such as ['L3D12'].")
+    if not isinstance(names, Iterable):
+        raise InputError(f"names is {names!r}. Expected a list of value vectors, such as ['L3D12'].")
     resolved = [values.resolve(name) for name in names]
     if not resolved:
         raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")

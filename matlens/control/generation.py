@@ -23,6 +23,7 @@ from matlens.corpora.examples import is_masked
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
 from matlens.models.tokenization import encode_text
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -31,6 +32,7 @@ CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
 CONTINUATION_COLUMNS = ("prompt", "sample", "text")
 
 
+@checked
 @torch.inference_mode()
 def continue_prompts(
     model: TransformerBridge,

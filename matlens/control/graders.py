@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable
 TOXICITY = "toxicity"
@@ -52,6 +53,7 @@ class Grader(Protocol):
         ...
 
 
+@checked
 def make_grader(name: str) -> Grader:
     """Get a grader by name: ``profanity-check``, ``detoxify`` or ``perspective``.
 
@@ -67,6 +69,7 @@ def make_grader(name: str) -> Grader:
     return GRADERS[name]()
 
 
+@checked
 class ProfanityCheck:
     """A linear model over the words of a text, trained on 200,000 comments and tweets (alt-profanity-check).
 
@@ -95,6 +98,7 @@ class ProfanityCheck:
         return {TOXICITY: np.asarray(scores, dtype=np.float64)}
 
 
+@checked
 class Detoxify:
     """A language model trained on the Jigsaw comments (detoxify, "unbiased"), downloaded on its first use.
 

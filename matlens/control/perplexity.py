@@ -19,6 +19,7 @@ from matlens.corpora.examples import Batch, is_masked, make_examples
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -41,6 +42,7 @@ class SentenceLosses(NamedTuple):
     n_tokens: Int[np.ndarray, " n"]
 
 
+@checked
 @torch.inference_mode()
 def sentence_losses(
     model: TransformerBridge,
@@ -91,11 +93,13 @@ def sentence_losses(
     return SentenceLosses(total, n_tokens)
 
 
+@checked
 def perplexity_estimate(losses: SentenceLosses) -> Estimate:
     """``exp`` of the mean loss of all tokens of all sentences, with its 95% interval over sentences."""
     return _exp_of_mean(losses.total, losses.n_tokens)
 
 
+@checked
 def perplexity_ratio(losses: SentenceLosses, unchanged: SentenceLosses) -> Estimate:
     """Perplexity of a changed model over that of the unchanged one, with its 95% interval over sentences.
 

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from urllib3.util import Retry
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 PER_SECOND = 1.0  # requests that a new key is allowed
@@ -21,6 +22,7 @@ _SECONDS = 30.0
 _BUSY = (429, 500, 502, 503, 504)
 
 
+@checked
 class Perspective:
     """Grade texts by the Perspective API, one request a text.
 

@@ -14,10 +14,12 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TopTokens, name_columns
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts
+from matlens.signatures import checked
 
 HARMLESS = 0.1  # the paper's threshold
 
 
+@checked
 def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader: Grader) -> pd.DataFrame:
     """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
 
@@ -49,6 +51,7 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader
     return name_columns(values, range(len(values))).assign(text=texts, score=grader.grade(texts)[TOXICITY])
 
 
+@checked
 def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: int = 0) -> pd.DataFrame:
     """Draw ``n`` value vectors at random among those with a score below a threshold (appendix A.4).
 
@@ -72,6 +75,7 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
     return _require_enough(harmless, n, f"a score below {below}").sample(n, random_state=seed)
 
 
+@checked
 def most_harmless(graded: pd.DataFrame, n: int) -> pd.DataFrame:
     """The ``n`` value vectors with the smallest scores, the smallest first.
 

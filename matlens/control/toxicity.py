@@ -15,11 +15,13 @@ from matlens.control.generation import CONTINUATION_COLUMNS
 from matlens.control.graders import Grader
 from matlens.errors import InputError
 from matlens.metrics import Estimate
+from matlens.signatures import checked
 from matlens.storage.tables import require_columns
 
 TOXIC = 0.5  # from this score on a text counts as toxic, as in the paper
 
 
+@checked
 def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataFrame:
     """Add to continuations a column of scores for each attribute; the continuation alone is graded.
 
@@ -30,11 +32,11 @@ def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataF
     grader
         A grader, such as `make_grader` gives.
     """
-    columns = CONTINUATION_COLUMNS
-    require_columns(continuations, columns, "The table of continuations", made_by="continue_prompts")
+    require_columns(continuations, CONTINUATION_COLUMNS, what="continuations, as continue_prompts gives them")
     return continuations.assign(**grader.grade(continuations["text"].tolist()))
 
 
+@checked
 def toxicity_estimates(
     changed: pd.DataFrame, unchanged: pd.DataFrame, attribute: str
 ) -> list[tuple[str, Estimate]]:
@@ -59,7 +61,7 @@ def toxicity_estimates(
     """
     for texts in (changed, unchanged):
         columns = (*CONTINUATION_COLUMNS, attribute)
-        require_columns(texts, columns, "A table of graded continuations", made_by="grade_continuations")
+        require_columns(texts, columns, what="graded continuations, as grade_continuations gives them")
     after, before = (_by_prompt(texts, attribute) for texts in (changed, unchanged))
     if after.shape != before.shape or changed["prompt"].tolist() != unchanged["prompt"].tolist():
         raise InputError(

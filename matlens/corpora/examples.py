@@ -1,8 +1,8 @@
-"""From sentences to what the model reads: tokens, a drawn position in each sentence, and batches.
+"""From sentences to what the model reads: tokens, positions in each sentence, and batches.
 
-One sentence is one example and is never packed with another (definitions, section 2). The position is
-drawn from the seed and the sentence alone, so it is the same whatever the corpus around it, the split,
-the order and the batches are.
+One sentence is one example and is never packed with another (definitions, section 2). Of a corpus one
+position a sentence is drawn, from the seed and the sentence alone, so it is the same whatever the corpus
+around it, the split, the order and the batches are.
 """
 
 from __future__ import annotations
@@ -17,40 +17,66 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
-ARRAYS = ("tokens", "offsets", "positions")  # what is stored of examples beside vectors
+ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
+MAKE_EXAMPLES = (
+    "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "
+    "matlens.make_prompts(model, texts), of token ids with matlens.make_token_examples(model, ids)."
+)
 
 
+@checked
 @dataclass(frozen=True)
 class Examples:
-    """Tokenised sentences with a position in each.
+    """Tokenised sentences with positions in each.
 
     Attributes
     ----------
     tokens
         Token ids of all sentences end to end; sentence ``s`` is ``tokens[offsets[s]:offsets[s + 1]]``.
-        In a masked-LM model the token at the position is the mask already.
+        Where a position was drawn in a masked-LM model, the token there is the mask already.
     offsets
         ``[n + 1]``, where each sentence starts.
     positions
-        ``i_s``, the drawn position in each sentence, counted from 0.
+        The positions at which vectors are read, sentence after sentence, counted from the sentence's first
+        token, which is 0. `make_examples` and `make_prompts` choose one in each sentence, ``i_s``.
     provenance
-        Corpus, seed, how positions were drawn, and how many sentences were cut.
+        Corpus, seed, how positions were chosen, and how many sentences were cut.
+    sentences
+        The sentence that each position is in; by default there is one position in each, in their order.
+
+    Raises
+    ------
+    InputError
+        The arrays do not belong together: a position lies outside of its sentence, or a sentence has none.
     """
 
     tokens: Int[np.ndarray, " n_tokens"]
     offsets: Int[np.ndarray, " n_plus_1"]
-    positions: Int[np.ndarray, " n"]
+    positions: Int[np.ndarray, " n_positions"]
     provenance: dict[str, Any] = field(default_factory=dict)
+    sentences: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
+
+    def __post_init__(self) -> None:
+        if not len(self.sentences):
+            object.__setattr__(self, "sentences", np.arange(len(self.positions)))
+        _require_consistent(self)
 
     def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def n_positions(self) -> int:
+        """How many positions there are in all sentences: as many rows has what is read at them."""
         return len(self.positions)
 
     @property
@@ -72,7 +98,8 @@ class Examples:
     def fingerprint(self) -> str:
         """Sixteen hex digits of the tokens and positions."""
         digest = hashlib.sha256()
-        for array in (self.tokens, self.offsets, self.positions):
+        several = self.n_positions > len(self)
+        for array in (self.tokens, self.offsets, self.positions, *([self.sentences] if several else [])):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         return digest.hexdigest()[:16]
 
@@ -82,25 +109,49 @@ class Examples:
         return {name: getattr(self, name) for name in ARRAYS}
 
     def head(self, n: int) -> Examples:
-        """The first ``n`` sentences."""
-        provenance = {**self.provenance, "n": min(n, len(self))}
-        end = self.offsets[: n + 1][-1]
-        return Examples(self.tokens[:end], self.offsets[: n + 1], self.positions[:n], provenance)
+        """The first ``n`` sentences, with all of their positions."""
+        n = min(require_whole(n, "The number of sentences", least=1), len(self))
+        kept = int(np.searchsorted(self.sentences, n))
+        return Examples(
+            self.tokens[: self.offsets[n]], self.offsets[: n + 1], self.positions[:kept],
+            {**self.provenance, "n": n}, self.sentences[:kept],
+        )  # fmt: skip
 
     def up_to_positions(self) -> Examples:
-        """Every sentence cut after its drawn position: all that a decoder reads there.
+        """Every sentence cut after its last position: all that a decoder reads for its positions.
 
-        A decoder's vectors at the position are the same, and half of the tokens need not be run.
+        A decoder's vectors at the positions are the same, and half of the tokens need not be run.
         """
-        kept = self.places <= np.repeat(self.positions, self.lengths)
-        offsets = np.concatenate([[0], np.cumsum(self.positions + 1)])
-        return Examples(self.tokens[kept], offsets, self.positions, self.provenance)
+        last = np.zeros(len(self), dtype=np.int64)
+        np.maximum.at(last, self.sentences, self.positions)
+        kept = self.places <= np.repeat(last, self.lengths)
+        offsets = np.concatenate([[0], np.cumsum(last + 1)])
+        return Examples(self.tokens[kept], offsets, self.positions, self.provenance, self.sentences)
+
+    def rows_of(
+        self, index: Int[np.ndarray, " batch"]
+    ) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:
+        """Positions of some sentences, such as those of a batch.
+
+        Returns
+        -------
+        row, position, number
+            For each position of these sentences, one sentence after the other: which of ``index`` its
+            sentence is, the position in it, and its number among all positions.
+        """
+        starts = np.searchsorted(self.sentences, np.arange(len(self) + 1))
+        counts = np.diff(starts)[index]
+        row = np.repeat(np.arange(len(index)), counts)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        number = starts[:-1][index][row] + within
+        return row, self.positions[number], number
 
     def batches(self, max_tokens: int) -> Iterator[Batch]:
         """Batches of sentences of like length, the longest first, so that a lack of memory shows at once.
 
         A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
         """
+        max_tokens = require_whole(max_tokens, "The number of tokens in a batch", least=1)
         order = np.argsort(-self.lengths, kind="stable")
         start = 0
         while start < len(order):
@@ -135,6 +186,7 @@ class Batch:
     mask: Int[Tensor, "batch length"]
 
 
+@checked
 def make_examples(
     model: TransformerBridge, corpus: Corpus, *, seed: int = 0, draw_special: bool = True
 ) -> Examples:
@@ -146,7 +198,7 @@ def make_examples(
         The model, which has the tokenizer and the length of the context. In a masked-LM model the token at
         the position is replaced by the mask.
     corpus
-        The corpus.
+        The corpus. For tokens that are there already see `make_token_examples`.
     seed
         Seed of the positions.
     draw_special
@@ -156,17 +208,24 @@ def make_examples(
     Raises
     ------
     InputError
-        There are no sentences, a sentence has no token to draw, or the model is a masked-LM without
-        a mask token.
+        There are no sentences, a sentence has no token to draw, the model has no tokenizer or is a masked-LM
+        without a mask token, or what is given is no corpus.
     """
-    _require_readable(model)
+    require_model(model)
+    require_kind(
+        corpus, Corpus, "The corpus",
+        way="Read one with matlens.load_corpus(); texts that are given to a model as they are go to "
+        "matlens.make_prompts(), and token ids to matlens.make_token_examples().",
+    )  # fmt: skip
+    require_seed(seed)
+    require_readable(model)
     tokenizer = require_tokenizer(model)
     if not len(corpus):
         raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
     mask_token = tokenizer.mask_token_id if is_masked(model) else None
     if is_masked(model) and mask_token is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
-    n_ctx = _context_length(model)
+    n_ctx = context_length(model)
     encoded = [encode_text(model, text) for text in corpus.sentences]
     too_long = [s for s, encoding in enumerate(encoded) if len(encoding.ids) > n_ctx]
     for s in too_long:
@@ -190,68 +249,80 @@ def make_examples(
         "n": len(ids),
         "n_truncated": len(too_long),
     }
-    return _end_to_end(ids, positions, provenance)
+    return end_to_end(ids, positions, provenance)
 
 
-def make_prompts(model: TransformerBridge, prompts: Sequence[str]) -> Examples:
-    """Tokenise prompts, each with the position whose prediction one wants to read.
-
-    In a decoder that is the last token; in a masked-LM model the mask token, of which a prompt holds exactly
-    one.
-
-    Parameters
-    ----------
-    model
-        The model, which has the tokenizer and the length of the context.
-    prompts
-        The prompts.
-
-    Raises
-    ------
-    InputError
-        A prompt is empty, or does not hold exactly one mask token where one is needed.
-    """
-    if isinstance(prompts, str):
-        raise InputError(f"{prompts!r} is one prompt. Expected a list of them.")
-    tokenizer = require_tokenizer(model)
-    _require_readable(model)
-    n_ctx = _context_length(model)
-    ids, positions = [], []
-    for prompt in prompts:
-        encoded = encode_text(model, prompt)
-        tokens = np.asarray(encoded.ids, dtype=np.int64)
-        ids.append(tokens)
-        if len(tokens) > n_ctx:
-            raise InputError(
-                f"The prompt of {len(tokens)} tokens is longer than the model's context of {n_ctx}."
-            )
-        places = np.flatnonzero(tokens == tokenizer.mask_token_id)
-        if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
-            places = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))[-1:]
-        if len(places) != 1:
-            expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
-            raise InputError(f"The prompt {prompt!r} cannot be read out: expected {expected} in it.")
-        positions.append(int(places[0]))
-    if not ids:
-        raise InputError("There are no prompts. Expected at least one.")
-    return _end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
-
-
+@checked
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"
 
 
-def _end_to_end(ids: list[np.ndarray], positions: np.ndarray, provenance: dict[str, Any]) -> Examples:
+def end_to_end(
+    ids: Sequence[np.ndarray],
+    positions: np.ndarray,
+    provenance: dict[str, Any],
+    sentences: np.ndarray | None = None,
+) -> Examples:
+    """Examples of sentences that are given one by one."""
     offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
-    return Examples(np.concatenate(ids), offsets, positions, provenance)
+    of_each = np.arange(len(ids)) if sentences is None else sentences
+    return Examples(np.concatenate(ids), offsets, positions, provenance, of_each)
 
 
-def _context_length(model: TransformerBridge) -> int:
-    return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
+def require_examples(examples: Any) -> None:
+    """Refuse what are no examples, and say how they are made.
+
+    Raises
+    ------
+    InputError
+        A corpus, texts, or token ids were given instead.
+    """
+    require_kind(examples, Examples, "What the model is to read", way=MAKE_EXAMPLES)
 
 
-def _require_readable(model: TransformerBridge) -> None:
+def require_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:
+    """Refuse tokens that a model does not have.
+
+    Raises
+    ------
+    InputError
+        An id is negative or past the vocabulary.
+    """
+    embedding = model.original_model.get_input_embeddings()
+    size = min(model.cfg.d_vocab, getattr(embedding, "num_embeddings", model.cfg.d_vocab))
+    outside = (tokens < 0) | (tokens >= size)
+    if outside.any():
+        place = int(outside.argmax())
+        raise InputError(
+            f"Token {place} of {of} is {tokens[place]}, and the model has the tokens 0 to {size - 1}. Were "
+            "they made by the tokenizer of another model?"
+        )
+
+
+def require_model(model: Any) -> None:
+    """Refuse what is no bridge of TransformerLens.
+
+    Raises
+    ------
+    InputError
+        It is a name, a model of Hugging Face, or something else.
+    """
+    if not all(hasattr(model, name) for name in ("cfg", "tokenizer", "original_model", "adapter")):
+        raise InputError(
+            f"The model is a {type(model).__name__}. Expected a TransformerBridge. Load one by its name with "
+            "matlens.load()."
+        )
+
+
+def require_readable(model: TransformerBridge) -> None:
+    """Refuse models whose layers predict nothing that could be read at a position.
+
+    Raises
+    ------
+    InputError
+        The model predicts neither the next token nor a single masked one.
+    """
     if not is_masked(model) and not model.adapter.supports_causal_loss:
         raise InputError(
             f"{model.cfg.architecture} predicts neither the next token nor a single masked one, so what its "
@@ -259,9 +330,45 @@ def _require_readable(model: TransformerBridge) -> None:
         )
 
 
+def context_length(model: TransformerBridge) -> int:
+    """How many tokens the model and its tokenizer can take."""
+    return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
+
+
 def _draw_position(text: str, added: list[bool], seed: int, draw_special: bool) -> int:
     allowed = np.arange(len(added)) if draw_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
-        raise InputError(f"The sentence {text!r} has no token whose position could be drawn.")
+        reason = (
+            "of it the tokenizer makes only special tokens" if added else "the tokenizer makes none of it"
+        )
+        raise InputError(f"The sentence {short(text)} has no token whose position could be drawn: {reason}.")
     digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()
     return int(allowed[int.from_bytes(digest, "big") * len(allowed) >> 64])
+
+
+def _require_consistent(examples: Examples) -> None:
+    tokens, offsets, positions = examples.tokens, examples.offsets, examples.positions
+    sentences = examples.sentences
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+        raise InputError(
+            f"The offsets of examples do not divide their {len(tokens)} tokens into sentences. Expected to "
+            "start at 0, never to fall, and to end at the number of tokens."
+        )
+    if len(positions) != len(sentences) or (np.diff(sentences) < 0).any():
+        raise InputError(
+            f"The {len(positions)} positions of examples are not those of {len(sentences)} sentences in "
+            "their order. Expected the number of its sentence for each position, never falling."
+        )
+    if not np.array_equal(np.unique(sentences), np.arange(len(offsets) - 1)):
+        raise InputError(
+            f"The positions of examples are not in all of the {len(offsets) - 1} sentences and in no others. "
+            "Expected one position or more in each sentence."
+        )
+    outside = (positions < 0) | (positions >= np.diff(offsets)[sentences])
+    if outside.any():
+        row = int(outside.argmax())
+        sentence = int(sentences[row])
+        raise InputError(
+            f"The position {positions[row]} lies outside of sentence {sentence}, which has the tokens 0 to "
+            f"{np.diff(offsets)[sentence] - 1}."
+        )

@@ -1,20 +1,39 @@
-"""Prompts to be continued: RealToxicityPrompts, other JSON lines, or a text with one prompt a line."""
+"""Prompts: read from RealToxicityPrompts, JSON lines or a text, and made into examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import Tensor
+
+from matlens.arguments import short
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import (
+    Examples,
+    context_length,
+    end_to_end,
+    is_masked,
+    require_model,
+    require_readable,
+)
 from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
+from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 PROMPT_FIELD = "prompt"
 """Field of JSON lines that holds a prompt unless another is given."""
 CHALLENGING_FIELD = "challenging"
 
 
+@checked
 def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bool = False) -> list[str]:
     """Read prompts from a file; blank ones are left out, and so is white space around them.
 
@@ -79,3 +98,64 @@ def _is_challenging(row: dict[str, Any], where: str) -> bool:
             "RealToxicityPrompts."
         )
     return mark
+
+
+@checked
+def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
+    """Tokenise prompts, each with the position whose prediction one wants to read.
+
+    In a decoder that is the last token; in a masked-LM model the mask token, of which a prompt holds exactly
+    one.
+
+    Parameters
+    ----------
+    model
+        The model, which has the tokenizer and the length of the context.
+    prompts
+        The prompts.
+
+    Raises
+    ------
+    InputError
+        There is no prompt, a prompt is empty, or does not hold exactly one mask token where one is needed; or
+        these are no texts.
+    """
+    require_model(model)
+    prompts = _texts(prompts)
+    require_readable(model)
+    tokenizer = require_tokenizer(model)
+    n_ctx = context_length(model)
+    ids, positions = [], []
+    for prompt in prompts:
+        encoded = encode_text(model, prompt)
+        tokens = np.asarray(encoded.ids, dtype=np.int64)
+        ids.append(tokens)
+        if len(tokens) > n_ctx:
+            raise InputError(
+                f"The prompt of {len(tokens)} tokens is longer than the model's context of {n_ctx}."
+            )
+        places = np.flatnonzero(tokens == tokenizer.mask_token_id)
+        if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
+            places = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))[-1:]
+        if len(places) != 1:
+            expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
+            raise InputError(f"The prompt {short(prompt)} cannot be read out: expected {expected} in it.")
+        positions.append(int(places[0]))
+    if not ids:
+        raise InputError("There are no prompts. Expected at least one.")
+    return end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
+
+
+def _texts(prompts: Any) -> list[str]:
+    if isinstance(prompts, str):
+        raise InputError(f"{short(prompts)} is one prompt. Expected a list of them.")
+    if isinstance(prompts, Corpus):
+        return list(prompts.sentences)
+    way = "Expected a list of texts; token ids go to matlens.make_token_examples()."
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (Tensor, bytes)):
+        raise InputError(f"The prompts are {short(prompts)}. {way}")
+    texts = list(prompts)
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise InputError(f"The prompts hold {short(wrong[0])}. {way}")
+    return texts

@@ -22,6 +22,7 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike
@@ -32,6 +33,7 @@ _DRAWN_PAIRS = 20_000  # that each threshold is taken from
 _MIN_WORDS_OF_BAND = 100
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class WordSimilarity:
     """Words of a corpus, and which of them are used alike.

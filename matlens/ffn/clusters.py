@@ -29,11 +29,14 @@ from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from matlens.arguments import require_number, short
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import Provenance
+from matlens.models.sites import require_finite
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 CLUSTERS, _LABELS = "clusters", "labels"
@@ -48,6 +51,7 @@ _BLOCK = 256  # rows whose distances are made at once
 _COPIES = 2  # of the distances, in float64: scipy works on one of its own
 
 
+@checked
 class Clusters:
     """Which cluster each value vector of a model belongs to (section 5.2).
 
@@ -113,6 +117,7 @@ class Clusters:
             raise InputError(
                 f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
             )
+        require_number(memory, "memory", least=0)
         method = method_within(n, memory)
         provenance = Provenance(values.identity, details={"n_clusters": n_clusters, "method": method})
 
@@ -181,6 +186,8 @@ class Clusters:
             A name does not exist in this model, or the clusters are those of another.
         """
         self.provenance.require_same(values.identity, ours="the clusters")
+        if isinstance(names, str):
+            raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
         vectors = [values.resolve(name) for name in names]
         rows = [vector.layer * values.d_mlp + vector.index for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
@@ -202,6 +209,9 @@ class Clusters:
         """
         self.provenance.require_same(values.identity, ours="the clusters")
         means = []
+        numbers = list(numbers)
+        if not numbers:
+            raise InputError("No clusters are named. Expected at least one number.")
         for cluster in numbers:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
             means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0))
@@ -220,12 +230,25 @@ class Clusters:
             The directions of the clusters, see `directions`; the cosines follow from their lengths.
         numbers
             Numbers of the clusters.
+
+        Raises
+        ------
+        InputError
+            There is no such cluster, or not one finite direction for each.
         """
+        for cluster in numbers:
+            _ = self.members(cluster)
+        if len(directions) != len(numbers):
+            raise InputError(
+                f"{len(directions)} directions for {len(numbers)} clusters. Expected one for each."
+            )
+        require_finite(directions, "the directions")
         size = self.sizes[list(numbers)].astype(float)
         squared = directions.double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
 
+@checked
 def cluster_table(
     values: ValueVectors,
     projection: Projection,

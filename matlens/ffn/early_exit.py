@@ -22,6 +22,7 @@ from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
+from matlens.signatures import checked
 
 Others = Literal["together", "by-layer"]
 _FEWEST_EXAMPLES = 10  # that can be split into three parts
@@ -52,6 +53,7 @@ def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
     return ExampleSplit(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
 
 
+@checked
 def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
     """Which clusters the dominant sub-updates of each example are of, layer by layer (section 6.2).
 
@@ -80,6 +82,7 @@ def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
     return [csr_array((ones, (rows, clusters_of_layer)), shape=shape).sign() for clusters_of_layer in columns]
 
 
+@checked
 class OverlapRule:
     """The rule that leaves where active clusters look like those of saturation events (section 6.2).
 
@@ -205,6 +208,7 @@ def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_laye
     )
 
 
+@checked
 def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 

@@ -28,6 +28,7 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors, unembedding
+from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Saturation(NamedTuple):
     by_ffn: Bool[Tensor, " n"]
 
 
+@checked
 def find_saturation(trace: Trace) -> Saturation:
     """Find where each prediction of a trace is made (section 5.1).
 
@@ -91,6 +93,7 @@ class Events(NamedTuple):
         return Events(self.example[chosen], self.layer[chosen], self.reference)
 
 
+@checked
 def find_events(trace: Trace) -> dict[str, Events]:
     """Find the saturation and elimination events of FFNs, at most one of each in an example (section 5.1).
 
@@ -108,6 +111,7 @@ def find_events(trace: Trace) -> dict[str, Events]:
     }
 
 
+@checked
 def updates_by_effect(trace: Trace) -> dict[str, Events]:
     """Sort the updates of a trace by what they do to the top candidate, events included (Figure 3).
 
@@ -155,6 +159,7 @@ def _require_rows(trace: Trace, rows: Bool[Tensor, " n"] | None) -> None:
         raise InputError("'rows' leaves no example. Expected at least one that counts.")
 
 
+@checked
 def event_scores(
     trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
 ) -> pd.DataFrame:
@@ -196,6 +201,7 @@ def event_scores(
     return pd.DataFrame(table)
 
 
+@checked
 def update_scores(
     trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
 ) -> pd.DataFrame:
@@ -235,6 +241,7 @@ def update_scores(
     return pd.DataFrame(table)
 
 
+@checked
 def saturation_frequency(trace: Trace) -> pd.DataFrame:
     """Share of the examples whose prediction is made at each layer (Tables 9 and 10).
 
@@ -261,6 +268,7 @@ class EventTables(NamedTuple):
         return self.scores[self.scores["read"] == reading]
 
 
+@checked
 def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
     """`event_scores` and `update_scores` by every reading of the scores, and `saturation_frequency`.
 
@@ -317,6 +325,7 @@ def trace_row(
     )  # fmt: skip
 
 
+@checked
 def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
 
@@ -336,6 +345,7 @@ def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     return _relative_scores(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
 
 
+@checked
 def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """What each sub-update adds to the log-odds of the reference token against its rival at that update.
 

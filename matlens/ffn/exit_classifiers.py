@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from matlens.errors import InputError
 from matlens.ffn.early_exit import ExampleSplit
+from matlens.signatures import checked
 
 PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 """Inverse: the smaller, the stronger the penalty."""
@@ -28,6 +29,7 @@ LASSO = 1
 _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
 
 
+@checked
 class ExitClassifiers:
     """A logistic regression for each layer, of whether the prediction is made there.
 

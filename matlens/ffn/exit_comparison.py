@@ -50,6 +50,7 @@ from matlens.linear.fitting import fit_samples
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -60,6 +61,7 @@ FIXED, ORACLE = "fixed layer", "where it is made"
 _PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
 
 
+@checked
 def classifier_sites(model: TransformerBridge) -> list[str]:
     """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes.
 
@@ -90,6 +92,7 @@ class ExitComparison(NamedTuple):
     penalties: dict[str, Counter[str]]
 
 
+@checked
 def compare_exits(
     model: TransformerBridge,
     trace: Trace,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.arguments import require_whole
-from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.corpus import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, lift_scores, read_scores, trace_row
@@ -32,6 +32,7 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
 
 if TYPE_CHECKING:
@@ -69,11 +70,13 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
+@checked
 def default_threshold(scores: TraceScores) -> float:
     """The threshold that the size of a score passes in one of a hundred dominant sub-updates."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
+@checked
 def extreme_sub_updates(
     trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
@@ -106,6 +109,7 @@ def extreme_sub_updates(
     return _at((sizes > threshold).nonzero(), trace, values, scores)
 
 
+@checked
 def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
@@ -158,6 +162,7 @@ def sub_updates_by_cluster(sub_updates: SubUpdates, clusters: Clusters) -> pd.Da
     )
 
 
+@checked
 def cluster_activity(
     sub_updates: SubUpdates,
     clusters: Clusters,
@@ -227,6 +232,7 @@ class ExtremeTables(NamedTuple):
     thresholds: dict[str, float]
 
 
+@checked
 def extreme_tables(
     trace: Trace,
     model: TransformerBridge,
@@ -278,6 +284,7 @@ def extreme_tables(
     return ExtremeTables(**together, thresholds=thresholds)
 
 
+@checked
 def group_table(
     extreme: SubUpdates,
     drawn: SubUpdates,
@@ -354,6 +361,7 @@ def group_table(
     return result_table(rows)
 
 
+@checked
 def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
     """How many extreme sub-updates an example has, by the place of its token in the sentence (section 5.2).
 
@@ -380,7 +388,7 @@ def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, 
 def _with_kinds(sub_updates: SubUpdates, clusters: Clusters, kind_of: pd.DataFrame) -> pd.DataFrame:
     """Sub-updates by cluster, with the ``kind`` of each cluster and sign."""
     columns = ["cluster", "sign", "kind"]
-    require_columns(kind_of, columns, "The table of kinds", made_by="cluster_activity")
+    require_columns(kind_of, columns, what="kinds of clusters, as cluster_activity gives them")
     kinds = kind_of[columns].drop_duplicates()
     return sub_updates_by_cluster(sub_updates, clusters).merge(kinds, "left")
 

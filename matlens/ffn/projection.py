@@ -23,6 +23,7 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVectors, unembedding
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TopTokens(NamedTuple):
     scores: Float[Tensor, "n k"]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Projection:
     """How vectors are read in a model's vocabulary (paper B, section 3).
@@ -124,6 +126,7 @@ class Projection:
         return TopTokens(torch.cat(ids).cpu(), torch.cat(scores).cpu())
 
 
+@checked
 def top_tokens_of_all(
     values: ValueVectors, projection: Projection, *, k: int = TOP, progress: bool = True
 ) -> TopTokens:
@@ -150,6 +153,7 @@ def top_tokens_of_all(
     return TopTokens(torch.cat(ids), torch.cat(scores))
 
 
+@checked
 def values_promoting(
     values: ValueVectors, projection: Projection, words: Sequence[str], *, n: int = 10, progress: bool = True
 ) -> pd.DataFrame:
@@ -187,6 +191,7 @@ def values_promoting(
     return name_columns(values, best.tolist()).assign(score=score, lift=lift)
 
 
+@checked
 def values_with_tokens(
     values: ValueVectors, projection: Projection, tokens: TopTokens, words: Sequence[str]
 ) -> pd.DataFrame:
@@ -226,6 +231,7 @@ def values_with_tokens(
     return table.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
 
 
+@checked
 def token_table(
     values: ValueVectors, projection: Projection, names: Sequence[ValueName], *, k: int = 10
 ) -> pd.DataFrame:
@@ -292,6 +298,7 @@ def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, 
     return both / (2 * first.shape[1] - both)
 
 
+@checked
 def norm_overlap(
     model: TransformerBridge, *, n_random: int = 1000, k: int = TOP, seed: int = 0, progress: bool = True
 ) -> pd.DataFrame:

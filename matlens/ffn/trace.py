@@ -27,6 +27,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
+from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ REFERENCES = ("before", "final")
 _READOUT_ROWS = 512  # rows that are read out at once
 
 
+@checked
 class Trace:
     """Candidates and sub-updates at every layer, for ``n`` examples (section 5).
 
@@ -149,7 +151,7 @@ class Trace:
                 yield batch.index, reader.rows(batch)
 
         config, rows = keep_rows(
-            TRACE, request, reader.columns, len(examples), batches,
+            TRACE, request, reader.columns, examples.n_positions, batches,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         )  # fmt: skip
         return cls(rows, examples, Provenance.from_config(config))
@@ -201,7 +203,7 @@ class _BatchReader:
         before = {site for sites in self._before for site in sites}
         self.sites = sorted(before | {*self._after, *self._coefficients})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
-        self._drawn = random_sub_updates(self._values, len(examples), k, seed=seed)
+        self._drawn = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
         n = self._values.n_layers
         scores = [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
         self.columns = {

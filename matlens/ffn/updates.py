@@ -18,12 +18,14 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect, stream
+from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVector, ValueVectors
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.models.vocabulary import token_texts, visible
+from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ DOMINANCE = "dominance"  # the experiment's name in tables
 FFN_OUT = "ffn_out"
 
 
+@checked
 class Updates:
     """What the FFNs of a model write at collected positions, as sub-updates (paper B, section 3).
 
@@ -106,7 +109,14 @@ class Updates:
         return self._of(FFN_OUT, layer)
 
     def sub_updates(self, layer: int, row: int = 0) -> Float[Tensor, "d_mlp d_model"]:
-        """``m_i v_i`` of one position; their sum and ``values.bias(layer)`` are its row of `outputs`."""
+        """``m_i v_i`` of one position; their sum and ``values.bias(layer)`` are its row of `outputs`.
+
+        Raises
+        ------
+        InputError
+            There is no such row.
+        """
+        require_whole(row, "row", least=0, most=self.activations.n_rows - 1)
         return self.coefficients(layer)[row, :, None] * self.values.layer(layer)
 
     def contributions(self, layer: int) -> Float[Tensor, "n d_mlp"]:
@@ -159,6 +169,7 @@ def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> li
     return [torch.rand(shape, generator=generator).topk(k).indices for _ in range(values.n_layers)]
 
 
+@checked
 def dominant_table(
     updates: Updates, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
 ) -> pd.DataFrame:
@@ -200,6 +211,7 @@ def dominant_table(
     return pd.DataFrame(rows, columns=columns)
 
 
+@checked
 def dominance(
     model: TransformerBridge,
     examples: Examples,
@@ -235,9 +247,9 @@ def dominance(
     values = ValueVectors(model)
     require_count(k, values)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
-    drawn = random_sub_updates(values, len(examples), k, seed=seed)
+    drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
-    shares = {method: torch.empty(values.n_layers, len(examples)) for method in ("dominant", "random")}
+    shares = {method: torch.empty(values.n_layers, examples.n_positions) for method in ("dominant", "random")}
     for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
         index = torch.from_numpy(rows.index)
         for layer, site in enumerate(sites):

@@ -17,18 +17,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy, output_layer
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
+_MOST_RANDOM = 10**5  # vectors that are drawn at once
 _PROBES = 5  # value vectors of each layer that the layer itself is asked for
 
 
+@checked
 @dataclass(frozen=True, order=True)
 class ValueVector:
     """The name of a value vector: ``ValueVector(3, 12)`` is written ``L3D12``, both counted from 0."""
@@ -51,17 +55,18 @@ class ValueVector:
         if isinstance(text, ValueVector):
             return text
         if isinstance(text, str):
-            parts = re.fullmatch(r"[Ll](-?[0-9]+)[Dd](-?[0-9]+)", text)
+            parts = re.fullmatch(r"[Ll](-?[0-9]{1,18})[Dd](-?[0-9]{1,18})", text)
             if parts is not None:
                 return cls(int(parts[1]), int(parts[2]))
-        elif isinstance(text, Sequence) and [isinstance(number, Integral) for number in text] == [True, True]:
+        elif isinstance(text, Sequence) and list(map(_is_whole, text)) == [True, True]:
             return cls(int(text[0]), int(text[1]))
         raise InputError(
-            f"{text!r} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a layer "
-            "and an index."
+            f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a "
+            "layer and an index."
         )
 
 
+@checked
 class ValueVectors:
     """All value vectors of a model (paper B, section 2).
 
@@ -123,15 +128,22 @@ class ValueVectors:
         InputError
             This model has no such layer.
         """
-        if not -self.n_layers <= layer < self.n_layers:
+        if not -self.n_layers <= require_whole(layer, "layer") < self.n_layers:
             raise InputError(
-                f"Layer {layer} is out of range: the FFNs of this model are in the layers 0 to "
+                f"Layer {short(layer)} is out of range: the FFNs of this model are in the layers 0 to "
                 f"{self.n_layers - 1}."
             )
         return int(layer) % self.n_layers
 
     def at(self, row: int) -> ValueVector:
-        """The value vector of a row, where the vectors of all layers stand layer after layer."""
+        """The value vector of a row, where the vectors of all layers stand layer after layer.
+
+        Raises
+        ------
+        InputError
+            There is no such row.
+        """
+        require_whole(row, "row", least=0, most=len(self) - 1)
         return ValueVector(*divmod(row, self.d_mlp))
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
@@ -151,7 +163,7 @@ class ValueVectors:
         InputError
             There are no names, or one does not exist in this model.
         """
-        values = [self.resolve(name) for name in names]
+        values = [self.resolve(name) for name in _listed(names)]
         if not values:
             raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
         return torch.stack([self._matrices[value.layer][value.index].float() for value in values])
@@ -168,15 +180,27 @@ class ValueVectors:
         Raises
         ------
         InputError
-            ``n`` is less than 1.
+            ``n`` is less than 1, or more than a hundred thousand.
         """
-        if n < 1:
-            raise InputError(f"{n} random vectors were asked for. Expected at least 1.")
+        if not 1 <= n <= _MOST_RANDOM:
+            raise InputError(
+                f"{n} random vectors were asked for. Expected at least 1, and at most {_MOST_RANDOM:,}."
+            )
         layer = self.resolve_layer(layer)
         vectors = self.layer(layer)
-        generator = torch.Generator().manual_seed(seed * self.n_layers + layer)
+        generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:
+    if isinstance(names, str | ValueVector):
+        raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
+    return names
 
 
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:

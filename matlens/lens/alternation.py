@@ -20,6 +20,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.patching.schemes import Scheme, r2_schemes, wrr_schemes
 from matlens.patching.variants import Variant, run_variants
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 ALTERNATION = "paper_a_fig6_alternation"  # the experiment
 
 
+@checked
 def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Scheme]]:
     """The schemes of Figure 6, each with the name of its method.
 
@@ -39,6 +41,7 @@ def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Sche
     return named + [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(n_layers)]
 
 
+@checked
 def scheme_quality(
     readout: Readout,
     model: TransformerBridge,

@@ -18,11 +18,14 @@ from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.activations.activations import Activations
+from matlens.arguments import require_number, short
 from matlens.errors import InputError
 from matlens.lens.quality import Substitute, chunks, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
-from matlens.storage.tables import result_table
+from matlens.models.sites import require_finite
+from matlens.signatures import checked
+from matlens.storage.tables import require_columns, result_table
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
@@ -31,6 +34,7 @@ _STEPS = np.linspace(-0.112, 1.112, 613)  # from where all examples exit at once
 _METHODS = {"mat": SWEEP, "id": SWEEP_ID}
 
 
+@checked
 def thresholds(
     positions: Int[Tensor, " n"], lam: float, mean_length: float | None = None
 ) -> Float[Tensor, " n"]:
@@ -44,17 +48,39 @@ def thresholds(
         The threshold's parameter: 0 and less exits nearly at once, more than 1.11 never.
     mean_length
         ``N``, by default the mean of ``i + 1`` over the positions.
+
+    Raises
+    ------
+    InputError
+        The mean length is not positive, a position is negative, or there is none.
     """
+    if not len(positions) or int(positions.min()) < 0:
+        raise InputError("Expected one position or more, each counted from 0.")
+    if mean_length is not None and mean_length <= 0:
+        raise InputError(f"The mean length is {mean_length}. Expected a positive number.")
     i = positions.double()
     n = float((i + 1).mean()) if mean_length is None else mean_length
     return 0.9 * lam + 0.1 * torch.exp(-4 * i / n)
 
 
+@checked
 def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """The first layer, from 1, whose confidence passes the threshold; the last layer where none does.
 
     Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
+
+    Raises
+    ------
+    InputError
+        There is not one threshold for each row, or no layer, or a number is none.
     """
+    if not confidence.shape[1] or len(confidence) != len(threshold):
+        raise InputError(
+            f"Confidences of the shape {tuple(confidence.shape)} with {len(threshold)} thresholds. Expected "
+            "a threshold for each row, and one layer or more."
+        )
+    if bool(confidence.isnan().any()) or bool(threshold.isnan().any()):
+        raise InputError("A confidence or a threshold is NaN. Expected numbers.")
     passed: Bool[Tensor, "n n_layers"] = confidence.double() > threshold[:, None]
     passed[:, -1] = True
     return passed.to(torch.uint8).argmax(1) + 1
@@ -75,6 +101,7 @@ class ExitConfidence(NamedTuple):
     right: Bool[Tensor, "n n_layers"]
 
 
+@checked
 def exit_confidences(
     readout: Readout,
     truth: Float[Tensor, "n d_model"],
@@ -97,8 +124,16 @@ def exit_confidences(
         The name of the method, for the progress bar.
     progress
         Whether to show a progress bar.
+
+    Raises
+    ------
+    InputError
+        There is no layer, or the truth is not finite.
     """
     n, n_layers = len(truth), len(substitutes)
+    if not n_layers:
+        raise InputError("There is nothing to leave the model by. Expected a substitute for each layer.")
+    require_finite(truth, "the truth")
     confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
     for part in tqdm(list(chunks(n)), desc=f"confidence of {name}", disable=not progress, delay=1):
         true = readout.log_probs(truth[part])
@@ -110,6 +145,7 @@ def exit_confidences(
     return confidence
 
 
+@checked
 def least_lam(
     confidence: ExitConfidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
 ) -> float:
@@ -121,6 +157,7 @@ def least_lam(
     return float(_STEPS[-1])  # all layers are run, and all examples right
 
 
+@checked
 def exit_sweep(
     readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
 ) -> pd.DataFrame:
@@ -168,6 +205,7 @@ def _substitute(
     return substitute
 
 
+@checked
 def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> float:
     """Layers saved at a given Precision@1 by early exit.
 
@@ -178,14 +216,23 @@ def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> f
     Raises
     ------
     InputError
-        The table has no early exit by this method, or it nowhere reaches the precision.
+        The table has no early exit by this method, or it nowhere reaches the precision; or the precision is
+        no share.
     """
+    require_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
+    require_number(precision, "The precision", least=0, most=1)
     part = table[(table["method"] == method) & table["lam"].notna()]
+    if part.empty:
+        raise InputError(
+            f"The table has no early exit by {short(method)}. Expected a method that it has: "
+            f"{short(sorted(set(table['method'])))}."
+        )
     return float(table["target"].max()) - _crossing(
         part["layer"].to_list(), part["value"].to_list(), precision
     )
 
 
+@checked
 def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
     """Layers saved by each method at a given Precision@1, see `layers_saved`.
 

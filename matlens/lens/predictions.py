@@ -16,11 +16,13 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
+from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import visible
-from matlens.storage.tables import read_table
+from matlens.signatures import checked
+from matlens.storage.tables import read_table, require_columns
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -35,6 +37,7 @@ METHODS = ("id", "mat")
 _ROWS = 256  # rows that are read out at once
 
 
+@checked
 def top_predictions(
     readout: Readout, maps: MapSet, prompts: Activations, layers: Sequence[int], *, k: int = 5
 ) -> pd.DataFrame:
@@ -57,13 +60,17 @@ def top_predictions(
     Raises
     ------
     InputError
-        A layer is out of range or has no map to the last one, or the maps are of another model.
+        A layer is out of range or has no map to the last one, there is no layer, ``k`` is less than 1 or more
+        than the vocabulary has, or the maps are of another model.
     """
+    require_whole(k, "k", least=1)
     maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
     last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:
             raise InputError(f"Layer {layer} is out of range: this model has layers 0 to {last}.")
+    if not layers:
+        raise InputError("No layers are chosen. Expected at least one.")
     rows = []
     for layer in dict.fromkeys(layer % (last + 1) for layer in layers):
         for method in METHODS if layer < last else METHODS[:1]:
@@ -74,6 +81,7 @@ def top_predictions(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
+@checked
 def read_predictions(path: str | Path) -> pd.DataFrame:
     """Read back a table of `top_predictions`, tokens such as ``"nan"`` and a line break included.
 
@@ -88,6 +96,7 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
     )  # fmt: skip
 
 
+@checked
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
     """The part of each prompt that the model has read: all of it around a mask, or up to the position."""
     examples, tokenizer = prompts.examples, readout.tokenizer
@@ -98,9 +107,8 @@ def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
         names.discard(tokenizer.unk_token)
     added = {*tokenizer.convert_tokens_to_ids(sorted(names))}
     texts = []
-    for start, end, position in zip(
-        examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True
-    ):
+    starts, ends = examples.offsets[examples.sentences], examples.offsets[examples.sentences + 1]
+    for start, end, position in zip(starts, ends, examples.positions, strict=True):
         masked = examples.tokens[start + position] == readout.tokenizer.mask_token_id
         tokens = examples.tokens[start : end if masked else start + position + 1]
         special = np.isin(tokens, sorted(added - {tokens[position]}))
@@ -108,15 +116,26 @@ def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
     return texts
 
 
+@checked
 def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
-    """One prompt's tokens: a column for each method and layer (``id_4, mat_4, ...``), a row for each rank."""
+    """One prompt's tokens: a column for each method and layer (``id_4, mat_4, ...``), a row for each rank.
+
+    Raises
+    ------
+    InputError
+        It is no table of predictions, or has none for the prompt.
+    """
+    require_columns(table, COLUMNS, what="the table of lens.top_predictions")
     predictions = table[table["prompt"] == prompt]
+    if predictions.empty:
+        raise InputError(f"The table has no predictions for the prompt {short(prompt)}.")
     columns = {}
     for (layer, method), part in predictions.groupby(["layer", "method"], sort=True):
         columns[f"{method}_{layer}"] = [visible(token) for token in part.sort_values("rank")["token"]]
     return pd.DataFrame(columns)
 
 
+@checked
 def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
     """The table of `side_by_side`, for the terminal."""
     wide = side_by_side(table, prompt)
@@ -126,6 +145,7 @@ def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
     return out
 
 
+@checked
 @torch.inference_mode()
 def prediction_confidence(
     model: TransformerBridge, examples: Examples, *, progress: bool = True

@@ -17,19 +17,23 @@ from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.activations.activations import Activations
+from matlens.arguments import require_choice, short
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site, require_finite
-from matlens.storage.tables import result_row, result_table
+from matlens.signatures import checked
+from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
 
 FIT, PREDICTION = "fit_quality", "prediction_quality"
+METHODS = ("mat", "id")
 _KS = (1, 5, 10)
 _ROWS = 256  # examples whose distributions are held at once
 Key = TypeVar("Key", bound=Hashable)
 Substitute = Callable[[slice], Float[Tensor, "rows d_model"]]
 
 
+@checked
 def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True) -> pd.DataFrame:
     """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
 
@@ -52,12 +56,13 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
     return result_table(rows)
 
 
+@checked
 def prediction_quality(
     readout: Readout,
     maps: MapSet,
     validation: Activations,
     *,
-    methods: Sequence[str] = ("mat", "id"),
+    methods: Sequence[str] = METHODS,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Precision@1, 5, 10 and surprisal of what every layer predicts by ``mat`` and ``id`` (paper A, 4.1).
@@ -66,6 +71,10 @@ def prediction_quality(
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    for method in methods:
+        require_choice(method, METHODS, "A method")
+    if not methods:
+        raise InputError("No methods are chosen. Expected mat, id, or both.")
     last = validation.provenance.identity.n_layers
     layers = [layer for layer in range(last) if (layer, last) in maps]
     if not layers:
@@ -100,6 +109,7 @@ class JudgedPredictions(NamedTuple):
     surprisal: Float[Tensor, " n"]
 
 
+@checked
 def judge_predictions(
     readout: Readout,
     truth: Float[Tensor, "n d_model"],
@@ -123,6 +133,8 @@ def judge_predictions(
     progress
         Whether to show a progress bar.
     """
+    if not substitutes:
+        raise InputError("There is nothing to judge. Expected a substitute or more.")
     n = len(truth)
     judged = {key: JudgedPredictions(torch.empty(n, dtype=torch.long), torch.empty(n)) for key in substitutes}
     for part in tqdm(list(chunks(n)), desc="predictions", disable=not progress, delay=1):
@@ -140,6 +152,7 @@ def judge_predictions(
     return judged
 
 
+@checked
 def prediction_rows(
     experiment: str, data: Activations, method: str, layer: float, judged: JudgedPredictions
 ) -> list[dict[str, Any]]:
@@ -184,8 +197,16 @@ def chunks(n: int) -> Iterator[slice]:
     return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
 
 
+@checked
 def layer_table(results: pd.DataFrame) -> pd.DataFrame:
-    """A table for people, a row for each layer: r2 onto the last layer, Precision@1 and surprisal."""
+    """A table for people, a row for each layer: r2 onto the last layer, Precision@1 and surprisal.
+
+    Raises
+    ------
+    InputError
+        It is no table of results.
+    """
+    require_columns(results, COLUMNS, what="the tables of lens.fit_quality and lens.prediction_quality")
     last = results["target"].max()
     names: Mapping[tuple[str, str], str] = {
         ("r2", "mat"): "r2 mat", ("r2", "id"): "r2 id",
@@ -197,9 +218,19 @@ def layer_table(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({name: wide[key] for key, name in names.items() if key in wide})
 
 
+@checked
 def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
-    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
+    """r2 of a method as ``[layer, target]``, NaN where there is no map.
+
+    Raises
+    ------
+    InputError
+        It is no table of results, or has no r2 by this method.
+    """
+    require_columns(results, COLUMNS, what="the table of lens.fit_quality")
     part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")
     size = int(results["target"].max()) + 1
     grid = torch.full((size, size), float("nan"))
     grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
@@ -208,6 +239,7 @@ def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
     return grid
 
 
+@checked
 def as_substitute(vectors: Float[Tensor, "n d_model"]) -> Substitute:
     """Substitutes whose vectors have been computed already."""
     return lambda part: vectors[part]

@@ -29,6 +29,7 @@ from matlens.models.readout import Readout
 from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -60,6 +61,7 @@ class SubmoduleCase(NamedTuple):
     layer: int
 
 
+@checked
 def places_to_replace(model: TransformerBridge, examples: Examples) -> dict[str, Where]:
     """Each of `PLACES` as the ``where`` of a `Replacement`.
 
@@ -74,6 +76,7 @@ def places_to_replace(model: TransformerBridge, examples: Examples) -> dict[str,
     }
 
 
+@checked
 def run_submodule_cases(
     model: TransformerBridge,
     maps: Mapping[str, MapSet],
@@ -148,6 +151,7 @@ def _require_fitted(maps: Mapping[str, MapSet], wanted: Iterable[str]) -> None:
             )
 
 
+@checked
 def attention_rows(
     readout: Readout,
     model: TransformerBridge,
@@ -167,6 +171,7 @@ def attention_rows(
     ]
 
 
+@checked
 def submodule_layers(
     readout: Readout,
     model: TransformerBridge,
@@ -216,6 +221,7 @@ def submodule_layers(
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
 
 
+@checked
 def submodule_positions(
     readout: Readout,
     model: TransformerBridge,
@@ -253,12 +259,14 @@ def submodule_positions(
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
 
 
+@checked
 def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 of a table of results for people: a row for each method, a column for each layer."""
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     return best.pivot_table(index="method", columns="layer", values="value", sort=False)
 
 
+@checked
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
     """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

@@ -19,6 +19,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
+@checked
 def fit_drawn_and_all(
     model: TransformerBridge, examples: Examples, *, progress: bool = True
 ) -> dict[str, MapSet]:
@@ -46,12 +48,13 @@ def fit_drawn_and_all(
     sites = list(map(str, Anatomy.from_model(model).stream))
     last = len(sites) - 1
     pairs = [(layer, last) for layer in range(last)]
-    sentence_of = {int(row): i for i, row in enumerate(examples.offsets[:-1] + examples.positions)}
-    drawn = {site: torch.empty(len(examples), model.cfg.d_model) for site in sites}
+    starts = examples.offsets[examples.sentences]
+    number_of = {int(row): i for i, row in enumerate(starts + examples.positions)}
+    drawn = {site: torch.empty(examples.n_positions, model.cfg.d_model) for site in sites}
 
     def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
         for rows in stream(model, examples, sites, positions="all", progress=progress):
-            kept = [(i, sentence_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in sentence_of]
+            kept = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
             here, there = map(list, zip(*kept, strict=True))
             for site, vectors in rows.vectors.items():
                 drawn[site][there] = vectors[here]
@@ -63,6 +66,7 @@ def fit_drawn_and_all(
     return {"drawn": of_drawn, "all": of_all}
 
 
+@checked
 def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activations) -> pd.DataFrame:
     """r2 and prediction quality of ``mat`` of each fit; the methods are called ``mat, <fit>``.
 
@@ -82,6 +86,7 @@ def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activ
     return pd.concat(tables, ignore_index=True)
 
 
+@checked
 def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """A table of `compare_fits` for people, a row for each layer: ``r2 <method>`` and ``P@1 <method>``."""
     chosen = table[(table["metric"] == "r2") | ((table["metric"] == "precision") & (table["k"] == 1))]
@@ -90,6 +95,7 @@ def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     return wide
 
 
+@checked
 def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
     """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has.
 
@@ -107,6 +113,7 @@ def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
     return maps
 
 
+@checked
 def transfer_quality(
     readout: Readout, maps: Mapping[str, MapSet], validations: Mapping[str, Activations]
 ) -> pd.DataFrame:
@@ -133,6 +140,7 @@ def transfer_quality(
     return pd.concat(tables, ignore_index=True)
 
 
+@checked
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 averaged over layers, beside that of the maps of the tested corpus itself.
 

@@ -16,11 +16,13 @@ from matlens.linear.moments import Moments, require_finite
 from matlens.linear.pairs import Pair, by_source, require_collected
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.signatures import checked
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 _KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
 
+@checked
 def fit_samples(
     samples: Mapping[str, Float[Tensor, "n d"]],
     pairs: Sequence[Pair],
@@ -85,6 +87,7 @@ class Samples(Protocol):
         """The sites."""
 
 
+@checked
 def fit_rows(
     samples: Samples,
     pairs: Sequence[tuple[str, str]],
@@ -172,6 +175,7 @@ class _SideBySide:
         return [self._wide[rows, start:end] for start, end in runs]
 
 
+@checked
 def fit_stream(
     batches: Iterable[Mapping[str, Float[Tensor, "n d"]]],
     pairs: Sequence[Pair],

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
+from matlens.models.sites import Site
+from matlens.signatures import checked
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class LinearMap:
     """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.
@@ -80,7 +83,7 @@ class LinearMap:
         InputError
             ``following`` does not start where this one ends, or is of another model.
         """
-        if self.target != following.source:
+        if Site.read(self.target) != Site.read(following.source):
             raise InputError(
                 f"A map onto {self.target} cannot be followed by one from {following.source}: "
                 "the first must end where the second starts."

@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.linear.fitting import Samples, fit_rows
 from matlens.linear.maps import LinearMap
@@ -24,6 +25,7 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
     describe_tensors,
@@ -47,13 +49,14 @@ class _Stored(NamedTuple):
     record: Record
 
 
+@checked
 class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 
-    ``maps[3, 30]`` is the map between two layers of the stream; sites are named otherwise, as in
-    ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that of the first map. With
-    ``same_precision=False`` the maps may be used on the same weights in another precision, such as maps of a
-    float32 model while it runs in bfloat16.
+    ``maps[3, 30]`` is the map between two layers of the stream, and ``maps[3, -1]`` that onto the last one;
+    sites are named otherwise, as in ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that
+    of the first map. With ``same_precision=False`` the maps may be used on the same weights in another
+    precision, such as maps of a float32 model while it runs in bfloat16.
 
     Raises
     ------
@@ -68,7 +71,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         provenance: Provenance | None = None,
         same_precision: bool = True,
     ) -> None:
-        given = list(maps)
+        given = [_with_names(linear) for linear in maps]
         if not same_precision:
             given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}
@@ -87,13 +90,14 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 "of their own."
             )
         if provenance is None and given:
-            provenance = given[0].provenance
+            hooks = {site: names for linear in given for site, names in linear.provenance.hooks.items()}
+            provenance = replace(given[0].provenance, hooks=hooks)
         self.provenance = provenance or Provenance()
         if not same_precision:
             self.provenance = replace(self.provenance, same_precision=False)
 
     def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
-        source, target = (str(Site.parse(site)) for site in pair)
+        source, target = self._names(pair)
         try:
             kept = self._maps[source, target]
         except KeyError:
@@ -105,9 +109,23 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     def __contains__(self, pair: object) -> bool:
         """Whether there is a map, without reading it."""
         try:
-            return isinstance(pair, tuple) and tuple(str(Site.parse(site)) for site in pair) in self._maps
+            return isinstance(pair, tuple) and self._names(pair) in self._maps
         except InputError:  # what is no site has no map
             return False
+
+    def _names(self, pair: Any) -> tuple[str, str]:
+        """Names of both sites, from the end of the model where they count from there."""
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InputError(f"{short(pair)} is no pair of sites. Expected two, such as maps[3, 30].")
+        return self._name(pair[0]), self._name(pair[1])
+
+    def _name(self, site: Any) -> str:
+        try:
+            return str(self.provenance.resolve(site))
+        except InputError:
+            if Site.read(site).layer < 0:
+                raise
+            return str(Site.parse(site))  # of no layer of this model there is a map, either
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._maps)
@@ -147,7 +165,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         InputError
             A pair is not usable, a site was not collected, or no sample is left.
         """
-        wanted = resolve_pairs(pairs, activations.provenance.identity.n_layers)
+        wanted = resolve_pairs(pairs, activations.provenance)
         maps = fit_rows(activations, wanted, rows=rows, intercept=intercept, ridge=ridge)
         total = len(dict.fromkeys(wanted))
         return cls(tqdm(maps, total=total, desc="fitting", unit="map", disable=not progress, delay=1))
@@ -221,6 +239,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         return maps
 
 
+def _with_names(linear: LinearMap) -> LinearMap:
+    """A map whose sites are spelled as sets spell them, such as ``h.3`` for ``resid_post.2``."""
+    source, target = str(Site.read(linear.source)), str(Site.read(linear.target))
+    same = (source, target) == (linear.source, linear.target)
+    return linear if same else replace(linear, source=source, target=target)
+
+
 def write_maps(
     folder: str | Path,
     pairs: Sequence[tuple[str, str]],
@@ -269,9 +294,11 @@ def _written_before(folder: Path) -> dict[str, Record]:
 def _write_source(path: Path, maps: Iterable[LinearMap]) -> Record:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        weight, bias = (None if part is None else _float32(part) for part in (linear.weight, linear.bias))
-        tensors |= {linear.target: weight} | ({} if bias is None else {f"{linear.target}/bias": bias})
-        if not all(part is None or part.isfinite().all() for part in (weight, bias)):
+        parts = {linear.target: _float32(linear.weight)}
+        if linear.bias is not None:
+            parts[f"{linear.target}/bias"] = _float32(linear.bias)
+        tensors |= parts
+        if not all(part.isfinite().all() for part in parts.values()):
             raise InputError(
                 f"The map {linear.source} -> {linear.target} cannot be saved: a number of it is not finite "
                 "in float32. Fit it again, on finite vectors."

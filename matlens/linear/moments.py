@@ -17,8 +17,10 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
+from matlens.signatures import checked
 
 
+@checked
 class Moments:
     """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
 

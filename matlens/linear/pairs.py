@@ -6,37 +6,49 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from matlens.errors import InputError
+from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
+from matlens.signatures import checked
 
 Pair = tuple[str | int | Site, str | int | Site]
 Pairs = Literal["all", "last"] | Iterable[Pair]
 
 
-def resolve_pairs(pairs: Pairs, n_layers: int) -> list[tuple[str, str]]:
-    """Names of the sites of each pair, in a model of so many layers.
+@checked
+def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]]:
+    """Names of the sites of each pair, in a model.
 
     Parameters
     ----------
     pairs
         ``"all"`` for every ``0 <= l < l' <= L`` of the stream, ``"last"`` for those onto ``L``, or a list of
         pairs of sites.
-    n_layers
-        ``L``.
+    model
+        ``L``, the number of its blocks, or what its vectors say of it, where hooks have several names.
 
     Raises
     ------
     InputError
         These are not pairs, a site is out of range, or a layer of the stream does not lie before its target.
     """
-    if pairs == "all":
+    known = model if isinstance(model, Provenance) else None
+    wanted_by_name = isinstance(pairs, str) and pairs in ("all", "last")
+    n_layers = (
+        model if not isinstance(model, Provenance) else model.identity.n_layers if wanted_by_name else 0
+    )
+    if isinstance(pairs, str) and pairs == "all":
         named: list[Pair] = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
-    elif pairs == "last":
+    elif isinstance(pairs, str) and pairs == "last":
         named = [(a, n_layers) for a in range(n_layers)]
     elif isinstance(pairs, str):
         raise InputError(f"pairs={pairs!r}: expected 'all', 'last', or a list of pairs of sites.")
     else:
         named = [_both_ends(pair) for pair in _listed(pairs)]
-    sites = [(Site.parse(source, n_layers), Site.parse(target, n_layers)) for source, target in named]
+
+    def resolve(site: str | int | Site) -> Site:
+        return Site.parse(site, n_layers) if known is None else known.resolve(site)
+
+    sites = [(resolve(source), resolve(target)) for source, target in named]
     for source, target in sites:
         if source.kind == target.kind == STREAM and source.layer >= target.layer:
             raise InputError(

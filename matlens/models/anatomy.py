@@ -1,12 +1,14 @@
-"""How a model's blocks are wired, found by running a few tokens and checking which sums hold."""
+"""How a model's blocks are wired and what its hooks carry, found by running a few tokens."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +19,8 @@ from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
+    MID,
+    MID_HOOK,
     STREAM,
     STREAM_HOOKS,
     STREAM_ONLY,
@@ -24,11 +28,35 @@ from matlens.models.sites import (
     Site,
     block_hook,
 )
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+class Hook(NamedTuple):
+    """A hook point of TransformerLens, and what it carries in a pass.
+
+    Attributes
+    ----------
+    name, names
+        Its own name, and all names by which TransformerLens knows it.
+    order
+        When it fires: the number of hooks that fire before it; -1 if it does not fire.
+    shape
+        What it carries for a token, ``(width,)`` or ``(heads, width)``; ``()`` where that is no vector.
+    carries
+        What it carries, in words.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    order: int
+    shape: tuple[int, ...]
+    carries: str
+
+
+@checked
 @dataclass(frozen=True)
 class Anatomy:
     """What sites a model has and which hook carries each.
@@ -44,6 +72,8 @@ class Anatomy:
         Width of ``ffn_post``, 0 where there is none.
     blocks_return_tuples
         Whether a block's module returns its vectors as the first of several values.
+    hooks
+        Every hook of the model, by each of its names.
     """
 
     family: Family
@@ -52,19 +82,21 @@ class Anatomy:
     kinds: tuple[str, ...]
     d_mlp: int = 0
     blocks_return_tuples: bool = False
+    hooks: Mapping[str, Hook] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Anatomy:
         """Find how a model's blocks are wired, by running a few tokens and checking the sums.
 
         The answer is remembered for as long as the model lives, but not where the model is changed: hooks of
-        others can break its sums.
+        others can break its sums. Where hooks are turned on in ``model.cfg`` it is asked for anew.
         """
-        if model in _KNOWN:
-            return _KNOWN[model]
+        switches = tuple(getattr(model.cfg, name, None) for name in _SWITCHES)
+        if model in _KNOWN and _KNOWN[model][0] == switches:
+            return _KNOWN[model][1]
         anatomy = _examine(model)
         if not changes_of(model):
-            _KNOWN[model] = anatomy
+            _KNOWN[model] = switches, anatomy
         return anatomy
 
     @cached_property
@@ -82,12 +114,17 @@ class Anatomy:
     def resolve(self, site: str | int | Site) -> Site:
         """Check a site against this model; negative layers count from the end.
 
+        A hook that carries one of the model's sites is that site.
+
         Raises
         ------
         InputError
-            The kind or the layer does not exist here; the message names the nearest that does.
+            The kind, the layer or the hook does not exist here, and the message names the nearest that does;
+            or the hook carries no vector for each token.
         """
         site = Site.parse(site, self.n_layers)
+        if site.is_hook:
+            return self._resolve_hook(site)
         kinds = (STREAM, *self.kinds)
         if site.kind not in kinds:
             near = difflib.get_close_matches(site.kind, kinds, n=1, cutoff=0.0)[0]
@@ -98,41 +135,116 @@ class Anatomy:
         return site
 
     def width(self, site: str | int | Site) -> int:
-        """How many coordinates a site's vectors have."""
-        return self.d_mlp if self.resolve(site).kind == COEFFICIENTS else self.d_model
+        """How many coordinates a site's vectors have, those of all heads together."""
+        site = self.resolve(site)
+        if site.is_hook:
+            return math.prod(self.hooks[str(site)].shape)
+        return self.d_mlp if site.kind == COEFFICIENTS else self.d_model
 
     def hook(self, site: str | int | Site) -> str:
         """Name of the TransformerLens hook that carries a site's vectors."""
         site = self.resolve(site)
+        if site.is_hook:
+            return self.hooks[str(site)].name
         if site.kind != STREAM:
             return block_hook(site.layer, self.family.hooks[site.kind])
         if site.layer == 0:
             return block_hook(0, STREAM_HOOKS["h"])
         return block_hook(site.layer - 1, STREAM_HOOKS["next"])
 
+    def written_at(self, site: str | int | Site) -> tuple[str, str | None]:
+        """The hook at which a site can be written, and one whose vectors are added to what is written there.
 
-_KNOWN: WeakKeyDictionary[Any, Anatomy] = WeakKeyDictionary()
+        The stream between attention and FFN is the sum of the stream before and what attention writes: where
+        only a norm reads the sum off a hook, writing there would leave the stream as it is.
+        """
+        site = self.resolve(site)
+        addends = dict(self.family.sums).get(site.kind, ()) if site.kind == MID else ()
+        if not addends:
+            return self.hook(site), None
+        before, last = addends
+        return block_hook(site.layer, self.family.hooks[last]), block_hook(site.layer, STREAM_HOOKS[before])
+
+    def order(self, site: str | int | Site) -> int:
+        """When a pass comes to a site: the number of hooks that fire before."""
+        return self.hooks[self.hook(site)].order
+
+    def write_order(self, site: str | int | Site) -> int:
+        """When a site is written, in the numbers of `order`."""
+        return self.hooks[self.written_at(site)[0]].order
+
+    def start_of_block(self, layer: int) -> int:
+        """When a pass comes to a block, in the numbers of `order`."""
+        return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
+
+    def names(self, site: str | int | Site) -> list[str]:
+        """All names of the hook that carries a site's vectors."""
+        return sorted(self.hooks[self.hook(site)].names)
+
+    @cached_property
+    def _site_of(self) -> dict[str, Site]:
+        """The site of a hook's own name; of two that share a hook the first."""
+        sites: dict[str, Site] = {}
+        for site in self.sites[self.n_layers + 1 :]:
+            sites.setdefault(block_hook(site.layer, self.family.hooks[site.kind]), site)
+        return sites
+
+    def _resolve_hook(self, site: Site) -> Site:
+        hook = self.hooks.get(str(site))
+        if hook is None:
+            near = ", ".join(difflib.get_close_matches(str(site), self.hooks, n=1, cutoff=0.0)) or "none"
+            raise InputError(f"This model has no hook {str(site)!r}. The nearest is {near}.")
+        if not hook.shape:
+            raise InputError(
+                f"The hook {str(site)!r} {hook.carries}. Expected one that carries a vector for each token, "
+                "[batch, token, width] or [batch, token, head, width], once in a pass."
+            )
+        known = self._site_of.get(hook.name)
+        if known is None:
+            return Site.read(min(hook.names, key=lambda name: (len(name), name)))
+        mid = Site(MID, known.layer)
+        return mid if str(site).endswith(MID_HOOK) and self._hook_of(mid) == hook.name else known
+
+    def _hook_of(self, site: Site) -> str | None:
+        """Name of the hook of a site inside a block, ``None`` where the model has no such site."""
+        return block_hook(site.layer, self.family.hooks[site.kind]) if site.kind in self.kinds else None
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Anatomy]] = WeakKeyDictionary()
+_SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_attn_in")
 
 
 def _examine(model: TransformerBridge) -> Anatomy:
-    n_layers, available = model.cfg.n_layers, model.hook_dict
+    n_layers = model.cfg.n_layers
     candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*STREAM_HOOKS.values()}
+    wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
+    tokens = probe_tokens(model)
     seen: dict[str, Tensor] = {}
+    fired: dict[str, list[tuple[int, Any]]] = {}
+    count = itertools.count()
 
-    def keep(value: Tensor, hook: Any) -> None:
-        seen[hook.name] = value.detach()
+    def keep(value: Any, hook: Any) -> None:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        fired.setdefault(hook.name, []).append((next(count), shape))
+        if hook.name in wanted:
+            seen[hook.name] = value.detach()
 
-    wanted = [block_hook(layer, name) for layer in range(n_layers) for name in sorted(candidates)]
-    hooks = [(name, keep) for name in wanted if name in available]
-    tokens = torch.arange(1, 9, device=model.cfg.device)[None] % model.cfg.d_vocab
+    points = _points(model)
     returned: list[type] = []
     listening = model.blocks[0].register_forward_hook(lambda *call: returned.append(type(call[2])))
     try:
+        hooks = [(name, keep) for name in _open(model, points)]
         with torch.inference_mode(), reading(model, hooks):
             model(tokens, return_type=None)
     finally:
         listening.remove()
     as_tuples = issubclass(returned[0], tuple)
+    by_name = {
+        name: hook
+        for own, names in points.items()
+        for hook in [Hook(own, names, *_carried(fired.get(own, []), tuple(tokens.shape)))]
+        for name in names
+    }
 
     for family in FAMILIES:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
@@ -143,10 +255,53 @@ def _examine(model: TransformerBridge) -> Anatomy:
             ]
             d_mlp = _d_mlp(model, family, seen)
             kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples)
-    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples)
+            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples, by_name)
+    return Anatomy(
+        STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples, hooks=by_name
+    )  # fmt: skip
 
 
+def probe_tokens(model: TransformerBridge) -> Tensor:
+    """A few sentences whose number and length tell a batch's dimensions from all others."""
+    heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
+    length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)
+    tokens = torch.arange(1, 3 * length + 1, device=model.cfg.device) % model.cfg.d_vocab
+    return tokens.view(3, length)
+
+
+def _points(model: TransformerBridge) -> dict[str, tuple[str, ...]]:
+    """All names of each hook point, by its own."""
+    names: dict[int, list[str]] = {}
+    own: dict[int, str] = {}
+    for name, point in model.hook_dict.items():
+        names.setdefault(id(point), []).append(name)
+        own[id(point)] = point.name or name
+    return {own[number]: tuple(dict.fromkeys((own[number], *names[number]))) for number in names}
+
+
+def _open(model: TransformerBridge, points: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Names of the hook points that can be used; others have to be turned on in ``model.cfg``."""
+    closed = getattr(model, "_gated_hook_reason", lambda name: None)
+    return (name for name in points if closed(name) is None)
+
+
+def _carried(fired: list[tuple[int, Any]], tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...], str]:
+    """Order, shape and description of what a hook carries, of all times that it fired."""
+    if not fired:
+        return -1, (), "does not fire: this model does not compute it, or it has to be turned on in model.cfg"
+    order, shape = fired[-1]
+    if len(fired) > 1:
+        return order, (), f"fires {len(fired)} times in a pass"
+    if isinstance(shape, str):
+        return order, (), f"carries a {shape} and no tensor"
+    if len(shape) not in (3, 4) or shape[:2] != tokens:
+        named = {tokens[0]: "batch", tokens[1]: "token"}
+        words = ", ".join(str(named.get(size, size)) for size in shape)
+        return order, (), f"carries a tensor [{words}]"
+    return order, shape[2:], "carries vectors"
+
+
+@checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``."""
     return model.blocks[layer].mlp.out.original_component

@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -61,6 +62,7 @@ class _Record:
 _RECORDS: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
 
 
+@checked
 def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     """Name all that is changed in a model at the moment; ``()`` for the plain model.
 
@@ -204,6 +206,7 @@ def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[None
         )
 
 
+@checked
 def describe_changes(changes: Sequence[str] | None) -> str:
     """Changes as part of a sentence, a few of them by name."""
     if not changes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
@@ -11,8 +11,10 @@ from matlens.arguments import short
 from matlens.bounds import LAYERS
 from matlens.errors import InputError
 from matlens.models.changes import changes_of, describe_changes
+from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -25,6 +27,7 @@ _KINDS: dict[str, Any] = {
 _IN_JSON = {"name": "base_model_name_or_path", "revision": "base_model_revision"}
 
 
+@checked
 @dataclass(frozen=True)
 class ModelIdentity:
     """Which model something belongs to.
@@ -167,6 +170,7 @@ class ModelIdentity:
         return identity
 
 
+@checked
 @dataclass(frozen=True)
 class Provenance:
     """Where vectors, maps, traces and clusters come from.
@@ -186,6 +190,8 @@ class Provenance:
     same_precision
         False where the user lets this go together with the same weights in another precision. It is not
         written into files.
+    hooks
+        The names of TransformerLens' hooks for the sites that the vectors or maps are of.
     """
 
     model: ModelIdentity | None = None
@@ -194,6 +200,7 @@ class Provenance:
     positions: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     same_precision: bool = field(default=True, compare=False)
+    hooks: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -212,6 +219,20 @@ class Provenance:
     def corpus(self) -> str:
         """The name of the corpus, for tables."""
         return str((self.data or {}).get("corpus", "unnamed"))
+
+    def resolve(self, site: str | int | Site) -> Site:
+        """The site of this model, by any of its names; a negative layer counts from the end.
+
+        Raises
+        ------
+        InputError
+            It is no site, or out of range in this model, or counts from the end of a model that is not known.
+        """
+        resolved = Site.parse(site, None if self.model is None else self.model.n_layers)
+        if resolved.is_hook and str(resolved) not in self.hooks:
+            same = [name for name, names in self.hooks.items() if str(resolved) in names]
+            return Site.parse(same[0]) if same else resolved
+        return resolved
 
     @property
     def samples(self) -> Self:
@@ -262,6 +283,7 @@ class Provenance:
             "data": None if self.data is None else dict(self.data),
             "examples": self.examples,
             "positions": self.positions,
+            "hooks": {site: list(names) for site, names in self.hooks.items()} or None,
         }
         everything = {key: part for key, part in parts.items() if part is not None} | dict(self.details)
         return {key: everything[key] for key in keys} if keys else everything
@@ -279,7 +301,7 @@ class Provenance:
         model, data = details.pop("model", None), details.pop("data", None)
         examples, positions = details.pop("examples", None), details.pop("positions", None)
         identity = None if model is None else ModelIdentity.from_json(model)
-        return cls(identity, data, examples, positions, details)
+        return cls(identity, data, examples, positions, details, hooks=_read_hooks(details.pop("hooks", {})))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Provenance:
@@ -313,6 +335,16 @@ def _named(model: ModelIdentity | None) -> str:
     return "not known" if model is None else f"{model.name!r} with the fingerprint {model.fingerprint}"
 
 
+def _read_hooks(hooks: Any) -> dict[str, list[str]]:
+    lists = isinstance(hooks, Mapping) and all(isinstance(names, list) for names in hooks.values())
+    if not lists or not all(isinstance(name, str) for names in hooks.values() for name in names):
+        raise InputError(
+            f"The record of hooks is damaged: it is {short(hooks)}. Expected lists of names, by site."
+        )
+    return dict(hooks)
+
+
+@checked
 def require_raw(model: TransformerBridge) -> None:
     """Refuse a bridge in compatibility mode.
 

@@ -18,6 +18,7 @@ from matlens.models.identity import require_raw
 from matlens.models.places import SMOLLM2, called, cause, locate
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MOST_LAYERS = 2000  # blocks that a configuration may ask for; set matlens.models.loading.MOST_LAYERS for more
 
 
+@checked
 def load(
     name: str | os.PathLike[str] | TransformerBridge,
     *,
@@ -108,6 +110,7 @@ def load(
     return model.eval()
 
 
+@checked
 def wrap(
     bridge: TransformerBridge, *, tokenizer: Any = None, prepend_bos: bool | None = None
 ) -> TransformerBridge:
@@ -192,6 +195,7 @@ def _follow_tokenizer(model: TransformerBridge, tokenizer: Any) -> None:
     model.cfg.tokenizer_appends_eos = False  # an end of text that the tokenizer appends is not taken away
 
 
+@checked
 def require_known(name: str | os.PathLike[str], revision: str | None = None) -> None:
     """Refuse a name that no model can be loaded by, without loading anything.
 

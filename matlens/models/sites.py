@@ -5,6 +5,10 @@ block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as Tra
 ``attn_out.3`` is what the attention of block 3 returns. ``ffn_post`` is what the FFN's output matrix
 multiplies, a number for each of its ``d_mlp`` value vectors; all other sites have ``d_model``.
 
+A hook of TransformerLens is a site too, where it carries a vector for every token:
+``blocks.2.attn.hook_z``, or ``z.2`` for short. What a hook of several heads carries is taken as one
+vector, head after head. A hook that one of the kinds above stands for is that site.
+
 Blocks are wired in different ways, and a hook of the same name carries different things in them. So
 the wiring of a model is not looked up by its name: `matlens.models.anatomy` runs a few tokens through it
 and takes the one family whose sums hold in every block. All hook names of the project are in this file.
@@ -19,11 +23,29 @@ from numbers import Integral
 
 from torch import Tensor
 
+from matlens.arguments import require_kind, require_whole, short
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
+_LONGEST, _MOST_LAYERS = 200, 1_000_000  # characters of a name, and layers; no model has more
+_HOOK = re.compile(r"(?:\w+\.)*hook_\w+")
+_BLOCK_HOOK = re.compile(rf"blocks\.(-?[0-9]+)\.({_HOOK.pattern})")
+_IN_BLOCK = (
+    "blocks.*."  # what the kind of a hook inside of blocks begins with; the layer takes the star's place
+)
+_BEFORE, _BEHIND = ("hook_in", "hook_resid_pre"), ("hook_out", "hook_resid_post")  # the stream, at a block
+# TransformerLens' short names, as its `get_act_name` reads them, where they are not kinds of ours.
+_SHORT = {
+    **{name: f"hook_{name}" for name in ("resid_pre", "resid_mid", "resid_post", "mlp_in", "mlp_out")},
+    **{name: f"attn.hook_{name}" for name in ("q", "k", "v", "z", "rot_q", "rot_k", "result", "pattern")},
+    "attn_scores": "attn.hook_attn_scores",
+    **{name: f"mlp.hook_{name}" for name in ("pre", "post", "pre_linear")},
+}
 
+
+@checked
 @dataclass(frozen=True, order=True)
 class Site:
     """A place in the model: ``Site("h", 5)`` is the stream after five blocks.
@@ -31,21 +53,36 @@ class Site:
     Attributes
     ----------
     kind
-        ``"h"`` for the stream, otherwise a sub-module's input or output (``"ln1_out"``) or ``"mid"``,
-        the stream between attention and FFN.
+        ``"h"`` for the stream, otherwise a sub-module's input or output (``"ln1_out"``), ``"mid"``, the
+        stream between attention and FFN, or a hook of TransformerLens, with a star for the layer
+        (``"blocks.*.attn.hook_z"``).
     layer
-        ``0..n_layers`` for the stream, ``0..n_layers-1`` for everything inside a block.
+        ``0..n_layers`` for the stream, ``0..n_layers-1`` for everything inside a block, and 0 for hooks
+        outside of blocks.
     """
 
     kind: str
     layer: int
 
+    def __post_init__(self) -> None:
+        require_kind(self.kind, str, "The kind of a site", way="Expected a name, such as 'attn_out'.")
+        if not self.kind:
+            raise InputError("The kind of a site is empty. Expected a name, such as 'attn_out'.")
+        require_whole(self.layer, "The layer of a site", least=-_MOST_LAYERS, most=_MOST_LAYERS)
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether it is named by a hook of TransformerLens, and is none of this project's kinds."""
+        return _HOOK.fullmatch(self.kind.removeprefix(_IN_BLOCK)) is not None
+
     def __str__(self) -> str:
+        if self.is_hook:
+            return self.kind.replace("*", str(self.layer))
         return f"{self.kind}.{self.layer}"
 
     @classmethod
     def parse(cls, text: str | int | Site, n_layers: int | None = None) -> Site:
-        """Read ``"attn_out.3"``; a bare number is a layer of the stream.
+        """Read ``"attn_out.3"`` or the name of a hook; a bare number is a layer of the stream.
 
         Parameters
         ----------
@@ -61,21 +98,22 @@ class Site:
             It is not a site, its layer is out of range, or its layer counts from the end of a model that is
             not known.
         """
-        site = cls.read(text)
+        site = cls._as_written(text)
         if n_layers is None:
+            site = site._of_stream()
             if site.layer < 0:
                 raise InputError(
                     f"The layer of {site} counts from the end of a model that is not known here. Expected a "
                     "layer that counts from 0."
                 )
             return site
-        count = n_layers + (site.kind == STREAM)
+        count = 1 if site.is_hook and "*" not in site.kind else n_layers + (site.kind == STREAM)
         if not -count <= site.layer < count:
             raise InputError(
-                f"Layer {site.layer} of site {site.kind!r} is out of range: "
-                f"this model has {site.kind}.0 to {site.kind}.{count - 1}."
+                f"Layer {short(site.layer)} of site {site.kind!r} is out of range: "
+                f"this model has {cls(site.kind, 0)} to {cls(site.kind, count - 1)}."
             )
-        return site if site.layer >= 0 else cls(site.kind, site.layer % count)
+        return (site if site.layer >= 0 else cls(site.kind, site.layer % count))._of_stream()
 
     @classmethod
     def read(cls, text: str | int | Site) -> Site:
@@ -86,17 +124,38 @@ class Site:
         InputError
             It is not a site.
         """
+        return cls._as_written(text)._of_stream()
+
+    @classmethod
+    def _as_written(cls, text: str | int | Site) -> Site:
+        """What is written, with the hooks of the stream still as hooks, which count blocks."""
         if isinstance(text, Site):
-            return text
+            written = cls._as_written(str(text))
+            return text if written == text else written
         if isinstance(text, Integral) and not isinstance(text, bool):
             return cls(STREAM, int(text))
-        parts = re.fullmatch(r"(?:(\w+)\.)?(-?[0-9]+)", text) if isinstance(text, str) else None
+        written = text if isinstance(text, str) and len(text) <= _LONGEST else ""
+        if block := _BLOCK_HOOK.fullmatch(written):
+            return cls(_IN_BLOCK + block[2], int(block[1]))
+        if _HOOK.fullmatch(written):
+            return cls(written, 0)
+        parts = re.fullmatch(r"(?:(\w+)\.)?(-?[0-9]+)", written)
         if parts is None:
             raise InputError(
-                f"{text!r} is not a site. Expected kind.layer, such as 'h.12' or 'attn_out.3', "
-                "or the bare number of a stream layer."
+                f"{short(text)} is not a site. Expected kind.layer, such as 'h.12' or 'attn_out.3', the name "
+                "of a hook, such as 'blocks.3.attn.hook_z', or the bare number of a stream layer."
             )
-        return cls(parts[1] or STREAM, int(parts[2]))
+        hook = _SHORT.get((parts[1] or "").removeprefix("hook_"))
+        return cls(parts[1] or STREAM if hook is None else _IN_BLOCK + hook, int(parts[2]))
+
+    def _of_stream(self) -> Site:
+        """The layer of the stream that a hook at a block's ends stands for; any other site as it is."""
+        name = self.kind.removeprefix(_IN_BLOCK)
+        if name == self.kind or name not in (*_BEFORE, *_BEHIND):
+            return self
+        # From the end there is one layer more than there are blocks.
+        behind = name in _BEHIND
+        return Site(STREAM, self.layer + behind if self.layer >= 0 else self.layer - (not behind))
 
 
 @dataclass(frozen=True)
@@ -113,6 +172,7 @@ class Family:
     sums: Sequence[tuple[str, tuple[str, ...]]]
 
 
+MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 _LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
 _LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}

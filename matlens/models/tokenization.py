@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from matlens.arguments import short
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -39,6 +40,7 @@ class TextTokens(NamedTuple):
     added: list[bool]
 
 
+@checked
 @dataclass(frozen=True)
 class TokenPolicy:
     """How a model's text becomes tokens.
@@ -56,6 +58,7 @@ class TokenPolicy:
     words: str
 
 
+@checked
 def encode_text(model: TransformerBridge, text: str, *, longest: int | None = None) -> TextTokens:
     """Turn a text into the tokens that the model itself reads when it is given the text.
 
@@ -115,6 +118,7 @@ def require_tokenizer(model: TransformerBridge) -> Any:
     return model.tokenizer
 
 
+@checked
 def token_policy(model: TransformerBridge) -> TokenPolicy:
     """Look at how a model's text becomes tokens, as it is at this moment."""
     tokenizer = model.tokenizer

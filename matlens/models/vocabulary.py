@@ -7,11 +7,13 @@ from functools import cache
 from typing import Any
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 _SPACE, _PIECE = "␣", "▁"  # as people see a leading space here, and as SentencePiece writes it
 _BROKEN = "\ufffd"
 
 
+@checked
 def token_texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
     r"""What each token stands for in a text, its leading space kept.
 
@@ -47,6 +49,7 @@ def _byte_of() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
+@checked
 def word_token(tokenizer: Any, word: str) -> int:
     """The one token that a word is, as it is typed: in many vocabularies ``" tea"`` and ``"tea"`` differ.
 
@@ -78,6 +81,7 @@ def word_token(tokenizer: Any, word: str) -> int:
     )
 
 
+@checked
 def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:
     """The token of each word, see `word_token`.
 
@@ -104,6 +108,7 @@ def _quoted(text: str) -> str:
     return f"'{visible(text)}'"
 
 
+@checked
 def visible(token: str) -> str:
     """Write a token so that its spaces and line breaks can be seen."""
     visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)

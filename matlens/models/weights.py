@@ -11,9 +11,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from matlens.arguments import require_kind
 from matlens.errors import InputError
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -38,7 +40,13 @@ def fingerprint(model: TransformerBridge) -> str:
 
     Every bit enters, with the parameters' names and shapes, and the digits are the same on every device.
     Where the model lies and how its file is called do not enter.
+
+    Raises
+    ------
+    InputError
+        It is no model.
     """
+    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
     return _digest(model, None)
 
 
@@ -85,6 +93,7 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
+@checked
 def require_finite_weights(model: TransformerBridge) -> None:
     """Refuse weights that are not finite.
 

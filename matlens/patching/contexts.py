@@ -1,7 +1,8 @@
 """Running a model with parts of it replaced by linear maps, for as long as a context lasts.
 
 Blocks that are jumped over are not computed; a sub-module that is replaced runs, and hooks put the
-stand-in's output in place of its own.
+stand-in's output in place of its own. Between any other two sites everything is computed, and hooks put what
+is made of the first in the place of the second.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from matlens.patching.replacements import (
     find_overlap,
     resolve_replacements,
 )
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 
 
+@checked
 def patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
 ) -> AbstractContextManager[TransformerBridge]:
@@ -119,16 +122,25 @@ def _as_replacement(item: Any) -> Replacement:
 def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
     """Do what `patched` does with replacements that have been checked."""
     anatomy = Anatomy.from_model(model)
-    hooks: list[tuple[str, Any]] = []
+    writing: list[tuple[str, Any]] = []
+    reading: list[tuple[str, Any]] = []
     forwards: dict[int, Any] = {}
     places = TokenPlaces(model)
     for replacement in replacements:
-        if not replacement.is_jump:
-            hooks += _submodule_hooks(replacement, anatomy, places)
-        elif replacement.blocks:
+        source, (target, before) = anatomy.hook(replacement.source), anatomy.written_at(replacement.target)
+        if replacement.is_jump and replacement.blocks:
             forwards |= _skipping_forwards(model, replacement, anatomy.blocks_return_tuples)
+        elif source == target:
+            writing.append((target, _mapping_hook(replacement, places)))
         else:
-            hooks.append((anatomy.hook(replacement.source), _mapping_hook(replacement)))
+            entered, added = _Kept(places, anatomy.order(replacement.source)), _Kept(places)
+            writing.append(
+                (target, _writing_hook(replacement, places, entered, None if before is None else added))
+            )
+            reading.append((source, entered.keep))
+            if before is not None:
+                reading.append((before, added.keep))
+    hooks = writing + reading  # what one writes another reads, in whichever order they are given
     functions = [function for _, function in hooks] + [places.look, *forwards.values()]
 
     def changes() -> list[str]:
@@ -146,7 +158,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
 
 def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:
     """Name the first part of a replacement that is reserved in the model; ``None`` if there is none."""
-    return find_overlap(replacement, _ACTIVE.get(model, []))
+    return find_overlap(Anatomy.from_model(model), replacement, _ACTIVE.get(model, []))
 
 
 @contextmanager
@@ -161,8 +173,17 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
         active[:] = [replacement for replacement in active if id(replacement) not in ending]
 
 
-def _mapping_hook(replacement: Replacement) -> Any:
-    return lambda value, hook: _stand_in(replacement, value, value)
+def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
+    def hook(value: Tensor, hook: Any) -> Tensor:
+        instead = _stand_in(replacement, value, value)
+        return instead if replacement.is_jump else _put(instead, value, places.chosen(replacement.where))
+
+    return hook
+
+
+def _put(instead: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """What is put in the place of a value at the chosen tokens; of several heads, head after head."""
+    return torch.where(chosen[..., None], instead, value.flatten(2)).view(value.shape)
 
 
 def _stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
@@ -176,19 +197,42 @@ def _stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor
     return instead.to(left.dtype)
 
 
-def _submodule_hooks(
-    replacement: Replacement, anatomy: Anatomy, places: TokenPlaces
-) -> list[tuple[str, Any]]:
-    running = threading.local()  # a patched model may be run by several threads
+class _Kept:
+    """The vectors at a hook, from when a pass comes to it until they are used in the same pass."""
 
-    def enter(value: Tensor, hook: Any) -> None:
-        running.entered = value
+    def __init__(self, places: TokenPlaces, order: int | None = None) -> None:
+        self._places, self._order = places, order
+        self._running = threading.local()  # a patched model may be run by several threads
+        self.keep: Callable[..., None] = self._keep  # one object, by which the hook is known
+
+    def _keep(self, value: Tensor, hook: Any) -> None:
+        self._running.kept = self._places.number, value.flatten(2)
+
+    def use(self) -> Tensor | None:
+        """The vectors of this pass; ``None`` where it has not come to the hook, or has started behind it."""
+        number, value = vars(self._running).pop("kept", (None, None))
+        behind = self._order is not None and self._places.starts_behind(self._order)
+        return None if behind or number != self._places.number else value
+
+
+def _writing_hook(
+    replacement: Replacement, places: TokenPlaces, entered: _Kept, added: _Kept | None
+) -> Callable[..., Tensor]:
+    """What puts others in the place of the vectors at a target, less what the model adds to them."""
 
     def leave(value: Tensor, hook: Any) -> Tensor:
-        instead = _stand_in(replacement, vars(running).pop("entered"), value)
-        return torch.where(places.chosen(replacement.where)[..., None], instead, value)
+        read, before = entered.use(), added.use() if added else None
+        if read is None or (added and before is None):
+            raise InputError(
+                f"The pass came to {replacement.target} and not to {replacement.source} before, so there is "
+                "nothing to put there. Expected a pass that starts no later than the replacement."
+            )
+        instead = _stand_in(replacement, read, value.flatten(2))
+        if before is not None:
+            instead = instead - before.to(instead.dtype)
+        return _put(instead, value, places.chosen(replacement.where))
 
-    return [(anatomy.hook(replacement.source), enter), (anatomy.hook(replacement.target), leave)]
+    return leave
 
 
 class TokenPlaces:
@@ -199,10 +243,20 @@ class TokenPlaces:
     """
 
     def __init__(self, model: TransformerBridge) -> None:
-        self._inner = model.original_model
+        self._model, self._inner = model, model.original_model
         self._signature = inspect.signature(self._inner.forward)
         self._running = threading.local()  # the batch that runs in each thread
         self.look: Callable[..., None] = self._look  # one object, by which the hook is known
+
+    def starts_behind(self, order: int) -> bool:
+        """Whether the running pass starts at a later layer than a hook, which then carries nothing of it."""
+        start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
+        return start is not None and order < Anatomy.from_model(self._model).start_of_block(start)
+
+    @property
+    def number(self) -> int:
+        """The number of the running pass."""
+        return int(getattr(self._running, "number", 0))
 
     def chosen(self, where: Where) -> Tensor:
         """``[batch, length]``: the tokens at which something is replaced."""
@@ -216,6 +270,14 @@ class TokenPlaces:
             )
         where = where.to(places.device)
         if where.dtype != torch.bool:
+            outside = (places == 0).any(1) & (where > places.max(1).values)
+            if bool(outside.any()):
+                sentence = int(outside.int().argmax())
+                raise InputError(
+                    f"'where' has the position {int(where[sentence])} for sentence {sentence}, which has the "
+                    f"tokens 0 to {int(places[sentence].max())}. Expected one of them; truth values for each "
+                    "token mean those to come, too."
+                )
             return places == where[:, None]
         known = places < where.shape[1]
         meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
@@ -231,6 +293,7 @@ class TokenPlaces:
             handle.remove()
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running.number = self.number + 1
         given = self._signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]

@@ -1,7 +1,8 @@
 """What can be replaced in a model by a map, and which replacements fit it and each other.
 
 A map says by its two sites what it replaces: one from ``h.4`` to ``h.10`` stands for the blocks 4 to 9; one
-from ``attn_in.3`` to ``attn_out.3`` stands for the attention of block 3.
+from ``attn_in.3`` to ``attn_out.3`` stands for the attention of block 3; one between two other sites, of
+which a pass comes to the second later, puts what it makes of the first in the place of the second.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy
+from matlens.models.anatomy import Anatomy, probe_tokens
 from matlens.models.changes import changes_of, describe_changes, function_name
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import STREAM, Site
+from matlens.models.sites import MID, STREAM, Site
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -29,6 +33,7 @@ Where = Literal["all", "not-first"] | Int[Tensor, " batch"] | Bool[Tensor, "batc
 Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Replacement:
     """A part of a model and what stands in for it.
@@ -38,20 +43,29 @@ class Replacement:
     function
         What stands in: vectors at ``source`` to vectors at ``target``, such as a `LinearMap`.
     source, target
-        Two layers of the stream for a jump over the blocks between them, or the input and the output of
-        one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``.
+        Two layers of the stream for a jump over the blocks between them; the input and the output of one
+        sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; or any two sites of which a pass comes to the
+        second later, such as ``blocks.3.attn.hook_z`` and ``h.5``.
     where
         At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
         use as an attention sink; one position for each sentence, ``[batch]``; or a truth value for each
         token of each sentence, ``[batch, longest]``, such as ``~find_sinks(...)``, where tokens past its
-        end are meant. Tokens are counted from the sentence's own first; padding is none of them. A jump is
-        always over all tokens, because skipped blocks leave nothing that the others could attend to.
+        end are meant. Tokens are counted from the sentence's own first; padding is none of them. Blocks are
+        skipped where all tokens are meant; at some tokens only what leaves the blocks is replaced, and the
+        other tokens attend to what the blocks make of these.
     """
 
     function: Function
     source: Site
     target: Site
     where: Where = "all"
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise InputError(f"{short(self.function)} stands in for nothing. Expected a map or a function.")
+        for name in ("source", "target"):  # names are taken, too
+            object.__setattr__(self, name, Site.read(getattr(self, name)))
+        _require_where(self)
 
     @classmethod
     def from_map(cls, linear: LinearMap, *, where: Where = "all") -> Replacement:
@@ -60,33 +74,54 @@ class Replacement:
 
     @property
     def is_jump(self) -> bool:
-        """Whether whole blocks are replaced and not a sub-module."""
-        return self.source.kind == STREAM
+        """Whether whole blocks are replaced, and so not computed."""
+        return self.source.kind == self.target.kind == STREAM and _is_everywhere(self.where)
+
+    @property
+    def is_submodule(self) -> bool:
+        """Whether a sub-module is replaced, from its input to its output."""
+        name, _, end = self.source.kind.rpartition("_")
+        return end == "in" and self.target == Site(f"{name}_out", self.source.layer)
+
+    @property
+    def is_patch(self) -> bool:
+        """Whether everything is computed, and one site replaced by what is made of another."""
+        return not self.is_jump and not self.is_submodule
 
     @property
     def blocks(self) -> range:
-        """Blocks that the replacement touches."""
+        """Blocks that are skipped, or the block of the sub-module; none where everything is computed."""
+        if self.is_patch:
+            return range(0)
         return range(self.source.layer, self.target.layer if self.is_jump else self.source.layer + 1)
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
 
 
-def jump(maps: MapSet, first: int, last: int) -> list[Replacement]:
-    """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1)."""
-    return [_from_set(maps, Site(STREAM, first), Site(STREAM, last), "all")]
+@checked
+def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
+    """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1).
+
+    Negative layers count from the end of the model that the maps were fitted on. See `Replacement` for
+    ``where``.
+    """
+    return [_from_set(maps, Site(STREAM, first), Site(STREAM, last), where)]
 
 
+@checked
 def mat_attn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Attention replaced by ``A_attn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
     return stand_ins(maps, ("attn",), first, last, where=where)
 
 
+@checked
 def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """FFN replaced by ``A_ffn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
     return stand_ins(maps, ("ffn",), first, last, where=where)
 
 
+@checked
 def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Both norms replaced in the blocks from layer ``first`` to ``last``, attention and FFN kept.
 
@@ -96,6 +131,7 @@ def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") ->
     return stand_ins(maps, names, first, last, where=where)
 
 
+@checked
 def stand_ins(
     maps: MapSet, names: Sequence[str], first: int, last: int, *, where: Where = "all"
 ) -> list[Replacement]:
@@ -106,6 +142,9 @@ def stand_ins(
     InputError
         The range runs backwards, or there is no map of a sub-module.
     """
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise InputError(f"The sub-modules are {short(names)}. Expected a list, such as ['attn', 'ffn'].")
+    first, last = _layer(maps, first), _layer(maps, last)
     if not 0 <= first <= last:
         raise InputError(
             f"Sub-modules from layer {first} to layer {last}: the range runs backwards or starts below 0."
@@ -117,9 +156,16 @@ def stand_ins(
     ]
 
 
+def _layer(maps: MapSet, layer: int) -> int:
+    """A layer of the stream, from the end of the maps' model where it counts from there."""
+    layer = require_whole(layer, "The layer")
+    return layer if maps.provenance.model is None else maps.provenance.resolve(layer).layer
+
+
 def _from_set(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement:
     if (str(source), str(target)) not in maps:
-        there = ", ".join(sorted({f"{a.split('.')[0]} -> {b.split('.')[0]}" for a, b in maps})) or "none"
+        kinds = {f"{Site.read(a).kind} -> {Site.read(b).kind}" for a, b in maps}
+        there = ", ".join(sorted(kinds)) or "none"
         raise InputError(
             f"There is no map {source} -> {target} in this set of {len(maps)} (it has {there}). Fit the map, "
             "or check the range."
@@ -153,14 +199,15 @@ def resolve_replacements(
     for replacement in replacements:
         source, target = anatomy.resolve(replacement.source), anatomy.resolve(replacement.target)
         replacement = replace(replacement, source=source, target=target)
-        _require_part(replacement)
         _require_where(replacement)
-        _require_width(replacement, anatomy.d_model)
-        shared = find_overlap(replacement, [*active, *resolved])
+        _require_order(replacement, anatomy)
+        _require_width(replacement, anatomy)
+        shared = find_overlap(anatomy, replacement, [*active, *resolved])
         if shared:
             raise InputError(
                 f"The replacement {replacement} overlaps another: {shared} is replaced or controlled already."
             )
+        _require_effect(model, anatomy, replacement)
         resolved.append(replacement)
     _require_same_changes(model, resolved)
     return resolved
@@ -174,25 +221,14 @@ def describe_replacement(replacement: Replacement) -> str:
     return f"{replacement} replaced by {by} at {at}"
 
 
-def find_overlap(replacement: Replacement, others: Sequence[Replacement]) -> str | None:
+def find_overlap(anatomy: Anatomy, replacement: Replacement, others: Sequence[Replacement]) -> str | None:
     """Name the first part that a replacement has in common with others; ``None`` if there is none."""
-    taken = [part for other in others for part in _parts(other)]
-    return next((_part_name(part) for part in _parts(replacement) if _clashes(part, taken)), None)
-
-
-def _require_part(replacement: Replacement) -> None:
-    source, target = replacement.source, replacement.target
-    name, _, end = source.kind.rpartition("_")
-    is_submodule = end == "in" and target == Site(f"{name}_out", source.layer)
-    if not replacement.is_jump and not is_submodule:
-        raise InputError(
-            f"A map {replacement} replaces no part of a model. Expected a map between two layers of the "
-            "stream, or from the input to the output of a sub-module, such as ffn_in.3 -> ffn_out.3."
-        )
-    if replacement.is_jump and target.kind != STREAM:
-        raise InputError(f"A map {replacement} starts in the stream and must end there too.")
-    if replacement.is_jump and source.layer > target.layer:
-        raise InputError(f"A jump {replacement} runs backwards: expected a target at or after its source.")
+    for part in _parts(replacement):
+        for other in others:
+            if any(_clash(part, taken) for taken in _parts(other)):
+                return _part_name(part)
+    lost = (_find_lost(anatomy, replacement, other) for other in others)
+    return next((name for name in lost if name), None)
 
 
 def _parts(replacement: Replacement) -> list[tuple[int, str]]:
@@ -202,6 +238,8 @@ def _parts(replacement: Replacement) -> list[tuple[int, str]]:
     of it replaces too.
     """
     source, blocks = replacement.source, replacement.blocks
+    if replacement.is_patch:
+        return []
     if not replacement.is_jump:
         return [(source.layer, source.kind.removesuffix("_in"))]
     if not blocks:
@@ -209,13 +247,10 @@ def _parts(replacement: Replacement) -> list[tuple[int, str]]:
     return [(block, "") for block in blocks] + [(block, STREAM) for block in blocks[1:]]
 
 
-def _clashes(part: tuple[int, str], taken: Sequence[tuple[int, str]]) -> bool:
-    block, name = part
-    for taken_block, taken_name in taken:
-        whole = "" in (name, taken_name) and STREAM not in (name, taken_name)
-        if block == taken_block and (name == taken_name or whole):
-            return True
-    return False
+def _clash(part: tuple[int, str], taken: tuple[int, str]) -> bool:
+    names = part[1], taken[1]
+    whole = "" in names and STREAM not in names
+    return part[0] == taken[0] and (names[0] == names[1] or whole)
 
 
 def _part_name(part: tuple[int, str]) -> str:
@@ -223,6 +258,82 @@ def _part_name(part: tuple[int, str]) -> str:
     if name == STREAM:
         return f"layer {block} of the stream"
     return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
+
+
+def _find_lost(anatomy: Anatomy, one: Replacement, other: Replacement) -> str | None:
+    """Name what a pass does not come to, or what is lost, where two are made of which one is a patch."""
+    if not one.is_patch and not other.is_patch:
+        return None
+    if anatomy.written_at(one.target)[0] == anatomy.written_at(other.target)[0]:
+        return str(one.target)
+    for outer, inner in sorted(((one, other), (other, one)), key=lambda both: not both[0].is_jump):
+        moments = {inner.target: anatomy.write_order(inner.target)}
+        if outer.is_jump:
+            moments[inner.source] = anatomy.order(inner.source)
+        start, end = _covered(anatomy, outer)
+        hidden = [site for site, moment in moments.items() if start < moment < end]
+        if hidden:
+            return f"{hidden[0]}, which {outer} covers,"
+    return None
+
+
+def _covered(anatomy: Anatomy, replacement: Replacement) -> tuple[int, int]:
+    """Between which two moments of a pass all that is written is lost, as the replacement writes over it."""
+    source, target = replacement.source, replacement.target
+    end = anatomy.write_order(target)
+    if replacement.is_jump:
+        return (anatomy.start_of_block(source.layer), end) if replacement.blocks else (end, end)
+    if not isinstance(replacement.where, str) or replacement.where != "all":
+        return end, end  # at the other tokens it is not
+    start = anatomy.order(source)
+    if target.kind in (STREAM, MID):
+        return start, end
+    before = target.kind.removesuffix("_out") + "_in"
+    if before not in anatomy.kinds or before == target.kind:
+        return end, end
+    return max(start, anatomy.order(Site(before, target.layer))), end
+
+
+def _require_order(replacement: Replacement, anatomy: Anatomy) -> None:
+    source, target = replacement.source, replacement.target
+    first, last = anatomy.order(source), anatomy.write_order(target)
+    if first > last:
+        raise InputError(
+            f"The replacement {replacement} runs backwards: a pass comes to {target} before {source}. "
+            "Expected a target that it comes to later."
+        )
+    if first == last and not source.kind == target.kind == STREAM:
+        raise InputError(
+            f"The replacement {replacement} ends where it starts. Expected a target that a pass comes to "
+            "later than to its source."
+        )
+
+
+_EFFECTIVE: WeakKeyDictionary[Any, set[Site]] = WeakKeyDictionary()
+
+
+def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Replacement) -> None:
+    """Refuse to write at a hook that the model does not read: some only show what was computed elsewhere."""
+    target = replacement.target
+    known = _EFFECTIVE.setdefault(model, set())
+    if not replacement.is_patch or target.kind == STREAM or target in known:
+        return
+
+    def disturb(value: Tensor, hook: Any) -> Tensor:
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+        return value + noise * (value.float().std() + 1).to(value.dtype)
+
+    tokens = probe_tokens(model)
+    with torch.inference_mode():
+        before = model(tokens)
+        with model.hooks(fwd_hooks=[(anatomy.written_at(target)[0], disturb)]):
+            after = model(tokens)
+    if torch.equal(before, after):
+        raise InputError(
+            f"The replacement {replacement} would change nothing: what stands at {target} is not read by "
+            "this model as it runs now. Expected a target that is computed with."
+        )
+    known.add(target)
 
 
 def _require_where(replacement: Replacement) -> None:
@@ -236,23 +347,27 @@ def _require_where(replacement: Replacement) -> None:
                 "Expected a position, from 0, for each sentence, or a truth value for each token of each "
                 "sentence."
             )
-    elif where not in ("all", "not-first"):
+    elif not isinstance(where, str) or where not in ("all", "not-first"):
         raise InputError(
-            f"'where' of {replacement} is {where!r}. Expected 'all', 'not-first', or a tensor of positions "
-            "or of truth values."
+            f"'where' of {replacement} is {short(where)}. Expected 'all', 'not-first', or a tensor of "
+            "positions or of truth values."
         )
-    if replacement.is_jump and (isinstance(where, Tensor) or where != "all"):
-        raise InputError(f"A jump {replacement} is over all tokens: its blocks are not computed for any.")
 
 
-def _require_width(replacement: Replacement, d_model: int) -> None:
+def _is_everywhere(where: Where) -> bool:
+    return isinstance(where, str) and where == "all"
+
+
+def _require_width(replacement: Replacement, anatomy: Anatomy) -> None:
     if not isinstance(replacement.function, LinearMap):
         return
     weight, bias = replacement.function.weight, replacement.function.bias
-    if tuple(weight.shape) != (d_model, d_model) or (bias is not None and tuple(bias.shape) != (d_model,)):
+    d_in, d_out = anatomy.width(replacement.source), anatomy.width(replacement.target)
+    if tuple(weight.shape) != (d_out, d_in) or (bias is not None and tuple(bias.shape) != (d_out,)):
+        widths = f"{d_in}" if d_in == d_out else f"{d_in} and {d_out}"
         raise InputError(
             f"The map {replacement} has the shape {tuple(weight.shape)}, and the vectors of this model have "
-            f"{d_model} coordinates. Was it fitted on another model?"
+            f"{widths} coordinates. Was it fitted on another model?"
         )
     for part in (weight, bias):
         if part is not None and not bool(part.isfinite().all()):

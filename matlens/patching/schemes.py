@@ -14,6 +14,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Replacement, jump
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Kind = Literal["blocks", "mat"]
 
 
+@checked
 @dataclass(frozen=True)
 class Scheme:
     """Segments of layers that are run by blocks and jumped over by ``mat`` in turn (Eqs. 3 and 4).
@@ -90,6 +92,7 @@ class Scheme:
         return " ".join(f"{kind} {first}-{last}" for kind, first, last in self.segments)
 
 
+@checked
 def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     """All weighted round-robin schemes, as ``(a, b, scheme)`` for ``a, b >= 1`` with ``a+b`` dividing ``L``.
 
@@ -108,6 +111,7 @@ def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     return schemes
 
 
+@checked
 def r2_score(scheme: Scheme, r2: Float[Tensor, "layers layers"]) -> float:
     """Product of ``r2[l, l']`` over the ``mat`` segments of a scheme; 1 where it has none."""
     return float(np.prod([float(r2[pair]) for pair in scheme.jumps]))
@@ -123,6 +127,7 @@ class _Best:
     low_path: tuple[int, ...]
 
 
+@checked
 def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
     """For each number of blocks kept, the scheme of the greatest `r2_score` and that score (R2).
 

@@ -16,14 +16,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.linear.pairs import require_collected
+from matlens.linear.pairs import require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
-from matlens.models.sites import STREAM, Site
+from matlens.models.sites import STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn, resolve_replacements
+from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 SUBMODULES = ("attn", "ffn", "ln1", "ln2")
 
 
+@checked
 def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
     """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
 
@@ -45,9 +48,15 @@ def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list
             f"The blocks of this model are {anatomy.family.name}: none of the known sums holds in them, so "
             "their sub-modules cannot be fitted or replaced."
         )
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise InputError(
+            f"The sub-modules are {short(names)}. Expected a list of some of {', '.join(SUBMODULES)}."
+        )
     unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
     if unknown:
-        raise InputError(f"{unknown[0]!r} is not a sub-module. Expected some of {', '.join(SUBMODULES)}.")
+        raise InputError(
+            f"{short(unknown[0])} is not a sub-module. Expected some of {', '.join(SUBMODULES)}."
+        )
     return [
         (f"{name}_in.{layer}", f"{name}_out.{layer}")
         for layer in range(anatomy.n_layers)
@@ -56,6 +65,7 @@ def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list
     ]
 
 
+@checked
 def fit_submodules(
     samples: Activations,
     pairs: Sequence[tuple[str, str]],
@@ -84,12 +94,14 @@ def fit_submodules(
     InputError
         A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
     """
+    pairs = resolve_pairs(pairs, samples.provenance)
     require_collected(pairs, samples)
     for pair in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
         # One by one: only the two sites of a pair are held in float64.
         yield from fit_rows(samples, [pair], rows=rows, intercept=intercept, ridge=ridge)
 
 
+@checked
 @torch.inference_mode()
 def attend_nowhere(
     model: TransformerBridge, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int
@@ -110,6 +122,11 @@ def attend_nowhere(
         replacement.source.layer: replacement.function
         for replacement in resolve_replacements(model, mat_attn(maps, first, last))
     }
+    if not isinstance(h, Tensor) or h.ndim != 2 or h.shape[1] != anatomy.d_model:
+        raise InputError(
+            f"The vectors are {short(h)}. Expected a tensor of the shape [n, {anatomy.d_model}]."
+        )
+    require_finite(h, str(Site(STREAM, first)))
     device, dtype = torch.device(model.cfg.device), model.cfg.dtype
     h = h.to(device, dtype)[:, None]
     for layer in range(first, last):

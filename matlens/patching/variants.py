@@ -23,6 +23,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
+from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOLDS = "variants"
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Variant:
     """A way of running a model.
@@ -40,7 +42,7 @@ class Variant:
     first
         The layer of the stream up to which the model runs as it is; nothing is replaced before it.
     replacements
-        What is replaced from there on. A ``where`` with positions has one for each example.
+        What is replaced from there on. A ``where`` with positions has one for each sentence.
     description
         What distinguishes the variant from others in the record of a stored run.
     """
@@ -50,6 +52,7 @@ class Variant:
     description: str = ""
 
 
+@checked
 @torch.inference_mode()
 def run_variants(
     model: TransformerBridge,
@@ -61,7 +64,7 @@ def run_variants(
     batch_tokens: int | None = None,
     progress: bool = True,
 ) -> Mapping[str, Float[Tensor, "n d_model"]]:
-    """Run every variant over the examples; gives what each has for ``h^L`` at the drawn positions.
+    """Run every variant over the examples; gives what each has for ``h^L`` at the examples' positions.
 
     Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
     starts from there at its own first layer. Nothing keeps a model with linear norms from growing beyond
@@ -71,7 +74,7 @@ def run_variants(
     Parameters
     ----------
     model, examples
-        The model and what it reads. Decoders read a sentence no further than its position.
+        The model and what it reads. Decoders read a sentence no further than its last position.
     variants
         The ways of running the model, by names that can be names of files.
     folder
@@ -100,9 +103,11 @@ def run_variants(
         with bar:
             for number, batch in enumerate(read.batches(budget)):
                 if number >= skip:
+                    row, position, rows = examples.rows_of(batch.index)
+                    places = torch.from_numpy(row), torch.from_numpy(position)
                     with unchanged(model, identity.changes or ()):
-                        final = _run(model, batch, ready, examples.positions)
-                    yield batch.index, final
+                        final = _run(model, batch, ready, places)
+                    yield rows, final
                 bar.update(len(batch.index))
 
     provenance = Provenance(identity, examples.provenance, examples.fingerprint)
@@ -118,16 +123,24 @@ def run_variants(
     }
     columns = dict.fromkeys(variants, Column(anatomy.d_model))
     _, vectors = keep_rows(
-        _HOLDS, request, columns, len(examples), run,
+        _HOLDS, request, columns, examples.n_positions, run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
     )  # fmt: skip
     return vectors
 
 
 def _resolve_variant(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
-    first = Anatomy.from_model(model).resolve(Site(STREAM, variant.first)).layer
+    anatomy = Anatomy.from_model(model)
+    first = anatomy.resolve(Site(STREAM, variant.first)).layer
+    start, end = anatomy.order(Site(STREAM, first)) if first else -1, anatomy.order(anatomy.stream[-1])
     replacements = resolve_replacements(model, variant.replacements)
-    early = [replacement for replacement in replacements if replacement.source.layer < first]
+    late = [replacement for replacement in replacements if anatomy.order(replacement.target) > end]
+    if late:
+        raise InputError(
+            f"{late[0]} in {name} replaces what lies behind {anatomy.stream[-1]}, which variants give. "
+            "Expected replacements before."
+        )
+    early = [replacement for replacement in replacements if anatomy.order(replacement.source) < start]
     if early:
         raise InputError(
             f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
@@ -147,12 +160,11 @@ class _LastLayerReached(Exception):
 
 
 def _run(
-    model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], positions: Any
+    model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], places: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     device, last = torch.device(model.cfg.device), Anatomy.from_model(model).n_layers
     index = torch.from_numpy(batch.index)
-    column = torch.from_numpy(positions)[index].to(device)
-    row = torch.arange(len(column), device=device)
+    row, column = (place.to(device) for place in places)
     clean = _run_to_layers(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
     final = {}
     for name, variant in variants.items():

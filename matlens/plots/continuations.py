@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from matlens.plots.colours import method_looks
 from matlens.plots.style import add_legend, literal, model_title, percent_ticks, styled
+from matlens.signatures import checked
 
 _AROUND = [
     (distance * np.cos(angle), distance * np.sin(angle))
@@ -21,6 +22,7 @@ _AROUND = [
 ]  # points from a mark to the middle of its coefficient, nearest first
 
 
+@checked
 @styled
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     """Share of toxic continuations against perplexity (paper B, Table 5).

@@ -11,10 +11,12 @@ from matplotlib.lines import Line2D
 from matlens.plots.colours import DARK, DOTTED, GREY, method_looks
 from matlens.plots.lines import draw_line, precision_axis
 from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled, title_of
+from matlens.signatures import checked
 
 _GOAL = 0.95  # Precision@1 at which the layers saved are compared
 
 
+@checked
 @styled
 def early_exit(results: pd.DataFrame) -> Figure:
     """Precision@1 against the mean number of layers run, by early and by fixed exit (paper A, Figure 9)."""
@@ -37,6 +39,7 @@ def early_exit(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def exits_figure(table: pd.DataFrame) -> Figure:
     """Accuracy against the layers saved, a mark for each method, with deviations over the seeds (Table 6).

@@ -10,6 +10,7 @@ from scipy.optimize import linear_sum_assignment
 
 from matlens.plots.colours import DARK, GREY, LOWERED, OTHER, RAISED
 from matlens.plots.style import add_legend, layer_ticks, literal, styled
+from matlens.signatures import checked
 
 _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
 _NAMED = 8  # clusters of each panel that are named
@@ -22,6 +23,7 @@ _LEADER = {"arrowstyle": "-", "color": DARK, "lw": 0.5, "shrinkA": 1, "shrinkB":
 _READS = {"score": "by score", "lift": "by score above the vocabulary's mean"}
 
 
+@checked
 @styled
 def extremes_figure(clusters: pd.DataFrame, title: str) -> Figure:
     """Clusters of extreme sub-updates by layer and by how common the tokens are that they promote.

@@ -21,10 +21,12 @@ from matlens.plots.style import (
     styled,
     title_of,
 )
+from matlens.signatures import checked
 
 _METHODS = {"mat": MAT, "id": ID}
 
 
+@checked
 @styled
 def r2_heatmaps(results: pd.DataFrame) -> Figure:
     """r2 of ``mat`` and ``id`` for all pairs of layers, on one colour scale (paper A, Figures 2 and 3).
@@ -51,6 +53,7 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def prediction(results: pd.DataFrame) -> Figure:
     """Precision@k and surprisal of every layer for ``mat`` and ``id`` (paper A, Figure 4), with intervals."""
@@ -78,6 +81,7 @@ def prediction(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def relative_depth(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal of several models on one axis of relative depth (paper A, Figures 7, 8)."""
@@ -98,6 +102,7 @@ def relative_depth(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def across_corpora(results: pd.DataFrame) -> Figure:
     """Precision@1 of maps fitted on each corpus and tested on each (paper A, section 5.2).
@@ -136,6 +141,7 @@ def _short_maps(method: str) -> str:
     return literal(f"mat of {short_name(method.removeprefix('mat of '))}")
 
 
+@checked
 @styled
 def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Top tokens of each prompt, a column for each method and layer (paper A, Table 1)."""

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matlens.plots.colours import REPLACED, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import add_legend, layer_ticks, literal, styled, title_of
+from matlens.signatures import checked
 
 _MANY = 8  # methods; the names of more stand on the right
 _FITTED = {
@@ -23,6 +24,7 @@ _WHERE = {
 }
 
 
+@checked
 @styled
 def alternation(results: pd.DataFrame) -> Figure:
     """Precision@1 of every scheme against the number of blocks that it runs (paper A, Figure 6)."""
@@ -47,6 +49,7 @@ def alternation(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def by_method(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal over layers, a line for each method (paper A, Figure 10).
@@ -72,6 +75,7 @@ def by_method(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def by_fitting(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal of one kind of stand-in, a column of panels for each way of fitting it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from matlens.arguments import short
+from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import system_errors, write_together
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")
@@ -28,12 +31,25 @@ _Parameters = ParamSpec("_Parameters")
 
 
 def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]:
-    """Let a function draw its figure by the style sheet, whatever the caller's settings are."""
+    """Let a function draw its figure by the style sheet, whatever the caller's settings are.
+
+    A table that is none of those it draws is refused with an `InputError`.
+    """
 
     @functools.wraps(draw)
     def drawn(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Figure:
+        for table in (*arguments, *options.values()):
+            if isinstance(table, pd.DataFrame | Mapping) and not len(table):
+                raise InputError(f"{draw.__name__} was given a table without rows. Expected one with some.")
         with style_sheet():
-            figure = draw(*arguments, **options)
+            try:
+                figure = draw(*arguments, **options)
+            except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+                raise InputError(
+                    f"{draw.__name__} cannot draw this table ({type(error).__name__}: {short(str(error))}). "
+                    "Expected the table that its description names, all columns with their own kinds of "
+                    "values."
+                ) from error
             for ax in figure.axes:  # ticks follow the settings of the moment when they are first asked for
                 ax.xaxis.get_major_ticks()
                 ax.yaxis.get_major_ticks()
@@ -47,6 +63,7 @@ def style_sheet() -> AbstractContextManager[None]:
     return style.context(SHEET)
 
 
+@checked
 def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = None) -> list[Path]:
     """Write a figure as ``name.png`` and ``name.pdf``; returns both paths.
 
@@ -75,6 +92,7 @@ def short_name(name: str) -> str:
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name
 
 
+@checked
 def model_title(model: str, corpus: str | None = None, n: int | tuple[int, int] | None = None) -> str:
     """Title of a figure: the model by its short name, the corpus, and how many examples."""
     parts = [short_name(name) for name in (model, corpus) if name is not None]
@@ -95,6 +113,7 @@ def examples_of(results: pd.DataFrame) -> int | tuple[int, int]:
     return most if fewest == most else (fewest, most)
 
 
+@checked
 def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
     """Write text that is no formula; what the font cannot draw is shown by its code point."""
     font = get_font(findfont(FontProperties(style=style)))
@@ -105,6 +124,7 @@ def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
 # Ticks and legends
 
 
+@checked
 def layer_ticks(last: int) -> list[int]:
     """Round layers, and the last one whatever it is."""
     ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]

@@ -10,6 +10,7 @@ from matplotlib.ticker import StrMethodFormatter
 from matlens.plots.colours import DOTTED, GREY, SUMMARIES, UPDATES, method_looks
 from matlens.plots.lines import draw_line
 from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled
+from matlens.signatures import checked
 
 _EVENTS = tuple(
     (method, event) for method in ("dominant", "random") for event in ("saturation", "elimination")
@@ -24,6 +25,7 @@ _FEW = 10  # updates; a mean of fewer is not drawn
 _APART = 0.18  # between the points of two summaries of the same sub-updates
 
 
+@checked
 @styled
 def events_figure(results: pd.DataFrame) -> Figure:
     """Maximal, mean and minimal scores at events, a panel for each reading and choice of examples (Table 4).
@@ -62,6 +64,7 @@ def _draw_events(ax: Axes, part: pd.DataFrame) -> None:
     ax.axvline(0, color=GREY, lw=0.8)
 
 
+@checked
 @styled
 def layers_figure(results: pd.DataFrame) -> Figure:
     """Scores of the top candidate over layers, and the maximum by what an update does (Figure 3).
@@ -124,6 +127,7 @@ def _draw_summaries(ax: Axes, part: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
+@checked
 @styled
 def saturation_figure(results: pd.DataFrame) -> Figure:
     """Where predictions are made, by FFNs and by attention (Tables 9 and 10).

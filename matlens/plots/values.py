@@ -16,10 +16,12 @@ from matlens.plots.style import (
     short_name,
     styled,
 )
+from matlens.signatures import checked
 
 _VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens dealt anew"}
 
 
+@checked
 @styled
 def shares_by_layer(results: pd.DataFrame, label: str) -> Figure:
     """A share at every layer, a line for each method, with intervals (paper B, Figures 4 and 6).
@@ -47,6 +49,7 @@ def shares_by_layer(results: pd.DataFrame, label: str) -> Figure:
     return figure
 
 
+@checked
 @styled
 def concept_shares(results: pd.DataFrame) -> Figure:
     """Share of top tokens in a concept at every layer, stacked by class, a panel a kind (paper B, Figure 2).
@@ -79,6 +82,7 @@ def concept_shares(results: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
 @styled
 def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
     """How many vectors have a pattern of so many words, over all layers and layer by layer.

@@ -18,6 +18,7 @@ import pandas as pd
 from matlens import bounds
 from matlens.errors import InputError
 from matlens.metrics import Estimate
+from matlens.signatures import checked
 from matlens.storage.files import (
     SEAL,
     read_bounded,
@@ -95,23 +96,7 @@ def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:
     return table.astype(dict.fromkeys(unnamed, "Int64"))
 
 
-def require_columns(table: pd.DataFrame, columns: Iterable[str], name: str, *, made_by: str) -> pd.DataFrame:
-    """A table that a user hands over has some columns, and rows.
-
-    Raises
-    ------
-    InputError
-        A column is missing, or there is no row.
-    """
-    missing = [column for column in columns if column not in table]
-    if missing:
-        named = ", ".join(map(repr, missing))
-        raise InputError(f"{name} has no column {named}. Expected what {made_by} gives.")
-    if not len(table):
-        raise InputError(f"{name} has no rows. Expected what {made_by} gives.")
-    return table
-
-
+@checked
 def read_table(
     path: str | Path, columns: Mapping[str, str] | Sequence[str], *, what: str, made_by: str, **options: Any
 ) -> pd.DataFrame:
@@ -160,6 +145,30 @@ def csv_text(table: pd.DataFrame) -> str:
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
     return table.to_csv(index=False)
+
+
+def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
+    """Refuse a table in memory that lacks columns, or rows.
+
+    Parameters
+    ----------
+    table
+        The table.
+    columns
+        Columns that must be there.
+    what
+        What the table should be, such as ``"the table of lens.top_predictions"``.
+
+    Raises
+    ------
+    InputError
+        It has no rows, or columns are missing.
+    """
+    missing = [column for column in columns if column not in table]
+    if missing:
+        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
+    if table.empty:
+        raise InputError(f"The table has no rows. Expected {what}.")
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:

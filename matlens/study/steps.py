@@ -33,6 +33,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.progress import moving
+from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.sizes import are_few, note_on_samples
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
 
 
+@checked
 def collect_parts(
     model: TransformerBridge,
     parts: tuple[Corpus, Corpus],
@@ -119,6 +121,7 @@ def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) 
     return True
 
 
+@checked
 def fit_maps(
     folder: str | Path,
     *,
@@ -140,7 +143,7 @@ def fit_maps(
     if ridge is not None:
         ridge = require_number(ridge, "The ridge", least=0)
     train = Activations.load(Path(folder) / TRAIN)
-    wanted = resolve_pairs(pairs, train.provenance.identity.n_layers)
+    wanted = resolve_pairs(pairs, train.provenance)
     require_collected(wanted, train)
     if ridge is None:
         few = are_few(train.n_rows, train.provenance.identity.d_model)
@@ -166,6 +169,7 @@ def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
     return float(f"{float(norms.median()):.1e}")
 
 
+@checked
 def evaluate_maps(
     model: TransformerBridge, folder: str | Path, *, readout: Readout | None = None, progress: bool = True
 ) -> pd.DataFrame:
@@ -204,6 +208,7 @@ def evaluate_maps(
     return results
 
 
+@checked
 def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
     """What maps were fitted on, whether that is enough for them, and what they were tested on."""
     fit = maps.provenance.to_json()
@@ -211,6 +216,7 @@ def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
     return {"maps": fit, "note": note_on_samples(fit), "validation": validated}
 
 
+@checked
 def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
     """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written.
 
@@ -232,6 +238,7 @@ def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
     return written
 
 
+@checked
 def read_results(folder: str | Path) -> pd.DataFrame:
     """Read the table that `evaluate_maps` has written.
 

@@ -39,6 +39,7 @@ from matlens.models.loading import load
 from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.signatures import checked
 from matlens.study import steps
 from matlens.study.sizes import Part, fitting_sizes
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 Fitted = Literal["all", "not-first", "not-sink"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A model, a corpus and sizes; everything else is made when it is first asked for.
@@ -308,6 +310,7 @@ class Study:
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
+@checked
 def in_proportion(study: Study) -> Study:
     """The study itself, or one that splits a corpus which is too small in the same proportion."""
     if study.n_validation is None:  # whatever is left is for validation
@@ -316,6 +319,7 @@ def in_proportion(study: Study) -> Study:
     return replace(study, n_train=n_train, n_validation=n_validation)
 
 
+@checked
 def slug(name: str) -> str:
     """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
     path = Path(name)

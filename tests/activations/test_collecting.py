@@ -724,12 +724,12 @@ def test_a_model_is_asked_once_who_it_is_and_how_it_is_wired(
         question = getattr(module, name)
         monkeypatch.setattr(module, name, lambda model: asked.append(name) or question(model))
 
-    counting(identity, "fingerprint")
+    counting(identity, "known_fingerprints")
     counting(identity, "unembed_hash")
     counting(collecting, "require_raw")
     counting(Anatomy, "from_model")
     collect(*llama, batch_tokens=BUDGET["drawn"], folder=tmp_path / "out" if disk else None, progress=False)
-    assert sorted(asked) == ["fingerprint", "from_model", "require_raw", "unembed_hash"]
+    assert sorted(asked) == ["from_model", "known_fingerprints", "require_raw", "unembed_hash"]
 
 
 def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:
@@ -745,5 +745,5 @@ def test_no_sites_are_refused(llama: tuple[Any, Examples]) -> None:
 @pytest.mark.refused
 def test_a_site_that_is_in_no_list_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
     model = small_model("gpt2")
-    with pytest.raises(InputError, match=r"'h\.0' is one site. Expected a list of them"):
+    with pytest.raises(InputError, match=r"sites of collect is 'h\.0'. Expected a list"):
         collect(model, make_examples(model, sentences), "h.0")

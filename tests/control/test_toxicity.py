@@ -103,12 +103,12 @@ def test_tables_without_what_is_read_are_refused(missing: str) -> None:
     graded = grade_continuations(continuations(["aa", "bb"], 1), Lengths())
     lacking = graded.drop(columns=missing)
     for changed, unchanged in ((lacking, graded), (graded, lacking)):
-        with pytest.raises(InputError, match=f"has no column '{missing}'"):
+        with pytest.raises(InputError, match=f"lacks the columns {missing}"):
             toxicity_estimates(changed, unchanged, "toxicity")
     if missing != "toxicity":
-        with pytest.raises(InputError, match=f"has no column '{missing}'"):
+        with pytest.raises(InputError, match=f"lacks the columns {missing}"):
             grade_continuations(lacking, Lengths())
-    with pytest.raises(InputError, match="has no column 'wine'"):
+    with pytest.raises(InputError, match="lacks the columns wine"):
         toxicity_estimates(graded, graded, "wine")
     for use in (
         lambda: grade_continuations(graded[:0], Lengths()),

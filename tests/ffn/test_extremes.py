@@ -16,7 +16,7 @@ from plain_values import plain_unit_vectors, plain_values
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError
-from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.corpus import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
 from matlens.ffn.extremes import (
@@ -390,7 +390,10 @@ def test_scores_counts_and_kinds_that_cannot_be_are_refused(
     extreme = extreme_sub_updates(trace, values, threshold=1.0)
     projection = Projection.from_model(small_model("llama"))
     kinds = cluster_activity(extreme, clusters, trace, values, projection, commonness)
-    for table, message in ((kinds[:0], "has no rows"), (kinds.drop(columns="sign"), "has no column 'sign'")):
+    for table, message in (
+        (kinds[:0], "has no rows"),
+        (kinds.drop(columns="sign"), "lacks the columns sign"),
+    ):
         with pytest.raises(InputError, match=message):
             place_table(extreme, table, clusters, trace)
         with pytest.raises(InputError, match=message):

@@ -197,7 +197,7 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
     ("name", "missing"),
     [
         ("neox", "mid.1"), ("gptj", "mid.0"), ("gptj", "ln2_in.0"), ("gptj", "ln2_out.2"),
-        ("gpt2", "ln1_post_out.1"), ("bert", "ln2_post_in.1"), ("gemma2", "mlp_out.1"), ("llama", "next.0"),
+        ("gpt2", "ln1_post_out.1"), ("bert", "ln2_post_in.1"), ("gemma2", "mlp_put.1"), ("llama", "next.0"),
     ],
 )  # fmt: skip
 def test_missing_site_names_those_that_exist(
@@ -304,13 +304,78 @@ def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], fo
     assert Anatomy.from_model(model).family.name == "pre-norm"  # a failure is not remembered
 
 
-def test_anatomy_runs_the_model_once(small_model: Callable[[str], Any], forgotten: None) -> None:
+def test_anatomy_runs_the_model_once(
+    small_model: Callable[[str], Any], forgotten: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small_model("llama")
     runs: list[None] = []
-    handle = model.original_model.register_forward_hook(lambda *_: runs.append(None))
-    try:
-        first = Anatomy.from_model(model)
-        assert Anatomy.from_model(model) is first
-    finally:
-        handle.remove()
+    examine = anatomy._examine
+    monkeypatch.setattr(anatomy, "_examine", lambda model: runs.append(None) or examine(model))
+    first = Anatomy.from_model(model)
+    assert Anatomy.from_model(model) is first
     assert len(runs) == 1
+
+
+# Hooks by their names
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_hook_that_carries_a_site_is_that_site(name: str, small_model: Callable[[str], Any]) -> None:
+    """By the hook point itself, whatever TransformerLens calls it in this architecture."""
+    model = small_model(name)
+    known = Anatomy.from_model(model)
+    points = model.hook_dict
+    carried = {id(points[known.hook(site)]) for site in known.sites}
+    named = 0
+    for hook, point in points.items():
+        try:
+            site = known.resolve(hook)
+        except InputError as error:
+            assert "carries a tensor" in str(error) or "does not fire" in str(error)  # noqa: PT017
+            continue
+        if hook.endswith(("hook_in", "hook_resid_pre")) and site.kind == "h" and site.layer:
+            assert (
+                known.hook(site) == f"blocks.{site.layer - 1}.hook_out"
+            )  # the same vectors, a moment before
+            continue
+        assert points[known.hook(site)] is point
+        assert site.is_hook == (id(point) not in carried)
+        assert known.resolve(str(site)) == site
+        assert hook in known.names(site)
+        named += 1
+    assert named > 80
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hooks_have_the_width_and_the_order_of_a_pass(name: str, small_model: Callable[[str], Any]) -> None:
+    """Against a pass of its own, over other tokens."""
+    model = small_model(name)
+    known = Anatomy.from_model(model)
+    order: list[str] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def keep(value: Any, hook: Any) -> None:
+        order.append(hook.name)
+        shapes[hook.name] = tuple(getattr(value, "shape", ()))
+
+    hooks = [(hook, keep) for hook in dict.fromkeys(map(known.hook, usable_hooks(known)))]
+    with model.hooks(fwd_hooks=hooks):
+        model(TOKENS.repeat(2, 1))
+    assert sorted(order, key=lambda hook: known.hooks[hook].order) == order
+    assert len(set(order)) == len(order) > 60
+    for hook, shape in shapes.items():
+        assert shape[:2] == (2, TOKENS.shape[1])
+        assert known.width(hook) == torch.Size(shape[2:]).numel()
+
+
+def usable_hooks(known: Anatomy) -> list[str]:
+    return [name for name, hook in known.hooks.items() if hook.shape]
+
+
+def test_hooks_that_are_turned_on_are_found(model_folder: Callable[[str], Path]) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu")
+    with pytest.raises(InputError, match=r"'blocks\.1\.attn\.hook_result' does not fire"):
+        Anatomy.from_model(model).resolve("result.1")
+    model.set_use_attn_result(True)
+    known = Anatomy.from_model(model)
+    assert known.width("result.1") == 4 * D_MODEL

@@ -32,3 +32,72 @@ def test_layers_are_counted_where_the_depth_is_known() -> None:
 def test_a_layer_that_counts_from_an_unknown_end_is_refused(given: str | int | Site) -> None:
     with pytest.raises(InputError, match="counts from the end of a model that is not known here"):
         Site.parse(given)
+
+
+# Names of TransformerLens' hooks
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("z.2", "blocks.2.attn.hook_z"),
+        ("blocks.2.attn.hook_z", "blocks.2.attn.hook_z"),
+        ("hook_z.2", "blocks.2.attn.hook_z"),
+        ("z.-1", "blocks.2.attn.hook_z"),
+        ("blocks.-1.attn.hook_z", "blocks.2.attn.hook_z"),
+        ("resid_mid.2", "blocks.2.hook_resid_mid"),
+        ("mlp_out.0", "blocks.0.hook_mlp_out"),
+        ("pre.1", "blocks.1.mlp.hook_pre"),
+        ("attn_scores.1", "blocks.1.attn.hook_attn_scores"),
+        ("blocks.0.ln1.hook_scale", "blocks.0.ln1.hook_scale"),
+        ("hook_embed", "hook_embed"),
+        ("ln_final.hook_normalized", "ln_final.hook_normalized"),
+        ("resid_pre.0", "h.0"),
+        ("resid_pre.2", "h.2"),
+        ("resid_post.2", "h.3"),
+        ("blocks.1.hook_resid_post", "h.2"),
+        ("blocks.1.hook_in", "h.1"),
+        ("blocks.1.hook_out", "h.2"),
+        ("resid_post.-1", "h.3"),
+        ("resid_post.-3", "h.1"),
+        ("resid_pre.-1", "h.2"),
+        ("blocks.-3.hook_resid_pre", "h.0"),
+        ("attn_out.1", "attn_out.1"),
+        ("mid.1", "mid.1"),
+    ],
+)
+def test_hooks_are_read_as_transformer_lens_writes_them(text: str, expected: str) -> None:
+    site = Site.parse(text, 3)
+    assert str(site) == expected
+    assert Site.parse(str(site)) == site
+    assert Site.parse(site, 3) == site
+    read = Site.read(text)
+    assert Site.parse(read, 3) == site
+    assert site.is_hook == ("hook" in expected)
+
+
+@pytest.mark.parametrize("text", ["resid_pre.3", "resid_post.3", "z.3", "resid_post.-4", "blocks.3.hook_in"])
+def test_hooks_of_blocks_that_are_not_there_are_refused(text: str) -> None:
+    with pytest.raises(
+        InputError, match=r"is out of range: this model has blocks\.0\..*hook_\w+ to blocks\.2\."
+    ):
+        Site.parse(text, 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["hook_", "blocks.1.attn", "blocks/1/hook_in", "../hook_z", "z", "z.1.hook_", "\n"]
+)
+def test_what_is_no_hook_is_no_site(text: str) -> None:
+    with pytest.raises(InputError, match="is not a site"):
+        Site.parse(text)
+
+
+@pytest.mark.refused
+def test_what_is_no_kind_or_no_layer_is_refused() -> None:
+    for kind, layer in (("", 1), (3, 1), (None, 1), ("h", "1"), ("h", 1.0), ("h", True), ("h", 10**7)):
+        with pytest.raises(InputError, match="of a site is"):
+            Site(kind, layer)  # type: ignore[arg-type]
+    for text in ("9" * 5000, "h." + "9" * 300, "x" * 10**6):
+        with pytest.raises(InputError, match="is not a site") as error:
+            Site.parse(text)
+        assert len(str(error.value)) < 400

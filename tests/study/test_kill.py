@@ -158,6 +158,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])},
         )
 
     def start(

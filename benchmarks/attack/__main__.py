@@ -1,0 +1,102 @@
+"""Attack matlens: bad inputs in Python and at the command line, damaged files, and states out of order.
+
+    PYTHONPATH=benchmarks python -m attack --show
+
+prints a table of the classes of faults: how many cases were tried of each, and how many ended clearly (in an
+`InputError` that says what was wrong, at the command line with exit code 2; or in the right result, where the
+library may take what it is given). The other columns are faults: words that are late, too long or too short;
+other numbers without a word; a traceback; no end.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+
+from attack.cases import VERDICTS, Case, Judgement, judge
+from attack.commands import command_cases
+from attack.foreign import foreign_cases
+from attack.mutations import mutation_cases
+from attack.signatures import working
+from attack.states import state_cases
+from attack.targets import TARGETS, untried
+from attack.world import World, make_world
+
+_MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and the machine does not
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Only cases whose names contain this.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
+    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the bad inputs that are tried.")] = 1.0,
+    mutations: Annotated[int, typer.Option(min=0, help="Mutations of files that are tried.")] = 1500,
+    out: Annotated[Path, typer.Option(help="Where the tables are written.")] = Path("out/attack"),
+    show: Annotated[bool, typer.Option(help="Print every case that is not clear.")] = False,
+) -> None:
+    """Try bad inputs and mutated files, and print a table of the classes of faults."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    torch.set_num_threads(1)
+    with make_world(seed=seed) as world:
+        judgements = [judge(case) for case in _cases(world, only, share, seed)]
+        judgements += [judge(case) for case in mutation_cases(world, mutations, seed, only)]
+    if _report(judgements, out, show=show):
+        raise typer.Exit(1)
+
+
+def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
+    chance = random.Random(seed)
+    for name in untried():
+        print(f"untried: {name}")
+    for case in (
+        *_bad_arguments(world, only),
+        *state_cases(world),
+        *foreign_cases(world),
+        *command_cases(world),
+    ):
+        if only in case.name and chance.random() < share:
+            yield case
+
+
+def _bad_arguments(world: World, only: str) -> Iterator[Case]:
+    for target in TARGETS:
+        if only.partition("(")[0] in target.name or only in f"{target.name}(":
+            problem = working(target, world)
+            if problem is None:
+                yield from target.cases(world)
+            else:
+                print(problem)
+
+
+def _report(judgements: list[Judgement], out: Path, *, show: bool) -> bool:
+    """Write and print the tables; says whether a case is not clear."""
+    out.mkdir(parents=True, exist_ok=True)
+    cases = pd.DataFrame(
+        [(j.case.fault, j.case.name, j.verdict, j.words) for j in judgements],
+        columns=["class", "case", "verdict", "words"],
+    )
+    cases.to_csv(out / "cases.csv", index=False)
+    rows = []
+    for fault, part in cases.groupby("class", sort=False):
+        counts = Counter(part["verdict"])
+        rows.append((fault, len(part), *(counts[verdict] for verdict in VERDICTS)))
+    table = pd.DataFrame(rows, columns=["class", "cases", *VERDICTS])
+    table.loc[len(table)] = ["all", *table.iloc[:, 1:].sum()]
+    table.to_csv(out / "attack.csv", index=False)
+    faults = cases[cases["verdict"] != "clear"]
+    if show:
+        for _, row in faults.iterrows():
+            print(f"{row['verdict']:9} {row['case'][:200]}: {row['words']}")
+    print(table.to_string(index=False))
+    return not faults.empty
+
+
+if __name__ == "__main__":
+    typer.run(main)

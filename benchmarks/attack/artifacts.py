@@ -1,0 +1,196 @@
+"""The folders that matlens writes, what they mean when they are read, and the jobs that go on in them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matlens
+from attack.world import N_CLUSTERS, World
+from matlens import annotation, ffn, lens, study
+from matlens.storage import RowFiles
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A kind of folder.
+
+    Attributes
+    ----------
+    name
+        What it is called in the table.
+    write
+        Writes it into a new folder.
+    read
+        Gives all that it means to who reads it: every number and every word.
+    other
+        Writes one of another model or of other sizes, whose files are put into this one.
+    plain
+        Names of files that are plain texts of others, which anyone may edit.
+    """
+
+    name: str
+    write: Callable[[World, Path], Any]
+    read: Callable[[World, Path], Any]
+    other: Callable[[World, Path], Any] | None = None
+    plain: tuple[str, ...] = ()
+
+
+def _maps(folder: Path) -> Any:
+    maps = matlens.MapSet.load(folder)
+    return {str(pair): (linear.weight, linear.bias) for pair, linear in maps.held().items()}, maps.provenance
+
+
+def _activations(folder: Path) -> Any:
+    activations = matlens.activations.Activations.load(folder)
+    vectors = {site: activations[site] for site in activations}
+    return vectors, activations.examples, activations.positions, activations.provenance
+
+
+def _trace(folder: Path) -> Any:
+    trace = ffn.Trace.load(folder)
+    return {name: value for name, value in vars(trace).items() if not name.startswith("_")}
+
+
+def _clusters(folder: Path) -> Any:
+    clusters = ffn.Clusters.load(folder)
+    return clusters.labels, clusters.method, clusters.sizes, clusters.provenance
+
+
+def _study(world: World, folder: Path) -> Any:
+    """Everything in it, and its results computed once more from what it holds."""
+    parts = (_activations(folder / "train"), _activations(folder / "validation"), _maps(folder / "maps"))
+    table = study.read_results(folder)
+    maps = matlens.MapSet.load(folder / "maps")
+    validation = matlens.activations.Activations.load(folder / "validation")
+    again = lens.fit_quality(maps, validation, progress=False)
+    return parts, table, again
+
+
+def _run_study(world: World, folder: Path) -> None:
+    world.make_study(folder).evaluate()
+
+
+def _collect(model: str) -> Callable[[World, Path], Any]:
+    def write(world: World, folder: Path) -> Any:
+        bridge = world.load(model)
+        examples = matlens.make_examples(bridge, world.corpus)
+        return matlens.collect(bridge, examples, folder=folder, batch_tokens=100, progress=False)
+
+    return write
+
+
+def _write_trace(model: str) -> Callable[[World, Path], Any]:
+    def write(world: World, folder: Path) -> Any:
+        bridge = world.load(model)
+        examples = matlens.make_examples(bridge, world.corpus)
+        return ffn.Trace.run(bridge, examples, k=4, folder=folder, batch_tokens=100, progress=False)
+
+    return write
+
+
+def _write_clusters(n: int) -> Callable[[World, Path], Any]:
+    return lambda world, folder: ffn.Clusters.fit(world.values, n, folder=folder, progress=False)
+
+
+class _BrokenOff(KeyboardInterrupt):
+    """Someone has stopped a job."""
+
+
+def _half(write: Callable[[World, Path], Any], *, after: int = 3) -> Callable[[World, Path], Any]:
+    """Write an artifact, and break off after some batches, as a Ctrl-C does."""
+
+    def written(world: World, folder: Path) -> None:
+        with breaking_off(after):
+            try:
+                write(world, folder)
+            except _BrokenOff:
+                return
+        raise AssertionError("the job was done before it was broken off")
+
+    return written
+
+
+@contextmanager
+def breaking_off(after: int) -> Iterator[None]:
+    """Stop jobs that write rows after so many batches."""
+    write, count = RowFiles.write, [0]
+
+    def counting(self: RowFiles, *arguments: Any) -> None:
+        write(self, *arguments)
+        count[0] += 1
+        if count[0] >= after:
+            raise _BrokenOff
+
+    RowFiles.write = counting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RowFiles.write = write  # type: ignore[method-assign]
+
+
+def _resumed(
+    write: Callable[[World, Path], Any], read: Callable[[Path], Any]
+) -> Callable[[World, Path], Any]:
+    """Go on with what was broken off, and read what came of it."""
+
+    def meaning_of(world: World, folder: Path) -> Any:
+        write(world, folder)
+        return read(folder)
+
+    return meaning_of
+
+
+def _predictions(world: World, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    world.table_of_predictions.to_csv(folder / "predictions.csv", index=False, lineterminator="\n")
+    annotation.write_concept_sheets(world.sample, folder / "sheets")
+
+
+ARTIFACTS = (
+    Artifact(
+        "maps", lambda w, f: w.stream_maps.save(f), lambda _, f: _maps(f), lambda w, f: w.other_maps.save(f)
+    ),
+    Artifact("activations", _collect("gpt2"), lambda _, f: _activations(f), _collect("weights")),
+    Artifact("trace", _write_trace("gpt2"), lambda _, f: _trace(f), _write_trace("weights")),
+    Artifact(
+        "clusters", _write_clusters(N_CLUSTERS), lambda _, f: _clusters(f), _write_clusters(N_CLUSTERS + 5)
+    ),
+    Artifact("study", _run_study, _study),
+    Artifact("unfinished activations", _half(_collect("gpt2")), _resumed(_collect("gpt2"), _activations)),
+    Artifact("unfinished trace", _half(_write_trace("gpt2")), _resumed(_write_trace("gpt2"), _trace)),
+)
+
+
+class Pristine:
+    """One folder of each kind as it was written, and what it means."""
+
+    def __init__(self, world: World, artifact: Artifact) -> None:
+        self.world, self.artifact = world, artifact
+        self.folder = world.root / "pristine" / artifact.name.replace(" ", "-")
+        self.other = self.folder.with_name(f"{self.folder.name}-other")
+        artifact.write(world, self.folder)
+        if artifact.other is not None:
+            artifact.other(world, self.other)
+        with self.copy() as copy:
+            self.meaning = artifact.read(world, copy)
+
+    @contextmanager
+    def copy(self) -> Iterator[Path]:
+        """A copy to damage, at the path that it is always at, and removed afterwards."""
+        place = self.world.root / "damaged" / self.folder.name
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.folder, place, symlinks=True)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def sources() -> Mapping[str, Artifact]:
+    """Kinds of folders by name."""
+    return {artifact.name: artifact for artifact in ARTIFACTS}

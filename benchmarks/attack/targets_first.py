@@ -1,0 +1,238 @@
+"""Targets of the main job: models, corpora, activations, maps, patching and the study."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import matlens
+from attack.kept import (
+    MAPS,
+    RANGE,
+    STREAM_MAPS,
+    identity_of,
+    kept,
+    moments_of,
+    patch_with,
+    run_in,
+    scheme_of,
+)
+from attack.signatures import Target
+from matlens import lens, linear, models, patching
+
+FIRST: list[Target] = [
+    # The six lines.
+    Target("collect", {"positions": "choice", "dtype": ""}),
+    Target("load_corpus", {"split": ""}),
+    Target("make_examples"),
+    Target("make_prompts"),
+    Target(
+        "load",
+        {"name": "text", "device": "choice", "dtype": "choice", "revision": "object"},
+        {"name": lambda w: str(w.model_folder("gpt2"))},
+    ),
+    Target("Readout"),
+    Target("Readout.logits", owner=lambda w: w.readout),
+    Target("Readout.log_probs", owner=lambda w: w.readout),
+    Target("Readout.top_tokens", {"h": "vector"}, {"h": lambda w: w.activations[3][0]}, lambda w: w.readout),
+    Target("Site.parse", {"text": "site", "n_layers": ""}, {"n_layers": lambda _: 3}),
+    Target("Site.read", {"text": "site"}),
+    Target("Site", {"kind": "text", "layer": "layer"}, {"kind": lambda _: "h"}),
+    # Maps.
+    Target(
+        "LinearMap",
+        {"weight": "object", "bias": "object", "source": "site", "target": "site"},
+        {
+            "weight": lambda _: torch.eye(3),
+            "bias": lambda _: None,
+            "source": lambda _: "h.0",
+            "target": lambda _: "h.1",
+        },
+    ),
+    Target("LinearMap.__call__", owner=lambda w: w.stream_maps[0, 3]),
+    Target("LinearMap.to", {"device": "choice"}, {"device": lambda _: "cpu"}, lambda w: w.stream_maps[0, 3]),
+    Target(
+        "LinearMap.then",
+        {"following": "map"},
+        {"following": lambda w: w.stream_maps[1, 3]},
+        lambda w: w.stream_maps[0, 1],
+    ),
+    Target("MapSet", {"maps": "object"}, {"maps": lambda w: [w.stream_maps[0, 3]]}),
+    Target("MapSet.__getitem__", {"pair": "pair"}, {"pair": lambda _: (0, 3)}, lambda w: w.stream_maps),
+    Target("MapSet.fit"),
+    Target(
+        "MapSet.held",
+        {"pairs": "pairs", "device": "choice"},
+        {"pairs": lambda _: [(0, 3)]},
+        lambda w: w.stream_maps,
+    ),
+    Target("MapSet.save", owner=lambda w: w.stream_maps),
+    Target("MapSet.load", {"folder": "path read"}, {"folder": kept("maps")}),
+    Target("linear.fit_rows"),
+    Target("linear.fit_samples"),
+    Target("linear.fit_stream", {"batches": "object"}, {"batches": lambda w: [dict(w.activations)]}),
+    Target(
+        "linear.Moments",
+        {"d_in": "count", "d_out": "count", "source": "text", "target": "text"},
+        {"d_in": lambda _: 4, "d_out": lambda _: 4},
+    ),
+    Target(
+        "linear.Moments.update",
+        {"x": "vectors", "y": "vectors"},
+        {"x": lambda w: w.activations[3], "y": lambda w: w.activations[3]},
+        lambda w: linear.Moments(32, 32),
+    ),
+    Target("linear.Moments.merge", {"other": "object"}, {"other": moments_of}, moments_of),
+    Target("linear.Moments.solve", owner=moments_of),
+    Target(
+        "linear.Moments.solution",
+        {"intercept": "truth", "ridge": "positive"},
+        {"intercept": lambda _: False, "ridge": lambda _: 0.0},
+        moments_of,
+    ),
+    Target("linear.resolve_pairs", {"n_layers": "whole"}),
+    # Activations.
+    Target("activations.Activations.__getitem__", owner=lambda w: w.activations),
+    Target("activations.Activations.resolve", owner=lambda w: w.activations),
+    Target("activations.Activations.head", {"n": "whole"}, owner=lambda w: w.activations),
+    Target("activations.Activations.load", {"folder": "path read"}, {"folder": kept("activations")}),
+    Target("activations.default_batch_tokens"),
+    Target("activations.stream", {"positions": "choice"}, {"positions": lambda _: "drawn"}),
+    Target("activations.find_sinks"),
+    Target("activations.outlying_rows", {"norms": "vectors"}, {"norms": lambda w: w.trace.norm}),
+    Target("activations.sink_rows"),
+    # Corpora.
+    Target("corpora.Corpus.split", owner=lambda w: w.corpus),
+    Target("corpora.Examples.head", {"n": "whole"}, owner=lambda w: w.examples),
+    Target(
+        "corpora.Examples.batches",
+        {"max_tokens": "whole"},
+        {"max_tokens": lambda _: 100},
+        lambda w: w.examples,
+    ),
+    Target("corpora.is_masked"),
+    Target("corpora.TokenFrequency", {"tokens": "object"}, {"tokens": lambda w: w.examples.tokens}),
+    Target("corpora.TokenFrequency.from_corpus"),
+    Target(
+        "corpora.TokenFrequency.shares",
+        {"ids": "ids"},
+        {"ids": lambda _: np.array([[5, 6], [7, 8]])},
+        lambda w: w.frequency,
+    ),
+    Target("corpora.read_prompts", {"path": "path read", "challenging": "truth"}, {"path": kept("prompts")}),
+    Target("corpora.WordSimilarity.fit", {}, {"dimensions": lambda _: 5, "min_count": lambda _: 2}),
+    Target("corpora.WordSimilarity.row", {"text": "text"}, {"text": lambda _: "w12"}, lambda w: w.similarity),
+    Target(
+        "corpora.WordSimilarity.compare",
+        {"rows": "numbers"},
+        {"rows": lambda _: np.array([0, 1])},
+        lambda w: w.similarity,
+    ),
+    # Patching.
+    Target(
+        "patched",
+        {"replacements": "object"},
+        {"replacements": lambda w: matlens.jump(w.stream_maps, 1, 3)},
+        finish=run_in,
+    ),
+    Target("jump", {**MAPS}, STREAM_MAPS, finish=patch_with),
+    *[Target(name, {**RANGE}, finish=patch_with) for name in ("mat_attn", "mat_ffn", "mat_ln1_ln2")],
+    Target(
+        "patching.stand_ins", {**RANGE, "names": "names"}, {"names": lambda _: ["attn"]}, finish=patch_with
+    ),
+    Target("patching.Replacement.from_map", {"linear": "map"}, {"linear": lambda w: w.stream_maps[0, 3]}),
+    Target(
+        "patching.Scheme",
+        {"boundaries": "layers", "starts_with": "choice"},
+        {"boundaries": lambda _: (0, 1, 3), "starts_with": lambda _: "blocks"},
+    ),
+    Target("patching.Scheme.replacements", MAPS, STREAM_MAPS, scheme_of, finish=patch_with),
+    Target("patching.r2_schemes", {"r2": "vectors"}, {"r2": lambda w: lens.r2_matrix(w.quality, "mat")}),
+    Target(
+        "patching.r2_score",
+        {"scheme": "object", "r2": "object"},
+        {"scheme": scheme_of, "r2": lambda w: lens.r2_matrix(w.quality, "mat")},
+    ),
+    Target("patching.wrr_schemes", {"n_layers": "whole"}),
+    Target(
+        "patching.attend_nowhere",
+        {"first": "layer", "last": "layer", "h": "vectors"},
+        {"maps": lambda w: w.maps, "h": lambda w: w.activations[1]},
+    ),
+    Target(
+        "patching.fit_submodules",
+        {},
+        {"samples": lambda w: w.submodule_activations, "pairs": lambda _: [("ffn_in.0", "ffn_out.0")]},
+    ),
+    Target(
+        "patching.submodule_pairs",
+        {"anatomy": "object", "names": "names"},
+        {"anatomy": lambda w: models.Anatomy.from_model(w.model), "names": lambda _: ["attn"]},
+    ),
+    Target(
+        "patching.run_variants",
+        {"variants": "object"},
+        {"variants": lambda w: {"one": patching.Variant(1, matlens.jump(w.stream_maps, 1, 3))}},
+    ),
+    # Models.
+    Target("models.Anatomy.from_model"),
+    *[
+        Target(f"models.Anatomy.{name}", owner=lambda w: models.Anatomy.from_model(w.model))
+        for name in ("resolve", "width", "hook")
+    ],
+    Target("models.output_layer", {"layer": "layer"}),
+    Target("models.ModelIdentity.from_model", {"hash_unembedding": ""}),
+    Target(
+        "models.ModelIdentity.from_json", {"values": "object"}, {"values": lambda w: identity_of(w).to_json()}
+    ),
+    Target(
+        "models.Provenance.from_json",
+        {"values": "object"},
+        {"values": lambda w: w.activations.provenance.to_json()},
+    ),
+    Target(
+        "models.Provenance.require_same",
+        {"other": "object", "ours": "", "theirs": ""},
+        {"other": lambda w: w.stream_maps.provenance, "ours": lambda _: "the maps"},
+        lambda w: w.activations.provenance,
+    ),
+    Target("models.fingerprint"),
+    Target("models.unembed_hash"),
+    Target("models.require_raw"),
+    Target("models.token_texts", {"tokens": "numbers"}, {"tokens": lambda _: [5, 6]}),
+    Target("models.visible", {"token": "text"}),
+    Target("models.word_token", {"word": "text"}),
+    Target("models.word_tokens"),
+    # Storage.
+    Target(
+        "storage.read_config",
+        {"folder": "path read", "expected": ""},
+        {"folder": kept("maps"), "expected": lambda _: "maps"},
+    ),
+    Target(
+        "storage.read_table",
+        {"path": "path read", "columns": "", "what": "", "made_by": ""},
+        {
+            "path": kept("predictions"),
+            "columns": lambda _: ["prompt"],
+            "what": lambda _: "a table",
+            "made_by": lambda _: "The analysis writes it.",
+        },
+    ),
+    # Study.
+    Target("study.collect_parts", {"positions": "choice"}),
+    Target("study.evaluate_maps", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
+    Target(
+        "study.fit_maps",
+        {"folder": "path read"},
+        {"folder": lambda w: w.study_folder, "pairs": lambda _: "all", "ridge": lambda _: 1.0},
+    ),
+    Target("study.plot_results", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
+    Target("study.read_results", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
+    Target("study.slug", {"name": "text"}),
+    Target(
+        "study.Study.load",
+        {"model": "model", "corpus": "corpus", "out": "path written", "device": ""},
+        {"corpus": lambda w: w.corpus, "out": lambda w: w.fresh("study")},
+    ),
+]

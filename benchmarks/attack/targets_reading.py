@@ -1,0 +1,240 @@
+"""Targets of what is read off a model: the lens, feed-forward layers, control and metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
+from attack.signatures import Target
+from attack.world import ConstantGrader
+from matlens import control, ffn
+
+READING: list[Target] = [
+    # FFNs.
+    Target(
+        "ffn.Updates",
+        {"activations": "activations"},
+        {"activations": lambda w: w.updates.activations, "values": lambda w: w.values},
+    ),
+    Target("ffn.Updates.run", {"layers": "layers"}, {"examples": lambda w: w.prompts}),
+    *[
+        Target(f"ffn.Updates.{name}", owner=lambda w: w.updates)
+        for name in ("coefficients", "outputs", "sub_updates", "contributions", "shares", "dominant")
+    ],
+    Target("ffn.dominance"),
+    Target("ffn.dominant_table", {"projection": "projection, other projection"}),
+    Target("ffn.Trace.run"),
+    Target("ffn.Trace.load", {"folder": "path read"}, {"folder": kept("trace")}),
+    Target("ffn.ValueVector", {"layer": "whole", "index": "whole"}, {"index": lambda _: 2}),
+    Target("ffn.ValueVector.parse", {"text": "name read"}, {"text": lambda _: "L0D1"}),
+    Target("ffn.ValueVectors"),
+    *[
+        Target(f"ffn.ValueVectors.{name}", owner=lambda w: w.values)
+        for name in ("resolve", "resolve_layer", "at", "layer", "bias", "vectors", "norms")
+    ],
+    Target("ffn.ValueVectors.random", owner=lambda w: w.values),
+    Target("ffn.Clusters.fit", {}, {"n_clusters": lambda _: 20}),
+    Target("ffn.Clusters.load", {"folder": "path read"}, {"folder": kept("clusters")}),
+    Target("ffn.Clusters.members", {"cluster": "row"}, {"cluster": lambda _: 1}, lambda w: w.clusters),
+    Target("ffn.Clusters.holding", VALUES, owner=lambda w: w.clusters),
+    Target("ffn.Clusters.directions", VALUES, owner=lambda w: w.clusters),
+    Target(
+        "ffn.Clusters.cosines",
+        {"directions": "vectors"},
+        {"directions": lambda w: w.clusters.directions(w.values, [0, 1])},
+        lambda w: w.clusters,
+    ),
+    Target("ffn.cluster_table", {**VALUES, "projection": "projection, other projection"}),
+    Target("ffn.Projection.from_model"),
+    Target("ffn.Projection.after_norm"),
+    Target("ffn.Projection.scores", {"vectors": "any vectors"}, owner=lambda w: w.projection),
+    Target("ffn.Projection.top", owner=lambda w: w.projection),
+    Target("ffn.Projection.bottom", owner=lambda w: w.projection),
+    Target("ffn.norm_overlap", {}, {"n_random": lambda _: 5, "k": lambda _: 5}),
+    Target("ffn.top_tokens_of_all", {**VALUES, "projection": "projection, other projection"}),
+    Target("ffn.values_promoting", {**VALUES, "projection": "projection, other projection"}),
+    Target("ffn.values_with_tokens", {**VALUES, "projection": "projection, other projection"}),
+    Target("ffn.token_table", {**VALUES, "projection": "projection, other projection"}),
+    Target("ffn.find_events"),
+    Target("ffn.find_saturation"),
+    Target("ffn.updates_by_effect"),
+    Target("ffn.saturation_frequency"),
+    Target("ffn.event_scores"),
+    Target("ffn.update_scores"),
+    Target("ffn.lift_scores"),
+    Target("ffn.odds_scores"),
+    Target(
+        "ffn.Events.among",
+        {},
+        {"rows": lambda w: torch.ones(len(w.examples), dtype=torch.bool)},
+        owner=lambda w: ffn.find_events(w.trace)["elimination"],
+    ),
+    Target("ffn.extreme_sub_updates", VALUES),
+    Target("ffn.default_threshold", {"scores": "object"}, {"scores": lambda w: w.trace.score}),
+    Target("ffn.draw_sub_updates", {**VALUES, "n": "count"}),
+    Target(
+        "ffn.cluster_activity", {**VALUES, "sub_updates": "object"}, {"sub_updates": lambda w: w.extremes}
+    ),
+    Target(
+        "ffn.group_table",
+        {"extreme": "object", "drawn": "object", "kind_of": "table", "confidence": "object"},
+        {
+            "drawn": lambda w: ffn.draw_sub_updates(w.trace, w.values, 20),
+            "kind_of": lambda w: w.activity,
+            "confidence": lambda w: ffn.prediction_confidence(w.model, w.examples, progress=False),
+        },
+    ),
+    Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
+    Target("ffn.prediction_confidence"),
+    Target("ffn.active_clusters"),
+    Target("ffn.OverlapRule", {"others": "choice"}),
+    Target(
+        "ffn.OverlapRule.fit",
+        {"active": "object", "made_at": "object", "rows": "numbers"},
+        {
+            "active": active_of,
+            "made_at": lambda w: ffn.find_saturation(w.trace).layer.numpy(),
+            "rows": lambda _: np.arange(30),
+        },
+        lambda _: ffn.OverlapRule(),
+    ),
+    Target(
+        "ffn.summarize_exits",
+        {"judged": "object", "n_layers": "whole"},
+        {"judged": lambda _: {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5)]}},
+    ),
+    Target("ffn.ExitClassifiers", {"strengths": "object", "kinds": "object"}),
+    Target("ffn.classifier_sites"),
+    Target(
+        "ffn.compare_exits",
+        {"activations": "activations, other activations"},
+        {
+            "activations": lambda w: w.collected(sites=ffn.classifier_sites(w.model)),
+            "seeds": lambda _: 1,
+            "folds": lambda _: 2,
+            "fewest": lambda _: 2,
+            "strengths": lambda _: [0.01],
+            "kinds": lambda _: [0],
+        },
+    ),
+    # Lens.
+    Target("lens.as_substitute"),
+    Target(
+        "lens.exit_confidences",
+        {**READOUT, "substitutes": "object", "name": ""},
+        {"substitutes": lambda w: w.substitutes, "name": lambda _: "id"},
+    ),
+    Target(
+        "lens.exit_layers",
+        {"confidence": "any vectors", "threshold": "vector"},
+        {"confidence": lambda w: w.confidence.difference, "threshold": lambda w: torch.full((60,), 0.5)},
+    ),
+    Target("lens.exit_sweep", {**MAPS, **READOUT}, STREAM_MAPS),
+    Target(
+        "lens.layers_saved",
+        {"precision": "positive"},
+        {"table": lambda w: w.sweep, "precision": lambda _: 0.5},
+    ),
+    Target(
+        "lens.least_lam",
+        {"positions": "object", "mean_length": "positive", "wanted": "number"},
+        {
+            "positions": lambda w: torch.from_numpy(w.examples.positions),
+            "mean_length": lambda _: 7.0,
+            "wanted": lambda _: 0.5,
+        },
+    ),
+    Target(
+        "lens.thresholds",
+        {"positions": "object", "lam": "number", "mean_length": "positive"},
+        {"positions": lambda w: torch.from_numpy(w.examples.positions), "lam": lambda _: 0.5},
+    ),
+    Target(
+        "lens.predictions_table",
+        {"prompt": "text"},
+        {"table": lambda w: w.table_of_predictions, "prompt": lambda w: w.table_of_predictions["prompt"][0]},
+    ),
+    Target(
+        "lens.side_by_side",
+        {"prompt": "text"},
+        {"table": lambda w: w.table_of_predictions, "prompt": lambda w: w.table_of_predictions["prompt"][0]},
+    ),
+    Target(
+        "lens.prompt_texts",
+        {**READOUT, "prompts": "activations"},
+        {"prompts": lambda w: w.prompt_activations},
+    ),
+    Target("lens.read_predictions", {"path": "path read"}, {"path": kept("predictions")}),
+    Target(
+        "lens.top_predictions",
+        {**MAPS, **READOUT, "prompts": "activations, other activations"},
+        {**STREAM_MAPS, "prompts": lambda w: w.prompt_activations},
+    ),
+    Target("lens.fit_quality", {**MAPS, "validation": "activations, other activations"}, STREAM_MAPS),
+    Target(
+        "lens.prediction_quality",
+        {**MAPS, **READOUT, "validation": "activations, other activations", "methods": "names"},
+        {**STREAM_MAPS, "methods": lambda _: ["mat"]},
+    ),
+    Target(
+        "lens.judge_predictions",
+        {**READOUT, "substitutes": "object"},
+        {"substitutes": lambda w: {"id": w.substitutes[0]}},
+    ),
+    Target("lens.layer_table"),
+    Target("lens.r2_matrix"),
+    # Control.
+    Target("control.controlled", {"value": "number"}, finish=run_in),
+    Target("control.continue_prompts", {}, {"n_tokens": lambda _: 2}),
+    Target("control.sentence_losses"),
+    Target("control.perplexity_estimate"),
+    Target("control.perplexity_ratio"),
+    Target(
+        "control.SelfDebiasing",
+        {"attributes": "names", "decay": "positive", "floor": "positive"},
+        {"attributes": lambda _: ["toxicity"]},
+    ),
+    Target(
+        "control.SelfDebiasing.log_probs",
+        {"plain": "any vectors", "announced": "any vectors"},
+        {"plain": lambda _: torch.rand(60), "announced": lambda _: torch.rand(6, 60)},
+        lambda _: control.SelfDebiasing(),
+    ),
+    Target("control.word_filter"),
+    Target("control.make_grader", {"name": "choice"}, {"name": lambda _: "profanity-check"}),
+    Target("control.draw_harmless", {"below": "number"}, {"below": lambda _: 0.9}),
+    Target("control.most_harmless"),
+    Target("control.grade_values", {**VALUES, "grader": "object"}, {"grader": lambda _: ConstantGrader()}),
+    Target(
+        "control.grade_continuations",
+        {"continuations": "table", "grader": "object"},
+        {
+            "continuations": lambda w: w.continuations[["prompt", "sample", "text"]],
+            "grader": lambda _: ConstantGrader(),
+        },
+    ),
+    Target(
+        "control.toxicity_estimates",
+        {"changed": "table", "unchanged": "table"},
+        {"changed": lambda w: w.continuations, "unchanged": lambda w: w.continuations},
+    ),
+    # Metrics.
+    Target(
+        "metrics.r2",
+        {"prediction": "vectors", "truth": "vectors"},
+        {"prediction": lambda w: w.activations[3], "truth": lambda w: w.activations[3]},
+    ),
+    Target(
+        "metrics.rank",
+        {"log_probs": "vectors", "token": "object"},
+        {"log_probs": lambda _: torch.rand(4, 9), "token": lambda _: torch.arange(4)},
+    ),
+    Target(
+        "metrics.surprisal",
+        {"log_probs": "vectors", "token": "object"},
+        {"log_probs": lambda _: torch.rand(4, 9), "token": lambda _: torch.arange(4)},
+    ),
+    Target("metrics.proportion", {"hits": "object"}, {"hits": lambda _: torch.tensor([True, False])}),
+    Target("metrics.mean", {"values": "object"}, {"values": lambda _: torch.rand(9)}),
+]
