@@ -32,6 +32,7 @@ _WAYS = {
     "MapSet": "a MapSet, as matlens.MapSet.fit or matlens.MapSet.load gives it",
     "Projection": "a Projection, as ffn.Projection.from_model gives it",
     "Readout": "a Readout, as matlens.Readout(model) gives it",
+    "Site": "a Site, such as matlens.Site.parse('h.3')",
     "TokenFrequency": "a TokenFrequency, as corpora.TokenFrequency.from_corpus gives it",
     "TopTokens": "TopTokens, as ffn.top_tokens_of_all gives them",
     "Trace": "a Trace, as ffn.Trace.run gives it",

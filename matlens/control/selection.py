@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from matlens.control.graders import TOXICITY, Grader
+from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.ffn.projection import TopTokens, name_columns
 from matlens.ffn.values import ValueVectors
@@ -48,7 +49,9 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader
     ids = tokens.ids.unique().tolist()
     words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
     texts = [" ".join(words[token].strip() for token in row) for row in tokens.ids.tolist()]
-    return name_columns(values, range(len(values))).assign(text=texts, score=grader.grade(texts)[TOXICITY])
+    return name_columns(values, range(len(values))).assign(
+        text=texts, score=grade_texts(grader, texts)[TOXICITY]
+    )
 
 
 @checked

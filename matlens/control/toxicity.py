@@ -13,6 +13,7 @@ from scipy import stats
 from matlens import metrics
 from matlens.control.generation import CONTINUATION_COLUMNS
 from matlens.control.graders import Grader
+from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.signatures import checked
@@ -33,7 +34,7 @@ def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataF
         A grader, such as `make_grader` gives.
     """
     require_columns(continuations, CONTINUATION_COLUMNS, what="continuations, as continue_prompts gives them")
-    return continuations.assign(**grader.grade(continuations["text"].tolist()))
+    return continuations.assign(**grade_texts(grader, continuations["text"].tolist()))
 
 
 @checked

@@ -50,6 +50,7 @@ from matlens.linear.fitting import fit_samples
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def compare_exits(
     }
     judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
     by_confidence = _ConfidenceExits(Readout(model), activations, progress)
-    for seed in tqdm(range(seeds), desc="splits", unit="split", disable=not progress, delay=1):
+    for seed in Bar(range(seeds), desc="splits", unit="split", disable=not progress):
         split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
         accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())

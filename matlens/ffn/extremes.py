@@ -24,7 +24,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.arguments import require_whole
-from matlens.corpora.corpus import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, lift_scores, read_scores, trace_row

@@ -15,7 +15,6 @@ from jaxtyping import Bool
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.arguments import short
 from matlens.errors import InputError
@@ -25,6 +24,7 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
@@ -168,7 +168,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         wanted = resolve_pairs(pairs, activations.provenance)
         maps = fit_rows(activations, wanted, rows=rows, intercept=intercept, ridge=ridge)
         total = len(dict.fromkeys(wanted))
-        return cls(tqdm(maps, total=total, desc="fitting", unit="map", disable=not progress, delay=1))
+        return cls(Bar(maps, total=total, desc="fitting", unit="map", disable=not progress))
 
     def held(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None
@@ -266,7 +266,8 @@ def write_maps(
     place = Workplace(folder, _HOLDS, request)
     with place.working():
         if not place.finished:
-            notes, files = Notes(place.folder), _written_before(place.folder)
+            notes = Notes(place.folder)
+            files = _written_before(place.folder, notes)
             sources = list(dict.fromkeys(source for source, _ in pairs))
             missing = sorted(
                 (pair for pair in pairs if _file(place.folder, pair[0]).name not in files),
@@ -282,9 +283,9 @@ def write_maps(
     return MapSet.load(folder)
 
 
-def _written_before(folder: Path) -> dict[str, Record]:
+def _written_before(folder: Path, notes: Notes) -> dict[str, Record]:
     """Files that an earlier call has written and noted; of those, what is gone is to be made again."""
-    noted = {note["file"]: note["record"] for note in Notes(folder).records}
+    noted = {note["file"]: note["record"] for note in notes.records}
     there = {name: record for name, record in noted.items() if os.path.lexists(folder / name)}
     for name, record in there.items():
         require_hash(folder / name, record)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.activations.collecting import default_batch_tokens
 from matlens.corpora.examples import Batch, Examples, is_masked
@@ -23,6 +22,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
 
@@ -99,7 +99,7 @@ def run_variants(
     identity = ModelIdentity.from_model(model)
 
     def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        bar = tqdm(total=len(examples), unit="sentence", desc="patched runs", disable=not progress, delay=1)
+        bar = Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress)
         with bar:
             for number, batch in enumerate(read.batches(budget)):
                 if number >= skip:

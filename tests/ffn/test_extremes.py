@@ -16,7 +16,7 @@ from plain_values import plain_unit_vectors, plain_values
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError
-from matlens.corpora.corpus import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
 from matlens.ffn.extremes import (
