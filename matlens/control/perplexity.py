@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
 
+from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Batch, is_masked, make_examples
@@ -72,6 +73,7 @@ def sentence_losses(
     InputError
         The model predicts no next token, no sentence has two tokens, or the logits are not finite.
     """
+    require_whole(batch_tokens, "batch_tokens", least=1)
     if is_masked(model):
         raise InputError(
             f"{model.cfg.architecture} predicts masked tokens, not the next one, so it has no perplexity. "

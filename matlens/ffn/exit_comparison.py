@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
+from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.early_exit import (  # fmt: skip
@@ -132,6 +133,9 @@ def compare_exits(
     InputError
         The activations are of other examples or another model, or there are fewer than 10 examples.
     """
+    require_whole(seeds, "seeds", least=1)
+    if not len(kinds):
+        raise InputError("There are no kinds of classifiers. Expected ridge, lasso or both.")
     _require_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()

@@ -49,7 +49,7 @@ class LinearMap:
         provenance: Provenance | None = None,
     ) -> LinearMap:
         """Keep a solution that was found in float64, in float32."""
-        kept = weight.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+        kept = weight.to(torch.float32).contiguous()
         return cls(
             kept, None if bias is None else bias.to(torch.float32), source, target, provenance or Provenance()
         )
