@@ -17,7 +17,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.arguments import require_whole
@@ -26,6 +25,7 @@ from matlens.ffn.values import ValueName, ValueVectors, unembedding
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
@@ -310,7 +310,7 @@ def _identity(model: TransformerBridge) -> ModelIdentity:
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
-    yield from tqdm(range(values.n_layers), desc=doing, unit="layer", disable=not progress, delay=1)
+    yield from Bar(range(values.n_layers), desc=doing, unit="layer", disable=not progress)
 
 
 def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
@@ -364,7 +364,7 @@ def norm_overlap(
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     rows = []
     layers = range(values.n_layers)
-    for layer in tqdm(layers, desc="overlap", unit="layer", disable=not progress, delay=1):
+    for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
             overlap = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))

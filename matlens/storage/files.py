@@ -95,6 +95,21 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                     temporary.unlink()
 
 
+def require_writable(folder: Path) -> None:
+    """Refuse, before any work, a folder that could not be made or written into.
+
+    Raises
+    ------
+    InputError
+        The system refuses a file there, or where the folder would be made.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    with system_errors(folder):
+        trial = there / f".trial.{secrets.token_hex(8)}.partial"
+        os.close(create(trial))
+        trial.unlink(missing_ok=True)  # who locks the folder removes such files too
+
+
 def create(path: Path) -> int:
     """Make a file where there is none, not even a link; gives its descriptor, to read and write."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
