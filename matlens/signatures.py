@@ -26,7 +26,8 @@ _WAYS = {
     "Clusters": "Clusters, as ffn.Clusters.fit gives them",
     "Corpus": "a Corpus, as matlens.load_corpus gives it",
     "DataFrame": "a pandas DataFrame",
-    "Examples": "Examples, as matlens.make_examples or matlens.make_prompts gives them",
+    "Examples": "Examples, as matlens.make_examples makes them of a corpus, matlens.make_prompts of texts, "
+    "and matlens.make_token_examples of token ids",
     "LinearMap": "a LinearMap, such as maps[0, 3] of a MapSet",
     "MapSet": "a MapSet, as matlens.MapSet.fit or matlens.MapSet.load gives it",
     "Projection": "a Projection, as ffn.Projection.from_model gives it",

@@ -106,7 +106,9 @@ def draw_concept_sample(
         names = {
             "values": [str(ValueVector(layer, index)) for index in chosen],
             "random": [f"random {i}" for i in numbers],
-            "updates": [f"example {i}, position {examples.positions[i]}" for i in numbers],
+            "updates": [
+                f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in numbers
+            ],
         }
         for kind in KINDS:
             source = corpus if kind == "updates" else "none"

@@ -18,7 +18,6 @@ from matlens.corpora.examples import (
     require_tokens,
 )
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -34,7 +33,6 @@ _NOT_READ = (
 )  # fmt: skip
 
 
-@checked
 def make_token_examples(
     model: TransformerBridge,
     tokens: TokenIds,
@@ -232,7 +230,7 @@ def _mask_rows(mask: Any, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 def _of_shape(values: Any, rows: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
     """Values for each token, row by row; refused where they are not as many as the tokens."""
     usable = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
-    given = [_array(row) for row in values] if usable and getattr(values, "ndim", 2) else []
+    given = [_array(row) for row in values] if usable and getattr(values, "ndim", None) != 0 else []
     lengths, expected = [row.shape for row in given], [(len(row),) for row in rows]
     if lengths != expected:
         shape = tuple(getattr(values, "shape", ())) or f"{len(given)} rows"

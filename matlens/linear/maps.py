@@ -11,6 +11,7 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
+from matlens.models.sites import Site
 from matlens.signatures import checked
 
 
@@ -82,7 +83,7 @@ class LinearMap:
         InputError
             ``following`` does not start where this one ends, or is of another model.
         """
-        if self.target != following.source:
+        if Site.read(self.target) != Site.read(following.source):
             raise InputError(
                 f"A map onto {self.target} cannot be followed by one from {following.source}: "
                 "the first must end where the second starts."

@@ -71,7 +71,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         provenance: Provenance | None = None,
         same_precision: bool = True,
     ) -> None:
-        given = list(maps)
+        given = [_with_names(linear) for linear in maps]
         if not same_precision:
             given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}
@@ -237,6 +237,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 case _:
                     raise damaged(folder / "config.json", "names pairs in another way")
         return maps
+
+
+def _with_names(linear: LinearMap) -> LinearMap:
+    """A map whose sites are spelled as sets spell them, such as ``h.3`` for ``resid_post.2``."""
+    source, target = str(Site.read(linear.source)), str(Site.read(linear.target))
+    same = (source, target) == (linear.source, linear.target)
+    return linear if same else replace(linear, source=source, target=target)
 
 
 def write_maps(

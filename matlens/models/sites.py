@@ -134,12 +134,12 @@ class Site:
             return text if written == text else written
         if isinstance(text, Integral) and not isinstance(text, bool):
             return cls(STREAM, int(text))
-        usable = isinstance(text, str) and len(text) <= _LONGEST
-        if usable and (block := _BLOCK_HOOK.fullmatch(text)):
+        written = text if isinstance(text, str) and len(text) <= _LONGEST else ""
+        if block := _BLOCK_HOOK.fullmatch(written):
             return cls(_IN_BLOCK + block[2], int(block[1]))
-        if usable and _HOOK.fullmatch(text):
-            return cls(text, 0)
-        parts = re.fullmatch(r"(?:(\w+)\.)?(-?[0-9]+)", text) if usable else None
+        if _HOOK.fullmatch(written):
+            return cls(written, 0)
+        parts = re.fullmatch(r"(?:(\w+)\.)?(-?[0-9]+)", written)
         if parts is None:
             raise InputError(
                 f"{short(text)} is not a site. Expected kind.layer, such as 'h.12' or 'attn_out.3', the name "

@@ -1,4 +1,4 @@
-"""Folders that are finished or refused, rows of numbers on disk, and the one table of results."""
+"""Folders that are finished or refused, files that know themselves, and the one table of results."""
 
 import lazy_loader
 

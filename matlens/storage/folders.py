@@ -17,7 +17,7 @@ from typing import Any
 from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
-from matlens.storage.locks import is_transient, locked
+from matlens.storage.locks import LOCK, is_transient, locked
 from matlens.storage.notes import NOTES
 
 LAYOUT = 3  # of config.json and what lies beside it; a folder of another is refused
@@ -69,7 +69,7 @@ class Workplace:
         try:
             with ExitStack() as lock:
                 with system_errors(self.folder):
-                    if not self._left_finished():
+                    if not self._is_left_finished():
                         made = lock.enter_context(locked(self.folder))
                         self._open()
                 try:
@@ -104,13 +104,20 @@ class Workplace:
             write_json(self.folder / CONFIG, sealed(config))
             self._remove_markers()
 
-    def _left_finished(self) -> bool:
-        """Whether there is nothing to be done; a folder that cannot be used is refused untouched."""
+    def _is_left_finished(self) -> bool:
+        """Whether there is nothing to be done; the folder of another job is refused at once.
+
+        What else is there is no matter before the folder is locked: another process may be at work.
+        """
         if not self.finished:
-            self._require_usable()
+            with suppress(FileNotFoundError):
+                self._require_same(self.folder / UNFINISHED)
             return False
         self._require_same(self.folder / CONFIG)
-        return not any(_is_marker(entry.name) and entry.name != CONFIG for entry in self.folder.iterdir())
+        if any(_is_marker(entry.name) and entry.name != CONFIG for entry in self.folder.iterdir()):
+            with suppress(OSError, InputError), locked(self.folder):  # read it may be, if not written to
+                self._remove_markers()  # a kill may have left them
+        return True
 
     def _remove_markers(self) -> None:
         for name in (NOTES, UNFINISHED):
@@ -120,19 +127,19 @@ class Workplace:
         """Check that the folder belongs to this job, or begin it."""
         if self.finished:
             self._require_same(self.folder / CONFIG)
-            self._remove_markers()  # a kill may have left them
-        elif not self._require_usable():
+            self._remove_markers()
+        elif not self._is_begun():
             self._begun = True
             content = {"layout": LAYOUT, "holds": self.holds, "request": self.request}
             write_json(self.folder / UNFINISHED, sealed(content))
 
-    def _require_usable(self) -> bool:
-        """Refuse a folder that is not this job's; whether the job has been begun in it."""
+    def _is_begun(self) -> bool:
+        """Whether the job has been begun in the folder, which is refused if it is not this job's."""
         marker = self.folder / UNFINISHED
         if marker.is_file():
             self._require_same(marker)
             return True
-        if self.folder.is_dir() and not all(is_transient(entry.name) for entry in self.folder.iterdir()):
+        if not all(is_transient(entry.name) for entry in self.folder.iterdir()):
             raise InputError(
                 f"The folder {self.folder} holds other files. Expected a new or empty folder, or "
                 "one that the same command has begun."
@@ -196,8 +203,9 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """
     folder = Path(folder)
     if (folder / UNFINISHED).is_file() and not (folder / CONFIG).is_file():
+        state = "is still at work, or was" if (folder / LOCK).exists() else "was"
         raise InputError(
-            f"The job of {folder} was broken off. Run the same command again, and it goes on from there."
+            f"The job of {folder} {state} broken off. Run the same command again, and it goes on from there."
         )
     try:
         config = read_record(folder, folder / CONFIG)

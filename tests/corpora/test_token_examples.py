@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breaking import batches_noted, break_off_at
 from conftest import ARCHITECTURES, N_CTX, assert_near, load_plain, plain_vectors
 from patched_models import LENGTHS, SENTENCES, padded
 from transformers import BatchEncoding
 
 import matlens
-from matlens import InputError, make_token_examples
+from matlens import InputError, LinearMap, Readout, make_token_examples
 from matlens.activations import Activations, stream
 from matlens.corpora.examples import Examples
+from matlens.ffn import Trace
+from matlens.lens import prompt_texts
+from matlens.patching import Replacement, Variant, run_variants
 
 Models = Callable[[str], Any]
 ANSWERS = [[3, 4, 9], [0], [0], [2, 6]]
@@ -127,29 +131,44 @@ def test_rows_of_a_mask_are_those_of_hugging_face(
     assert head.places.tolist() == [3, 4, 9, 0]
 
 
-def test_a_killed_collection_goes_on(small_model: Models, tmp_path: Path) -> None:
+def test_a_killed_collection_goes_on(
+    small_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small_model("llama")
     examples = make_token_examples(model, SENTENCES * 3, positions=ANSWERS * 3)
     whole = matlens.collect(model, examples, [1], batch_tokens=10, progress=False)
-    handle, passes = None, 0
-
-    def kill(module: Any, args: Any, output: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 5:
-            raise KeyboardInterrupt
-
-    handle = model.original_model.model.embed_tokens.register_forward_hook(kill)
-    try:
+    with monkeypatch.context() as patch:
+        break_off_at(patch, 4, after=True)
         with pytest.raises(KeyboardInterrupt):
             matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
-    finally:
-        handle.remove()
+    assert 0 < batches_noted(tmp_path / "x") <= 5
     again = matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
     assert torch.equal(again[1], whole[1])
     other = make_token_examples(model, SENTENCES * 3)
     with pytest.raises(InputError, match="examples"):
         matlens.collect(model, other, [1], folder=tmp_path / "x", progress=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_traces_and_variants_have_a_row_for_each_position(name: str, small_model: Models) -> None:
+    """As many sentences with one position each would have them."""
+    model = small_model(name)
+    several = make_token_examples(model, SENTENCES, positions=ANSWERS)
+    alone = [(sentence, p) for sentence, at in zip(SENTENCES, ANSWERS, strict=True) for p in at]
+    single = make_token_examples(model, [s for s, _ in alone], positions=[p for _, p in alone])
+    linear = LinearMap(torch.eye(32).flip(0), None, "h.1", "h.2")
+    traces, finals, texts = [], [], []
+    for examples in (several, single):
+        traces.append(Trace.run(model, examples, k=3, progress=False))
+        variants = {"mapped": Variant(1, [Replacement.from_map(linear)])}
+        finals.append(run_variants(model, examples, variants, batch_tokens=12, progress=False)["mapped"])
+        texts.append(prompt_texts(Readout(model), matlens.collect(model, examples, [0], progress=False)))
+    assert len(traces[0]) == 7
+    assert torch.equal(traces[0].after, traces[1].after)
+    assert torch.equal(traces[0].index["random"], traces[1].index["random"])
+    assert_near(traces[0].norm, traces[1].norm)
+    assert_near(finals[0], finals[1])
+    assert texts[0] == texts[1]
 
 
 def test_a_masked_model_reads_its_masks_where_they_stand(small_model: Models) -> None:
@@ -237,9 +256,7 @@ def test_collecting_says_how_examples_are_made(examples: Any, small_model: Model
     model = small_model("gpt2")
     for given in (examples, sentences):
         for read in (matlens.collect, lambda *given: next(stream(*given, [0]))):
-            with pytest.raises(
-                InputError, match=r"Expected a Examples\. .*make_examples.*make_token_examples"
-            ):
+            with pytest.raises(InputError, match=r"Expected Examples.*make_examples.*make_token_examples"):
                 read(model, given)
 
 
@@ -251,11 +268,13 @@ def test_what_is_no_model_or_no_corpus_is_refused(small_model: Models) -> None:
             lambda model: matlens.make_examples(model, RAGGED),
             lambda model: matlens.make_prompts(model, ["a"]),
         ):
-            with pytest.raises(InputError, match="Expected a TransformerBridge"):
+            with pytest.raises(InputError, match=r"Expected a (TransformerBridge|model)"):
                 call(model)
     wrong: Any
     for wrong in (["w1 w2"], BATCH, "w1", None):
-        with pytest.raises(InputError, match=r"The corpus is a .*make_token_examples"):
+        with pytest.raises(
+            InputError, match=r"corpus of make_examples is .*Expected a Corpus, as matlens\.load_corpus"
+        ):
             matlens.make_examples(small_model("gpt2"), wrong)
     for wrong in (BATCH, [1, 2], 3, None, b"w1"):
         with pytest.raises(InputError, match=r"The prompts (are|hold) .*make_token_examples"):

@@ -208,6 +208,18 @@ def test_maps_of_hooks_are_kept_in_folders(small_model: Models, sentences: Any, 
         maps["z.0", 3]
 
 
+def test_maps_made_by_hand_are_found_by_all_names_of_their_sites(small_model: Models, tmp_path: Any) -> None:
+    model = small_model("gpt2")
+    linear = random_map(model, "z.0", "resid_post.1")
+    maps = MapSet([linear])
+    assert list(maps) == [("blocks.0.attn.hook_z", "h.2")]
+    assert torch.equal(maps["blocks.0.attn.hook_z", 2].weight, linear.weight)
+    maps.save(tmp_path / "maps")
+    assert torch.equal(MapSet.load(tmp_path / "maps")["z.0", "h.2"].weight, linear.weight)
+    following = random_map(model, "h.2", "h.3")
+    assert linear.then(following).target == "h.3"
+
+
 def test_a_place_of_the_stream_is_mapped_at_chosen_tokens(small_model: Models, plain_model: Models) -> None:
     model, where = small_model("llama"), (3, 0, 0, 5)
     linear = random_map(model, "h.1", "h.1")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,57 @@ def test_what_is_not_a_finished_folder_of_the_kind_is_refused(tmp_path: Path) ->
     with pytest.raises(InputError, match="does not hold maps"):
         read_config(tmp_path / "x", "maps")
     assert read_config(str(tmp_path / "x"), "things")["request"]["seed"] == 0
+
+
+# Two processes
+
+
+def test_a_folder_whose_markers_come_and_go_is_not_taken_for_somebody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process begins, works and finishes between any two looks at the folder."""
+    looks, is_file = [0], Path.is_file
+
+    def at_work(self: Path) -> bool:
+        looks[0] += 1
+        answer = is_file(self)
+        if looks[0] == 1:
+            monkeypatch.setattr(Path, "is_file", is_file)
+            interrupted(tmp_path / "x")
+            monkeypatch.setattr(Path, "is_file", at_work)
+        return answer
+
+    monkeypatch.setattr(Path, "is_file", at_work)
+    complete(tmp_path / "x")
+    assert looks[0] > 1
+    assert sorted(tree(tmp_path / "x")) == ["config.json", "first"]
+
+
+def test_the_folder_of_another_job_at_work_is_refused_without_waiting(tmp_path: Path) -> None:
+    with Workplace(tmp_path / "x", "things", JOB).working():
+
+        def other() -> None:
+            with pytest.raises(InputError, match="belongs to another job"), working_on_another:
+                pytest.fail("the body must not run")
+
+        working_on_another = Workplace(tmp_path / "x", "things", OTHER).working()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_finished_folder_that_cannot_be_written_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(tmp_path)
+    (tmp_path / ".lock").write_text("left by a kill")
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr("matlens.storage.folders.read_json", lambda path: json.loads(path.read_text()))
+    place = Workplace(tmp_path, "things", JOB)
+    with place.working():
+        assert place.finished
