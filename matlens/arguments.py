@@ -70,6 +70,22 @@ def require_seed(value: Any, name: str = "The seed") -> int:
     return require_whole(value, name, least=0, most=_LARGEST_SEED)
 
 
+def random_state(seed: Any) -> Any:
+    """What scikit-learn and pandas take for a seed: the number itself, or a generator where it is too large.
+
+    Raises
+    ------
+    InputError
+        It is no seed.
+    """
+    number = require_seed(seed)
+    if number < 2**32:
+        return number
+    import numpy as np
+
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(number)))
+
+
 def require_kind(value: Any, kinds: type | tuple[type, ...], name: str, *, way: str) -> None:
     """Refuse an object of another kind.
 

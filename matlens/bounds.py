@@ -92,8 +92,9 @@ CORPUS = Bound("MATLENS_MAX_CORPUS_MIB", 1024, "MiB of text to be kept in memory
 NESTING = Bound("MATLENS_MAX_NESTING", 100, "lists and objects of JSON inside each other")
 JSON = Bound("MATLENS_MAX_JSON_MIB", 64, "MiB of JSON", _MIB)
 TABLE = Bound("MATLENS_MAX_TABLE_MIB", 1024, "MiB in a table", _MIB)
+SHEET = Bound("MATLENS_MAX_SHEET_MIB", 64, "MiB in a filled sheet", _MIB)
 LAYERS = Bound("MATLENS_MAX_LAYERS", 1000, "layers")
-BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, NESTING, JSON, TABLE, LAYERS)
+BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, NESTING, JSON, TABLE, SHEET, LAYERS)
 """All bounds of foreign text; the how-to on bounds has them in a table."""
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +21,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matlens.annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.errors import InputError
 from matlens.signatures import checked
+from matlens.storage.files import system_errors
+from matlens.storage.tables import require_columns
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"
 TOKENS_COLUMNS = ("sheet", "item", "rank", "token", "patterns")
 PATTERNS_COLUMNS = ("sheet", "item", "pattern", "description", "class")
 _OFFERED_PATTERNS = 3  # patterns of an item that there are lines for; more can be added
-_NUMBER = re.compile(r"[1-9][0-9]*")
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
 @checked
@@ -51,6 +55,7 @@ class Annotation:
 @checked
 def sheet_code(sample: pd.DataFrame) -> str:
     """The code that tells a sheet from those of other samples: it depends on the items and tokens alone."""
+    require_sample(sample)
     lines = "\n".join(f"{row.item} {row.rank} {row.token}" for row in _ordered(sample).itertuples())
     return "s" + hashlib.sha256(lines.encode()).hexdigest()[:8]
 
@@ -76,7 +81,9 @@ def write_concept_sheets(sample: pd.DataFrame, folder: str | Path) -> list[Path]
     InputError
         There are other sheets in the folder, or these filled in: they are not written over.
     """
+    require_sample(sample)
     folder = Path(folder)
+    _refuse_others(folder)
     pages = {folder / PAGE_FILE: render_page(sample)}
     sheets = {folder / TOKENS_FILE: _token_lines(sample), folder / PATTERNS_FILE: _pattern_lines(sample)}
     write_sheets(sheets, pages)
@@ -96,6 +103,41 @@ def render_page(sample: pd.DataFrame) -> str:
     return environment.get_template(PAGE_FILE).render(
         code=sheet_code(sample), items=items, classes=CLASSES, n_patterns=_OFFERED_PATTERNS
     )
+
+
+def require_sample(sample: pd.DataFrame) -> None:
+    """Refuse what is no sample of `draw_concept_sample`.
+
+    Raises
+    ------
+    InputError
+        It is no table with the columns, or lists a rank of an item twice.
+    """
+    made_by = "Expected a sample, as annotation.draw_concept_sample gives it."
+    require_columns(
+        sample,
+        ("item", "rank", "token", "kind", "layer"),
+        what="a sample, as annotation.draw_concept_sample gives it",
+    )
+    numbers = all(pd.api.types.is_integer_dtype(sample[column].dtype) for column in ("item", "rank"))
+    if not numbers or not sample["token"].map(lambda token: isinstance(token, str)).all():
+        raise InputError(
+            f"sample has items or ranks that are no whole numbers, or no texts as tokens. {made_by}"
+        )
+    if sample.duplicated(["item", "rank"]).any():
+        raise InputError(f"sample has a rank of an item twice. {made_by}")
+
+
+def _refuse_others(folder: Path) -> None:
+    with system_errors(folder):
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    ours = (TOKENS_FILE, PATTERNS_FILE, PAGE_FILE)
+    others = [name for name in names if name not in ours and not name.startswith(".")]
+    if others:
+        raise InputError(
+            f"The folder {folder} holds other files, such as {others[0]}. Expected one for the sheets alone, "
+            "which annotators are given."
+        )
 
 
 def _token_lines(sample: pd.DataFrame) -> pd.DataFrame:
@@ -132,6 +174,7 @@ def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
     InputError
         Something is missing or cannot be meant; the message names the first such line of the file.
     """
+    require_sample(sample)
     folder = Path(folder)
     marks = _read_marks(folder / TOKENS_FILE, sample)
     patterns = _read_patterns(folder / PATTERNS_FILE, sample)
@@ -158,6 +201,7 @@ def _read_marks(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
             f"{path} lacks {len(absent)} of {len(sample)} lines, the first is that of item {absent[0][0]}, "
             f"rank {absent[0][1]}. Expected all of the sheet; tokens of no pattern stay empty."
         )
+    _require_tokens(path, sheet, sample)
     numbers = sheet["patterns"].str.split()
     wrong = ~numbers.map(lambda texts: all(map(_NUMBER.fullmatch, texts)))
     refuse_lines(
@@ -171,6 +215,22 @@ def _read_marks(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
             "'patterns'."
         )
     return marks.astype("int64").reset_index(drop=True)
+
+
+def _require_tokens(path: Path, sheet: pd.DataFrame, sample: pd.DataFrame) -> None:
+    """Refuse a sheet whose tokens are not those of its ranks, as where some columns of it were sorted."""
+    written = {(str(row.item), str(row.rank)): _plain(f"‹{row.token}›") for row in sample.itertuples()}
+    places = list(zip(sheet["item"], sheet["rank"], strict=True))
+    tokens = [written[place] for place in places]
+    other = sheet["token"].map(_plain) != pd.Series(tokens, index=sheet.index, dtype="str")
+    if other.any():
+        first = tokens[int(other.to_numpy().argmax())]
+        refuse_lines(path, sheet, other, "token", f"{first}, as it was written: only patterns are filled in")
+
+
+def _plain(token: str) -> str:
+    """A token without what programs change: spaces, and how letters with marks are put together."""
+    return " ".join(unicodedata.normalize("NFC", token).split())
 
 
 def _read_patterns(path: Path, sample: pd.DataFrame) -> pd.DataFrame:

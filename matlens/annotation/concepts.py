@@ -19,7 +19,8 @@ import torch
 from sklearn.metrics import cohen_kappa_score
 
 from matlens import metrics
-from matlens.annotation.concept_sheets import CLASSES, Annotation
+from matlens.annotation.concept_sheets import CLASSES, Annotation, require_sample
+from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
@@ -27,7 +28,7 @@ from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVector
 from matlens.models.vocabulary import token_texts, visible
 from matlens.signatures import checked
-from matlens.storage.tables import read_table, result_row, result_table
+from matlens.storage.tables import read_table, require_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -40,6 +41,7 @@ SAMPLE_COLUMNS = {
     "rank": "int64", "token_id": "int64", "token": "str",
 }  # fmt: skip
 MEASURES = ("covered", "without_stopwords", *CLASSES, "concepts", "small_patterns")
+_READ_SHEETS = "Read each with annotation.read_concept_sheets()."
 AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
@@ -80,6 +82,8 @@ def draw_concept_sample(
     InputError
         There are too few examples, or too few value vectors in a layer.
     """
+    seed = require_seed(seed)
+    k = require_whole(k, "k", least=1)
     n_layers, generator = int(model.cfg.n_layers), np.random.default_rng(seed)
     if per_layer < 1 or len(examples) < n_layers * per_layer:
         raise InputError(
@@ -152,6 +156,14 @@ def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
     two classes is half in each. ``concepts`` is the number of patterns, stopwords left out, and
     ``small_patterns`` that of those that do not count.
     """
+    require_sample(sample)
+    require_kind(annotation, Annotation, "annotation", way=_READ_SHEETS)
+    strange = set(annotation.marks["item"]) - set(sample["item"])
+    if strange:
+        raise InputError(
+            f"The annotation of {annotation.name} has an item {min(strange)} that the sample has not: it is "
+            "of another sample."
+        )
     marks = annotation.marks.merge(annotation.patterns, on=["item", "pattern"], validate="many_to_one")
     sizes = marks.groupby(["item", "pattern"])["rank"].transform("size")
     counted = marks[sizes >= MIN_PATTERN_TOKENS]
@@ -197,8 +209,8 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     InputError
         There are no annotations.
     """
-    if not annotations:
-        raise InputError("There are no filled sheets. Expected at least one.")
+    _require_annotations(annotations)
+    require_columns(sample, SAMPLE_COLUMNS, what="a sample, as annotation.draw_concept_sample gives it")
     tallies = [tally_items(sample, annotation) for annotation in annotations]
     items = tallies[0].assign(
         **{name: sum(tally[name] for tally in tallies) / len(tallies) for name in MEASURES}
@@ -239,7 +251,14 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
         The sample of `draw_concept_sample`.
     annotations
         What the annotators have filled in: an annotation each of `read_concept_sheets`.
+
+    Raises
+    ------
+    InputError
+        There are no annotations, or one of another sample.
     """
+    _require_annotations(annotations)
+    require_sample(sample)
     item_kinds = sample.groupby("item")["kind"].first()
     token_kinds = sample.set_index(["item", "rank"])["kind"]
     answers = [
@@ -258,6 +277,16 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
             rows.append((*key, "kappa_concepts", _kappa(*concepts, weights="quadratic"), n_items))
             rows.append((*key, "same_concepts", same, n_items))
     return pd.DataFrame(rows, columns=list(AGREEMENT_COLUMNS))
+
+
+def _require_annotations(annotations: Sequence[Annotation]) -> None:
+    if isinstance(annotations, Annotation) or not isinstance(annotations, Sequence):
+        raise InputError(f"annotations is {short(annotations)}. Expected a list of them. {_READ_SHEETS}")
+    for i, annotation in enumerate(annotations):
+        require_kind(annotation, Annotation, f"annotations[{i}]", way=_READ_SHEETS)
+
+    if not annotations:
+        raise InputError(f"There are no filled sheets. Expected at least one. {_READ_SHEETS}")
 
 
 def _of_kind(answers: pd.Series, kinds: pd.Series, kind: str) -> pd.Series:

@@ -18,16 +18,17 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens import metrics
+from matlens.arguments import require_kind, require_number, require_seed, require_whole, short
 from matlens.corpora.word_similarity import WordSimilarity
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.progress import Bar
 from matlens.signatures import checked
-from matlens.storage.tables import result_row, result_table
+from matlens.storage.tables import require_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 EXPERIMENT = "concept_search"
 MIN_PATTERN_WORDS = 4  # as in the paper's protocol
 PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
+_SEARCH = "Expected tables of annotation.search_concepts."
+_FIT = "Fit one with corpora.WordSimilarity.fit()."
+_LARGEST = 2**31 - 1  # number of a token
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
@@ -65,7 +69,22 @@ def find_patterns(
     InputError
         No token of the lists is a word of the corpus.
     """
-    tokens, inverse = np.unique(ids.numpy(), return_inverse=True)
+    require_kind(ids, Tensor, "ids", way="Take those of ffn.top_tokens_of_all.")
+    require_kind(word_similarity, WordSimilarity, "word_similarity", way=_FIT)
+    if (
+        ids.ndim != 2
+        or not ids.numel()
+        or ids.is_floating_point()
+        or int(ids.min()) < 0
+        or int(ids.max()) > _LARGEST
+    ):
+        raise InputError(
+            f"ids is {short(ids)}. Expected numbers of tokens from 0 on, as many for each vector, one or "
+            "more, as ffn.top_tokens_of_all gives them."
+        )
+    if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
+        raise InputError(f"The tokenizer is {short(tokenizer)}. Expected the model's own: model.tokenizer.")
+    tokens, inverse = np.unique(ids.cpu().numpy(), return_inverse=True)
     words = np.array([word_similarity.row(text) for text in token_texts(tokenizer, tokens.tolist())])
     if not (words >= 0).any():
         raise InputError(
@@ -73,7 +92,7 @@ def find_patterns(
             "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
-    rows: Iterable[int] = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
+    rows: Iterable[int] = Bar(range(len(lists)), desc="patterns", disable=not progress)
     patterns = [_largest_pattern(lists[row][lists[row] >= 0], word_similarity) for row in rows]
     return pd.DataFrame(patterns, columns=list(PATTERN_COLUMNS))
 
@@ -132,9 +151,11 @@ def search_concepts(
     InputError
         The model has no value vectors, or the corpus none of its tokens.
     """
+    k, seed = require_whole(k, "k", least=1), require_seed(seed)
+    require_kind(word_similarity, WordSimilarity, "word_similarity", way=_FIT)
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
-    layers = tqdm(range(values.n_layers), desc="random vectors", disable=not progress, delay=1)
+    layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
     random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)
     dealt_ids = torch.stack(
@@ -183,6 +204,20 @@ def pattern_shares(
     k
         Number of top tokens that were searched.
     """
+    k = require_whole(k, "k", least=1)
+    require_kind(tables, Mapping, "tables", way=_SEARCH)
+    if not tables:
+        raise InputError(f"There are no tables. {_SEARCH}")
+    for name, table in tables.items():
+        require_columns(
+            table, ("layer", "known", "words", "tokens"), what="tables of annotation.search_concepts"
+        )
+        fewest = int(table["top"].str.count(", ").min()) + 1 if "top" in table else k
+        if (table[["known", "words"]] > k).any(axis=None) or k > fewest:
+            raise InputError(
+                f"k is {short(k)}, and the lists of tables[{name!r}] have another number of tokens. Expected "
+                "the k that they were searched with."
+            )
     rows = []
     for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
@@ -236,6 +271,14 @@ def distinct_concepts(
     shared
         Largest share of words that two patterns may have in common, of those of the smaller one.
     """
+    require_columns(
+        patterns,
+        ("layer", "words", "tokens", "similarity", "pattern"),
+        what="a table of annotation.search_concepts",
+    )
+    n, words = require_whole(n, "n", least=1), require_whole(words, "words", least=1)
+    per_layer = require_whole(per_layer, "per_layer", least=1)
+    shared = require_number(shared, "shared", least=0, most=1)
     order = patterns[patterns["words"] >= words].sort_values(
         ["tokens", "words", "similarity"], ascending=False, kind="stable"
     )

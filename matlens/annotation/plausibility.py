@@ -14,10 +14,12 @@ import torch
 
 from matlens import metrics
 from matlens.annotation.sheets import read_sheet, refuse_lines
+from matlens.arguments import random_state, short
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
 from matlens.signatures import checked
+from matlens.storage.tables import require_columns
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
@@ -33,8 +35,9 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.D
     seed
         Seed of the order.
     """
+    _require_predictions(predictions)
     pairs = predictions[["prompt", "token"]].drop_duplicates()
-    shuffled = pairs.sample(frac=1, random_state=seed)
+    shuffled = pairs.sample(frac=1, random_state=random_state(seed))
     # One sentence after the other, in their first order, so that each is read once.
     order = {prompt: i for i, prompt in enumerate(predictions["prompt"].unique())}
     shuffled = shuffled.sort_values("prompt", key=lambda column: column.map(order), kind="stable")
@@ -58,8 +61,15 @@ def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
         A column is missing, or a mark is neither 0 nor 1; the message names the first such line.
     """
     sheet = read_sheet(path, SHEET_COLUMNS, unchanged=("sentence", "token"))
+    if sheet.empty:
+        raise InputError(f"{path} has no lines. Expected the sheet as it was written, filled in.")
     marked = sheet["plausible"].isin(["0", "1"])
     refuse_lines(path, sheet, ~marked, "plausible", "1 or 0 for every token")
+    refuse_lines(path, sheet, sheet.duplicated("item"), "item", "each line of the sheet once")
+    unlike = sheet.groupby(["sentence", "token"])["plausible"].transform("nunique") > 1
+    refuse_lines(
+        path, sheet, unlike, "plausible", "one mark for a token of a sentence, not 1 here and 0 there"
+    )
     return sheet.assign(plausible=sheet["plausible"].astype(int)).reset_index(drop=True)
 
 
@@ -85,14 +95,21 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     InputError
         The sheet lacks a token of the predictions: it belongs to others.
     """
+    _require_predictions(predictions)
+    way = "Read it with annotation.read_plausibility_sheet()."
+    require_columns(
+        sheet, ("sentence", "token", "plausible"), what="a sheet of annotation.read_plausibility_sheet"
+    )
+    if not sheet["plausible"].isin([0, 1]).all():
+        raise InputError(f"sheet has marks that are neither 0 nor 1. {way}")
     marks = sheet.set_index(["sentence", "token"])["plausible"]
     keys = pd.MultiIndex.from_arrays([predictions["prompt"], predictions["token"].map(visible)])
     absent = ~keys.isin(marks.index)
     if absent.any():
         prompt, token = keys[absent][0]
         raise InputError(
-            f"The sheet has no mark for {token!r} in {prompt!r}, and {int(absent.sum()) - 1} more: it "
-            "belongs to other predictions. Expected the sheet that was written beside them."
+            f"The sheet has no mark for {short(token)} in {short(prompt)}, and {int(absent.sum()) - 1} more: "
+            "it belongs to other predictions. Expected the sheet that was written beside them."
         )
     marked = predictions.assign(plausible=marks[~marks.index.duplicated()].reindex(keys).to_numpy())
     last = marked[marked["layer"] == marked["layer"].max()]
@@ -113,6 +130,18 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
         read, mapped = (counts[method]["sum"] for method in ("id", "mat"))
         rows.append(_rate("id", layer, "more_than_mat", (read > mapped.reindex(read.index)).to_numpy()))
     return pd.DataFrame(rows)
+
+
+def _require_predictions(predictions: pd.DataFrame) -> None:
+    way = "Expected the table of lens.top_predictions."
+    require_columns(
+        predictions, ("prompt", "method", "layer", "rank", "token"), what="the table of lens.top_predictions"
+    )
+    unknown = set(predictions["method"]) - set(METHODS)
+    if unknown or not predictions[["prompt", "token"]].map(lambda text: isinstance(text, str)).all(axis=None):
+        raise InputError(
+            f"predictions has other methods than {', '.join(METHODS)}, or no texts as tokens. {way}"
+        )
 
 
 def _rate(method: str, layer: int | None, metric: str, hits: np.ndarray) -> dict[str, object]:

@@ -7,17 +7,21 @@ A sheet is a CSV file with a heading. All cells are texts. Whoever reads a fille
 from __future__ import annotations
 
 import csv
+import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
+from matlens.arguments import short
+from matlens.bounds import SHEET
+from matlens.corpora.streams import wide_encoding
 from matlens.errors import InputError
 from matlens.signatures import checked
-from matlens.storage.files import open_regular, system_errors, write_together
-from matlens.storage.tables import read_table
-
-_LONGEST_HEADING = 2**20  # bytes in which the separator is looked for
+from matlens.storage.cells import original_table
+from matlens.storage.files import open_regular, read_bounded, system_errors, write_together
+from matlens.storage.tables import csv_text, require_columns
 
 
 @checked
@@ -54,11 +58,13 @@ def write_sheets(tables: Mapping[Path, pd.DataFrame], pages: Mapping[Path, str] 
     InputError
         There is another sheet, or one of these filled in: it is not written over.
     """
+    for path, table in tables.items():
+        require_columns(table, (), what=f"lines to be filled in, for {path.name}")
     sheets = {path: _spreadsheet(table) for path, table in tables.items()}
     for path, content in sheets.items():
         with system_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not _holds(path, content):
+            if os.path.lexists(path) and not _holds(path, content):
                 raise InputError(
                     f"{path} is there already and holds something else: another sheet, or this one filled "
                     "in. Move it, or write elsewhere."
@@ -75,14 +81,14 @@ def _holds(path: Path, content: bytes) -> bool:
 
 def _spreadsheet(table: pd.DataFrame) -> bytes:
     """A CSV file as spreadsheets like it; the mark at its beginning tells them that it is UTF-8."""
-    return table.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n").encode("utf-8-sig")
+    return csv_text(table, quoting=csv.QUOTE_ALL, lineterminator="\r\n").encode("utf-8-sig")
 
 
 def read_sheet(path: str | Path, columns: Sequence[str], *, unchanged: Sequence[str] = ()) -> pd.DataFrame:
     """Read a filled sheet, as it was written or as a spreadsheet has saved it.
 
-    The separator can be a semicolon. Lines that are empty are left out, and so are spaces around cells. The
-    index of the table is the number of each line in the file, the heading being line 1.
+    The separator can be a semicolon or a tab. Lines that are empty are left out, and so are spaces around
+    cells. The index of the table is the number of each line in the file, the heading being line 1.
 
     Parameters
     ----------
@@ -98,30 +104,61 @@ def read_sheet(path: str | Path, columns: Sequence[str], *, unchanged: Sequence[
     InputError
         The file cannot be read, or columns are missing.
     """
-    sheet = read_table(
-        path,
-        columns,
-        what="a filled sheet",
-        made_by=f"Expected the sheet as it was written, with the columns {', '.join(columns)}, filled in and "
-        "saved as CSV in UTF-8.",
-        encoding="utf-8-sig",
-        sep=_separator(path),
-        skip_blank_lines=False,
-        na_filter=False,
-    )[list(columns)]
+    expected = (
+        f"Expected the sheet as it was written, with the columns {', '.join(columns)}, filled in and saved "
+        "as CSV in UTF-8."
+    )
+    heading, rows = _cells(Path(path), expected)
+    missing = [column for column in columns if column not in heading]
+    if missing:
+        names = ", ".join(missing)
+        raise InputError(f"{path} is not a filled sheet: it lacks the columns {names}. {expected}")
+    repeated = [column for column in columns if heading.count(column) > 1]
+    if repeated:
+        raise InputError(f"{path} is not a filled sheet: it has the column {repeated[0]} twice. {expected}")
+    width = len(heading)
+    for line, row in enumerate(rows, 2):
+        if any(cell.strip() for cell in row[width:]):
+            raise InputError(
+                f"{path}, line {line} has {len(row)} cells, and the heading {width}. {expected} Is a text "
+                "with a comma or a quote in it without quotes around it?"
+            )
+    # Some programs leave out the empty cells at the end of a line.
+    filled_up = [[*row[:width], *[""] * (width - len(row))] for row in rows]
+    table = pd.DataFrame(filled_up, columns=pd.Index(heading), dtype="str")
+    sheet = original_table(table.loc[:, ~table.columns.duplicated()][list(columns)])
     sheet.index += 2
     stripped = sheet.apply(lambda column: column.str.strip())
     filled = (stripped != "").any(axis=1)
     return stripped.assign(**{column: sheet[column] for column in unchanged})[filled]
 
 
-def _separator(path: str | Path) -> str:
+def _cells(path: Path, expected: str) -> tuple[list[str], list[list[str]]]:
+    """The heading of a CSV file and its lines, blank ones included."""
     try:
-        with open_regular(path) as file:
-            heading = file.readline(_LONGEST_HEADING)
-    except (OSError, InputError):
-        return ","  # reading the sheet says why
-    return ";" if heading.count(b";") > heading.count(b",") else ","
+        content = read_bounded(path, SHEET)
+        wide = wide_encoding(content[:4096])
+        if wide:
+            raise ValueError(f"it is in {wide}, not in UTF-8")
+        if content.startswith((b"PK\x03\x04", b"\xd0\xcf\x11\xe0")):
+            raise ValueError("it is a workbook of a spreadsheet program, not CSV")
+        if b"\0" in content:
+            raise ValueError("it has a NUL byte, so it is no text")
+        text = content.decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=_separator(text), strict=True))
+    except (OSError, ValueError, csv.Error) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} cannot be read as a filled sheet: {error}. {expected}") from error
+    if not rows:
+        raise InputError(f"{path} cannot be read as a filled sheet: it is empty. {expected}")
+    return [name.strip() for name in rows[0]], rows[1:]
+
+
+def _separator(text: str) -> str:
+    """The one that spreadsheets have put most of into the heading."""
+    heading = text.partition("\n")[0]
+    return max(",;\t", key=heading.count)
 
 
 def refuse_lines(path: str | Path, sheet: pd.DataFrame, wrong: pd.Series, column: str, expected: str) -> None:
@@ -150,6 +187,6 @@ def refuse_lines(path: str | Path, sheet: pd.DataFrame, wrong: pd.Series, column
     line, first = sheet.index[wrong][0], sheet[wrong].iloc[0]
     item = "" if column == "item" else f" (item {first['item']})"
     raise InputError(
-        f"{path}, line {line}{item}: {column} is {first[column]!r}, and {int(wrong.sum()) - 1} more lines "
-        f"are wrong like it. Expected {expected}."
+        f"{path}, line {line}{item}: {column} is {short(first[column])}, and {int(wrong.sum()) - 1} more "
+        f"lines are wrong like it. Expected {expected}."
     )

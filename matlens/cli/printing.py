@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.storage.files import system_errors
 from matlens.storage.numbers import number_text
 
@@ -41,6 +42,9 @@ def report_errors(work: Callable[[], Any]) -> None:
     An exit code that the work gives back is the process's. An interruption is a line as well, and a reader
     of the output who has gone, as ``head`` does, ends the process without a word.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character is shown its number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     refusal: Exception | None = None
     message = ""
     try:
@@ -50,7 +54,7 @@ def report_errors(work: Callable[[], Any]) -> None:
         if not isinstance(code, int) or not code:
             return
     except InputError as error:
-        code, message = _BAD_INPUT, escape(str(error))
+        code, message = _BAD_INPUT, str(error)
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
     except SystemExit as stop:
@@ -66,7 +70,7 @@ def report_errors(work: Callable[[], Any]) -> None:
         code, refusal = _BAD_INPUT, error
     # Printed only here: while the exception lives, a bar that it came through is open, on an unfinished line.
     if message:
-        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
     elif refusal is not None:
         _print_refusal(refusal)
     elif code == _INTERRUPTED:
@@ -78,22 +82,28 @@ def _print_refusal(refusal: Any) -> None:
     """Print typer's word on options; what was typed is echoed no longer than a message can be."""
     from typer.rich_utils import rich_format_error
 
-    text = refusal.message
-    if len(text) > _LONGEST_ECHO:
-        half = _LONGEST_ECHO // 2
-        text = f"{text[:half]} [...] {text[-half:]}"
-    refusal.message = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    refusal.message = printable(refusal.message, most=_LONGEST_ECHO, keep="\n")
     rich_format_error(refusal)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table of which all columns but the last keep their width, however narrow the terminal."""
-    table = Table(*columns, title=escape(title), title_justify="left")
+    table = Table(*columns, title=foreign(title), title_justify="left")
     for column in table.columns[:-1]:
         column.no_wrap = True
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+        table.add_row(*(foreign(cell) for cell in row))
     _print_whole(table)
+
+
+def foreign(text: object) -> Text:
+    """What others wrote, such as tokens, for a table: shown as it is, neither obeyed nor taken for markup."""
+    return Text(printable(str(text)))
+
+
+def print_line(*parts: object) -> None:
+    """Print a line in which there may be what others wrote, such as names of files."""
+    print(printable(" ".join(map(str, parts))))
 
 
 def _print_whole(table: Table) -> None:
@@ -114,7 +124,7 @@ def print_results(folder: Path) -> None:
         print_layers(csv.DictReader(file))
     note = json.loads((folder / "results.json").read_text()).get("note")
     if note:
-        Console().print(escape(note), highlight=False, soft_wrap=True)
+        Console().print(Text(printable(note, keep="\n")), soft_wrap=True)
 
 
 def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -148,7 +158,7 @@ def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
 
 def print_figures(paths: Sequence[Path]) -> None:
     """Print where figures are."""
-    print("Figures: " + ", ".join(map(str, paths)))
+    print_line("Figures: " + ", ".join(map(str, paths)))
 
 
 def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options
 from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
-from matlens.cli.printing import run_app
+from matlens.cli.printing import print_line, run_app
 from matlens.storage.files import system_errors, write_text
-from matlens.storage.tables import write_results
+from matlens.storage.tables import csv_text, write_results
 from matlens.study.study import Study
 
 
@@ -43,21 +43,21 @@ class Report:
     ) -> None:
         """Write a table with its origin beside it, and its figure, as ``name``; print where they are."""
         write_results(self.out, name, table, origin)
-        print(self.out / f"{name}.csv")
+        print_line(self.out / f"{name}.csv")
         if figure is not None:
             self.write_figure(name, figure)
 
     def write_figure(self, name: str, figure: Figure) -> None:
         """Write a figure alone; print where it is."""
         for path in plots.save(figure, self.out, name, title=self.title):
-            print(path)
+            print_line(path)
 
     def write_table(self, name: str, table: pd.DataFrame) -> Path:
         """Write a table alone, such as one that people fill in."""
         path = self.out / f"{name}.csv"
         with system_errors(path):
             self.out.mkdir(parents=True, exist_ok=True)
-            write_text(path, table.to_csv(index=False))
+            write_text(path, csv_text(table))
         return path
 
 

@@ -9,7 +9,7 @@ import typer
 from matlens.cli.clusters import cluster
 from matlens.cli.groups import ModelOptions, ReadOptions, grouped
 from matlens.cli.options import AmongTop, Most, Words
-from matlens.cli.printing import print_table, top_texts
+from matlens.cli.printing import print_line, print_table, top_texts
 from matlens.storage.numbers import number_text
 
 app = typer.Typer(help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True)
@@ -56,7 +56,7 @@ def search(
     word_tokens(projection.tokenizer, words)  # before the work, not after it
     matches = values_with_tokens(values, projection, top_tokens_of_all(values, projection, k=among), words)
     if matches.empty:
-        print(
+        print_line(
             f"No value vector has {', '.join(words)} among its {among} top tokens. A larger --among may help."
         )
         return

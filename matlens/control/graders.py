@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
+from matlens.arguments import short
+from matlens.control.scores import require_texts
 from matlens.errors import InputError
 from matlens.signatures import checked
 
@@ -62,10 +64,12 @@ def make_grader(name: str) -> Grader:
     InputError
         There is no such grader, its package is not installed, or there is no key for it.
     """
-    if name not in GRADERS:
-        close = difflib.get_close_matches(name, GRADERS, n=1)
+    if not isinstance(name, str) or name not in GRADERS:
+        close = difflib.get_close_matches(name[:99], GRADERS, n=1) if isinstance(name, str) else ()
         suggestion = f" Did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"There is no grader {name!r}. Expected one of {', '.join(GRADERS)}.{suggestion}")
+        raise InputError(
+            f"There is no grader {short(name)}. Expected one of {', '.join(GRADERS)}.{suggestion}"
+        )
     return GRADERS[name]()
 
 
@@ -94,7 +98,8 @@ class ProfanityCheck:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text."""
-        scores = self._predict(list(texts)) if len(texts) else ()
+        texts = require_texts(texts, "texts")
+        scores = self._predict(texts) if texts else ()
         return {TOXICITY: np.asarray(scores, dtype=np.float64)}
 
 
@@ -126,6 +131,7 @@ class Detoxify:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text, for each attribute."""
+        texts = require_texts(texts, "texts")
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in self.attributes}
         for start in range(0, len(texts), _AT_ONCE):
             scores_by_name = self._model.predict(list(texts[start : start + _AT_ONCE]))

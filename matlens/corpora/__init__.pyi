@@ -1,9 +1,9 @@
 from .corpus import Corpus as Corpus
-from .corpus import TokenFrequency as TokenFrequency
 from .corpus import load_corpus as load_corpus
 from .examples import Examples as Examples
 from .examples import is_masked as is_masked
 from .examples import make_examples as make_examples
+from .frequency import TokenFrequency as TokenFrequency
 from .prompts import PROMPT_FIELD as PROMPT_FIELD
 from .prompts import make_prompts as make_prompts
 from .prompts import read_prompts as read_prompts

@@ -1,4 +1,4 @@
-"""Where sentences come from, which of them count, and how common tokens are in them.
+"""Where sentences come from, and which of them count.
 
 A corpus is read once, lazily, from one of the bundled samples, a file (plain text, JSON lines, Leipzig), a
 dataset or what the user iterates over; sentences that are empty, too short or already seen are counted and
@@ -10,10 +10,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from matlens.arguments import require_kind, require_seed, require_whole
 from matlens.bounds import CORPUS, SENTENCES
@@ -24,9 +22,6 @@ from matlens.signatures import checked
 
 MIN_WORDS = 5
 """A sentence of fewer words, counted between spaces, gives a model too little context to count."""
-FREQUENCY_KINDS = ("unlikely", "common", "other")
-_SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
-_SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
 
 
 @checked
@@ -193,52 +188,3 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
             if len(kept) == limit:
                 break
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)
-
-
-@checked
-class TokenFrequency:
-    """How common each token is in a running text.
-
-    Attributes
-    ----------
-    counts
-        ``[d_vocab]``, how often each token occurs.
-    common
-        ``[d_vocab]``, which tokens are common: the fewest that make half of the text, of equally frequent
-        ones those with the smaller numbers.
-
-    Parameters
-    ----------
-    tokens
-        Tokens of the text.
-    d_vocab
-        Number of tokens of the vocabulary.
-    """
-
-    def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
-        self.counts = np.bincount(tokens, minlength=d_vocab)
-        order = np.argsort(-self.counts, kind="stable")
-        running = np.cumsum(self.counts[order])
-        self.common = np.zeros(d_vocab, dtype=bool)
-        self.common[order[: int(np.searchsorted(running, _SHARE_OF_TEXT * running[-1])) + 1]] = True
-
-    @classmethod
-    def from_corpus(cls, corpus: Corpus, tokenizer: Any, d_vocab: int) -> "TokenFrequency":
-        """Count the tokens of all sentences of a corpus."""
-        sentences = tokenizer(list(corpus.sentences), add_special_tokens=False)["input_ids"]
-        return cls(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sentences]), d_vocab)
-
-    def shares(self, ids: Int[np.ndarray, "n k"]) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-        """For each list of tokens the share of common ones, and the share of those that do not occur."""
-        return self.common[ids].mean(1), (self.counts[ids] == 0).mean(1)
-
-
-def frequency_kinds(common: Float[np.ndarray, " n"], unseen: Float[np.ndarray, " n"]) -> list[str]:
-    """Kind of each list of tokens, by the shares that `TokenFrequency.shares` gives.
-
-    It is ``common`` where half of the tokens are, ``unlikely`` where nine in ten do not occur, or ``other``.
-    """
-    return [
-        "common" if share >= _SHARE_COMMON else "unlikely" if unseen_share >= _SHARE_UNSEEN else "other"
-        for share, unseen_share in zip(common, unseen, strict=True)
-    ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
-import os
 import re
 import stat
 import tarfile
@@ -22,6 +21,7 @@ from typing import IO, Any
 
 from matlens.bounds import HEADER, MEMBERS, RATIO, UNPACKED
 from matlens.errors import InputError, printable
+from matlens.storage.files import open_regular
 
 LEIPZIG_NAME = "-sentences.txt"
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz", ".zip")
@@ -36,31 +36,6 @@ _MAGIC: dict[str, tuple[bytes, Callable[[], Any]]] = {
     "xz": (rb"\xfd7zXZ\x00", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)),
 }
 _ZIP = re.compile(rb"PK(?:\x03\x04|\x05\x06)")
-_FILE_KINDS = (
-    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"),
-)  # fmt: skip
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read it; pipes, devices and folders are refused, and none is waited for.
-
-    Raises
-    ------
-    InputError
-        It is no regular file.
-    OSError
-        It cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        kind = next((kind for is_kind, kind in _FILE_KINDS if is_kind(mode)), "something else")
-        raise InputError(
-            f"{shown(path)} is {kind}. Expected a file; write what comes from it into one first."
-        )
-    return os.fdopen(descriptor, "rb")
 
 
 def shown(path: Path | str) -> str:
@@ -81,7 +56,7 @@ def text_name(path: Path) -> str:
     return name.removesuffix(next((end for end in PACKED_SUFFIXES if name.endswith(end)), ""))
 
 
-def texts(path: Path) -> Iterator[IO[bytes]]:
+def texts(path: Path) -> Iterator[Reader]:
     """The one text in a file. What is packed after it is read when the next is asked for, to the checksum."""
     with open_regular(path) as file:
         head = file.read(HEAD)
@@ -269,7 +244,7 @@ class _Forward:
         self._left = HEADER.limit
 
 
-def _texts_of_tar(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+def _texts_of_tar(stream: IO[bytes], path: Path) -> Iterator[Reader]:
     forward = _Forward(stream, path)
     names: list[str] = []
     n_texts = 0

@@ -10,6 +10,7 @@ import bz2
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,9 +18,9 @@ import mwparserfromhell
 from mwparserfromhell.nodes import ExternalLink, Heading, HTMLEntity, Node, Tag, Template, Text, Wikilink
 from mwparserfromhell.wikicode import Wikicode
 from sentencex import segment
-from tqdm.auto import tqdm
 
 from matlens.errors import InputError
+from matlens.progress import Bar
 
 _WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS_FILES = ("lee_background.cor", "lee.cor")
@@ -75,7 +76,7 @@ def wikipedia_sample() -> Iterator[str]:
         The package that carries the articles is not installed.
     """
     path = _file_in_wheel(_WIKIPEDIA_FILE)
-    for text in tqdm(_articles(path), desc="wikipedia-sample", unit=" articles", delay=2, leave=False):
+    for text in Bar(_articles(path), desc="wikipedia-sample", unit=" articles", leave=False):
         for paragraph in _paragraphs(_plain_article(text)):
             yield from _sentences(paragraph)
 
@@ -95,7 +96,10 @@ def news_sample() -> Iterator[str]:
     """
     for name in _NEWS_FILES:
         # One pound sign tells that the stories are not UTF-8.
-        for story in _file_in_wheel(name).read_text(encoding="latin-1").split("\n"):
+        path = _file_in_wheel(name)
+        with _undamaged(path):
+            stories = path.read_text(encoding="latin-1").split("\n")
+        for story in stories:
             yield from _sentences(_repair(story))
 
 
@@ -112,9 +116,20 @@ def _file_in_wheel(name: str) -> Path:
     )
 
 
+@contextmanager
+def _undamaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ElementTree.ParseError) as error:
+        raise InputError(
+            f"The sample {path.name!r} cannot be read ({type(error).__name__}): the package gensim is "
+            "damaged. Install it anew: pip install --force-reinstall gensim"
+        ) from error
+
+
 def _articles(path: Path) -> Iterator[str]:
     """Wikitext of the pages in the article namespace that are not redirects."""
-    with bz2.open(path) as stream:
+    with _undamaged(path), bz2.open(path) as stream:
         for _, element in ElementTree.iterparse(stream):
             namespace, _, tag = element.tag.rpartition("}")
             if tag != "page":

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sentencex import segment
 
 from matlens.arguments import require_kind, short
 from matlens.bounds import LINE, parse_json
-from matlens.corpora.hub import dataset_rows, iterated
 from matlens.corpora.packing import (
     ARCHIVE_SUFFIXES,
     LEIPZIG_NAME,
     PACKED_SUFFIXES,
-    open_regular,
     shown,
 )
 from matlens.corpora.samples import news_sample, wikipedia_sample
 from matlens.corpora.streams import inner_name, numbered_lines
 from matlens.errors import InputError, printable
+from matlens.storage.files import open_regular
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 """What sentences are read from."""
@@ -41,6 +43,9 @@ _FILE_SUFFIXES = (*ARCHIVE_SUFFIXES, *PACKED_SUFFIXES, ".txt", ".tsv", ".csv", "
 _LEIPZIG_LINE = re.compile(r"[0-9]+\t")
 _SNIFFED_LINES = 10
 _NAMED_FIELDS = 10
+_CONNECT_SECONDS = 5.0
+_REASON = 300  # characters of what another package says
+_ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?(?::[^\0/\\]{1,200})?", re.ASCII)
 
 
 def open_source(source: Source, field: str, split: str) -> Iterator[str]:
@@ -77,7 +82,7 @@ def open_source(source: Source, field: str, split: str) -> Iterator[str]:
         not os.path.isdir(path) and (looks_like_path or source.lower().endswith(_FILE_SUFFIXES))
     ):
         raise InputError(f"There is no file or folder {shown(source)}. {_CHOICES}")
-    return _dataset_sentences(source, dataset_rows(source, path, split, _CHOICES), field)
+    return _dataset_sentences(source, _dataset_rows(source, path, split), field)
 
 
 def file_of_source(source: Source) -> Path | None:
@@ -242,7 +247,7 @@ def _given_sentences(rows: Any, field: str) -> Iterator[str]:
             f"The source is {short(rows)}. {_CHOICES} Or give the sentences themselves, such as a list "
             "or a column of a table."
         )
-    for number, row in enumerate(iterated(iterator, "What gives the sentences"), 1):
+    for number, row in enumerate(_iterated(iterator, "What gives the sentences"), 1):
         if isinstance(row, Mapping):
             yield from _sentences(text_of_row(row, field, f"row {number}"))
         else:
@@ -252,3 +257,79 @@ def _given_sentences(rows: Any, field: str) -> Iterator[str]:
 def _sentences(text: str) -> list[str]:
     # Blank lines between paragraphs are no sentences; a text without any is one that is empty.
     return [piece for piece in segment("en", text) if piece.strip()] or [""]
+
+
+def _dataset_rows(source: str, path: Path, split: str) -> Iterator[Any]:
+    """Rows of a dataset, of the hub or of a folder, in their order."""
+    # What opens a dataset is code of others, for every format and every server, and fails in their ways.
+    try:
+        rows = _opened(source, path, split)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"The dataset {shown(source)} could not be loaded ({_reason(error)}). {_CHOICES}"
+        ) from error
+    return _iterated(rows, f"The dataset {shown(source)}")
+
+
+def _iterated(rows: Iterable[Any], name: str) -> Iterator[Any]:
+    """Go over rows that somebody else's code gives; where that fails, say at which."""
+    number = 0
+    try:
+        for row in rows:
+            number += 1
+            yield row
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{name} fails after {number:,} rows ({type(error).__name__}: {_reason(error)}). Expected rows "
+            "that can be read to the end; a limit below that reads those before it."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong at the bottom of it: datasets says only that something did."""
+    while str(error).startswith("An error occurred while generating") and error.__cause__ is not None:
+        error = error.__cause__
+    return printable(str(error).strip().partition("\n")[0] or type(error).__name__, most=_REASON)
+
+
+def _opened(source: str, path: Path, split: str) -> Iterable[Any]:
+    import datasets  # takes a second to import, and most sources do without it
+
+    if (path / "dataset_dict.json").is_file():
+        parts = datasets.load_from_disk(str(path))
+        if split not in parts:
+            raise InputError(
+                f"{shown(source)} has no split {split!r}, it has {', '.join(parts)}. Say which with --split "
+                "(split= in Python)."
+            )
+        return parts[split]
+    if (path / "state.json").is_file():
+        return datasets.load_from_disk(str(path))
+    if path.is_dir():
+        return datasets.load_dataset(str(path), split=split, streaming=True)
+    if not _ID.fullmatch(source):
+        raise ValueError("it is neither a file nor a folder, nor can a dataset be called this")
+    name, _, config = source.partition(":")
+    offline = datasets.config.HF_HUB_OFFLINE
+    if not offline:
+        _check_connection(datasets.config.HF_ENDPOINT)
+    # Offline, what was downloaded before can be read from the cache, but not streamed.
+    return datasets.load_dataset(name, config or None, split=split, streaming=not offline)
+
+
+def _check_connection(endpoint: str) -> None:
+    """Fail at once without a network, where `datasets` would retry for half a minute."""
+    if urllib.request.getproxies():
+        return  # the proxy finds the host, this machine need not
+    url = urlsplit(endpoint)
+    try:
+        address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise OSError(
+            f"{endpoint} does not answer: {error}; a dataset downloaded before is read with HF_HUB_OFFLINE=1"
+        ) from error

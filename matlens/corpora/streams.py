@@ -21,8 +21,9 @@ from typing import IO
 from tqdm.auto import tqdm
 
 from matlens.bounds import LINE
-from matlens.corpora.packing import HEAD, PIECE, Reader, open_regular, packing_of, shown, text_name, texts
+from matlens.corpora.packing import HEAD, PIECE, Reader, packing_of, shown, text_name, texts
 from matlens.errors import InputError, printable
+from matlens.storage.files import open_regular
 
 _CHECKED = 2**26  # bytes of a packed file that is read to its checksum though only its beginning is asked for
 _OTHER_KINDS = (
@@ -49,7 +50,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     with _read_errors(path):
         for text in texts(path):
-            yield from _lines(text, path)
+            yield from _lines(_checked_text(text, path), path)
 
 
 def check_to_the_end(path: Path) -> None:
@@ -126,7 +127,10 @@ def _checked_text(text: Reader, path: Path) -> IO[bytes]:
     """Refuse at the first bytes what is no text in UTF-8, by its name."""
     head = text.peek_at(HEAD)
     name = shlex.quote(path.name)
-    encoding = next((encoding for mark, encoding in _MARKS if head.startswith(mark)), _wide_encoding(head))
+    other = next((kind for magic, kind in _OTHER_KINDS if re.match(magic, head)), None)
+    if other and not _is_plain(head):
+        raise InputError(f"{shown(path)} is {other}. Expected text in UTF-8.")
+    encoding = wide_encoding(head)
     if encoding:
         raise InputError(
             f"{shown(path)} is {encoding}, not UTF-8. Convert it: iconv -f {encoding} -t UTF-8 {name} "
@@ -136,9 +140,6 @@ def _checked_text(text: Reader, path: Path) -> IO[bytes]:
         raise InputError(
             f"{shown(path)} is packed twice: there is {packing_of(head)} inside it. Unpack it once more."
         )
-    other = next((kind for magic, kind in _OTHER_KINDS if re.match(magic, head)), None)
-    if other and not _is_plain(head):
-        raise InputError(f"{shown(path)} is {other}. Expected text in UTF-8.")
     return text
 
 
@@ -149,8 +150,11 @@ def _is_plain(head: bytes) -> bool:
         return error.start > len(head) - 4  # the last character may be cut
 
 
-def _wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a mark, by where its NUL bytes stand."""
+def wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32, if a text is in it: by the mark at its beginning, or by where its NUL bytes stand."""
+    marked = next((encoding for mark, encoding in _MARKS if head.startswith(mark)), None)
+    if marked:
+        return marked
     zeros = [head[i::4].count(0) for i in range(4)]
     quarter = len(head) / 4
     if not head.strip(b"\0"):

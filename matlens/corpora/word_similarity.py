@@ -21,11 +21,13 @@ from jaxtyping import Bool, Float, Int
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
+from matlens.arguments import random_state, require_seed, require_whole, short
 from matlens.errors import InputError
 from matlens.signatures import checked
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike
+_WIDEST_WINDOW = 1000
 _WORD = re.compile(r"\w+")
 _MIN_LETTERS = 3  # shorter ones are pieces of words as often as words
 _SMOOTHING = 0.75  # of how frequent contexts are, so that rare ones do not win
@@ -85,6 +87,12 @@ class WordSimilarity:
         InputError
             The corpus has too few words that occur often enough.
         """
+        if isinstance(sentences, str) or not all(isinstance(sentence, str) for sentence in sentences):
+            raise InputError(f"sentences is {short(sentences)}. Expected a list of texts: corpus.sentences.")
+        window = require_whole(window, "window", least=1, most=_WIDEST_WINDOW)
+        dimensions = require_whole(dimensions, "dimensions", least=1)
+        min_count = require_whole(min_count, "min_count", least=1)
+        seed = require_seed(seed)
         texts = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
         counts = Counter(word for text in texts for word in text)
         known = sorted(word for word, count in counts.items() if count >= min_count)
@@ -97,7 +105,7 @@ class WordSimilarity:
                 "take a larger corpus."
             )
         information = _pointwise_information(_cooccurrences(texts, known, window))
-        reduction = TruncatedSVD(min(dimensions, len(known) - 1), random_state=seed)
+        reduction = TruncatedSVD(min(dimensions, len(known) - 1), random_state=random_state(seed))
         vectors = _unit_length(reduction.fit_transform(information)[chosen])
         vectors = _unit_length(vectors - vectors.mean(0))
         words = tuple(known[i] for i in chosen)
@@ -125,6 +133,11 @@ class WordSimilarity:
         self, rows: Int[np.ndarray, " m"]
     ) -> tuple[Float[np.ndarray, "m m"], Bool[np.ndarray, "m m"]]:
         """Compare some words with each other: their similarities, and which pairs are used alike."""
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or (rows.size and not (rows.min() >= 0 and rows.max() < len(self.words))):
+            raise InputError(
+                f"rows is {short(rows)}. Expected numbers of words from 0 to {len(self.words) - 1}."
+            )
         similarities = self.vectors[rows] @ self.vectors[rows].T
         bands = self.frequency_bands[rows]
         return similarities, similarities >= self.thresholds[bands[:, None], bands]

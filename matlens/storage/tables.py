@@ -16,9 +16,11 @@ from typing import Any
 import pandas as pd
 
 from matlens import bounds
+from matlens.arguments import require_kind
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.signatures import checked
+from matlens.storage.cells import guarded_table, original_table
 from matlens.storage.files import (
     SEAL,
     read_bounded,
@@ -133,18 +135,27 @@ def read_table(
     missing = [column for column in types if column not in table]
     if missing:
         raise InputError(f"{path} is not {what}: it lacks the columns {', '.join(missing)}. {made_by}")
-    return table
+    return original_table(table)
 
 
-def csv_text(table: pd.DataFrame) -> str:
-    """Spell out a table of results: every digit of every number, and ``nan`` where a value is no number.
+def csv_text(table: pd.DataFrame, **options: Any) -> str:
+    """Spell out a table as CSV: what is written as CSV anywhere is written here.
 
-    Cells of other columns that hold nothing, such as intervals that there are none of, are empty.
+    Every digit of every number stands there, and ``nan`` where a value is no number; other cells that hold
+    nothing, such as intervals that there are none of, are empty. No cell is run by a spreadsheet: an
+    apostrophe stands before what would be a formula, which `read_table` takes away again.
+
+    Parameters
+    ----------
+    table
+        The table, without its index.
+    options
+        Further options of `pandas.DataFrame.to_csv`.
     """
     if "value" in table and table["value"].isna().any():
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
-    return table.to_csv(index=False)
+    return str(guarded_table(table).to_csv(index=False, **options))
 
 
 def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
@@ -164,9 +175,13 @@ def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -
     InputError
         It has no rows, or columns are missing.
     """
-    missing = [column for column in columns if column not in table]
+    require_kind(table, pd.DataFrame, "The table", way=f"Give {what}.")
+    missing = [column for column in columns if column not in table.columns]
     if missing:
         raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
+    repeated = [column for column in columns if list(table.columns).count(column) > 1]
+    if repeated:
+        raise InputError(f"The table has the column {repeated[0]} twice. Expected {what}.")
     if table.empty:
         raise InputError(f"The table has no rows. Expected {what}.")
 

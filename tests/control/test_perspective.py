@@ -6,6 +6,8 @@ import json
 import threading
 import types
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from matlens import InputError
 from matlens.control import perspective
 from matlens.control.graders import ATTRIBUTES
-from matlens.control.perspective import Perspective
+from matlens.control.perspective import Perspective, retry_seconds, within
 
 SECRET = "a-secret-key"
 
@@ -146,9 +148,9 @@ def test_no_more_requests_are_sent_in_a_second_than_allowed(
         ((401, {}, "<html>no</html>"), r"status 401\. Is the key valid"),
         ((418, {}, {"error": "odd"}), r"status 418\. Try again later"),
         ((200, {}, "<html>a login page</html>"), "gave no score"),
-        ((200, {}, {"attributeScores": {}}), "gave no score .*'TOXICITY'"),
+        ((200, {}, {"attributeScores": {}}), "gave no score of toxicity"),
         ((200, {}, [1]), "gave no score"),
-        ((302, {"Location": "http://127.0.0.1:1/"}, ""), "gave no score"),
+        ((302, {"Location": "http://127.0.0.1:1/"}, ""), r"status 302\. It sends to another address"),
     ],
 )  # fmt: skip
 def test_what_the_api_refuses_is_told_without_the_key(
@@ -172,6 +174,143 @@ def test_an_api_that_does_not_answer_is_told(ask: Callable[..., Perspective]) ->
     with pytest.raises(InputError, match="does not answer: ConnectionError") as raised:
         ask(url="http://127.0.0.1:9/analyze", retries=1).grade(["abc"])
     assert_silent(raised.value)
+
+
+def scored(value: Any) -> dict[str, Any]:
+    names = [name.upper() for name in ATTRIBUTES]
+    return {"attributeScores": {name: {"summaryScore": {"value": value}} for name in names}}
+
+
+@pytest.mark.parametrize(
+    "value", ["0.5", None, True, float("nan"), float("inf"), -0.1, 1.0001, [0.5], {}, 10**400]
+)
+def test_what_is_no_score_from_0_to_1_is_told(
+    value: Any, server: Server, ask: Callable[..., Perspective]
+) -> None:
+    server.first = [(200, {}, scored(value))]
+    with pytest.raises(
+        InputError, match=r"The Perspective API gave .* score of toxicity\. Expected"
+    ) as raised:
+        ask().grade(["abc"])
+    assert len(str(raised.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 50_000, '{"attributeScores": ' + "9" * 6000 + "}", '{"attributeScores": {"TOXICITY": 1}}',
+        '{"attributeScores": "x"}', "null", "", b"\xff\xfe\x00".decode("latin-1"), '{"a": 1, "a": 2}',
+    ],
+)  # fmt: skip
+def test_odd_answers_have_no_score(content: str, server: Server, ask: Callable[..., Perspective]) -> None:
+    server.first = [(200, {}, content)]
+    with pytest.raises(InputError, match="gave no score of toxicity"):
+        ask().grade(["abc"])
+
+
+def test_an_answer_is_no_larger_than_scores_are(server: Server, ask: Callable[..., Perspective]) -> None:
+    server.first = [(200, {}, " " * 2**21)]
+    with pytest.raises(InputError, match="answers with more than 1,048,576 bytes"):
+        ask().grade(["abc"])
+
+
+def test_what_a_server_says_is_cut_and_does_nothing_to_the_terminal(
+    server: Server, ask: Callable[..., Perspective]
+) -> None:
+    said = f"\x1b]0;owned\x07\u202e{SECRET}\r\n{'x' * 10_000}"
+    server.first = [(400, {}, {"error": {"message": said}})]
+    with pytest.raises(InputError) as raised:
+        ask().grade(["abc"])
+    assert_silent(raised.value)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 500
+    assert "x1b]0;owned" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pause", "told"),
+    [
+        ("0", 0, ""),
+        ("3", 3, ""),
+        (" 30 ", 30, "asking again in 30 seconds."),
+        ("86400", 60, "in 60 seconds, though it asks for longer"),
+        ("9" * 5000, 60, "though it asks for longer"),
+        ("-5", 0, ""),
+        ("1e9", 0, ""),
+        ("soon", 0, ""),
+        ("nan", 0, ""),
+        ("", 0, ""),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0, ""),
+        ("Thu, 01 Jan 2970 00:00:00 GMT", 60, "asks for longer"),
+        ("Thu, 99 Foo 99999 99:99:99 XXX", 0, ""),
+    ],
+)
+def test_the_pause_that_a_server_asks_for_is_capped_and_told(
+    asked: str, pause: float, told: str, server: Server, ask: Callable[..., Perspective],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    server.first = [(429, {"Retry-After": asked}, "")]
+    ask().grade(["abc"])
+    assert max(pauses) == pytest.approx(pause)
+    assert told in (printed := capsys.readouterr().out)
+    assert bool(told) == ("busy" in printed)
+
+
+def test_a_date_is_so_many_seconds_away() -> None:
+    then = datetime.now(UTC) + timedelta(seconds=1000)
+    for text in (format_datetime(then, usegmt=True), format_datetime(then)):
+        assert retry_seconds(text) == pytest.approx(1000, abs=30)
+
+
+def test_work_that_takes_too_long_is_left_to_itself() -> None:
+    waiting = threading.Event()
+    with pytest.raises(TimeoutError, match="no whole answer"):
+        within(0.05, lambda: waiting.wait(20))
+    waiting.set()
+    assert within(20, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(20, lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "ftp://x/y"}, "address of the API is not usable"),
+        ({"url": "x"}, "address"),
+        ({"url": 3}, "url of Perspective is 3"),
+        ({"url": "http://[::1"}, "address"),
+        ({"per_second": 0}, "per_second is 0"),
+        ({"per_second": float("nan")}, "per_second of Perspective is nan"),
+        ({"retries": -1}, "retries is -1"),
+        ({"retries": 1.5}, "retries of Perspective is 1.5"),
+        ({"backoff": -1}, "backoff is -1"),
+        ({"backoff": "x"}, "backoff of Perspective is 'x'"),
+    ],
+)
+def test_odd_options_are_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Perspective(SECRET, ("toxicity",), **options)
+
+
+@pytest.mark.parametrize("attributes", ["toxicity", (), [1], ["a b"], None])
+def test_odd_attributes_are_told(attributes: Any) -> None:
+    with pytest.raises(InputError, match="ttributes"):
+        Perspective(SECRET, attributes)
+
+
+def test_the_address_is_told_without_what_is_secret_in_it(ask: Callable[..., Perspective]) -> None:
+    grader = ask(url=f"http://user:{SECRET}@127.0.0.1:9/{SECRET}/x?key={SECRET}", retries=0)
+    with pytest.raises(InputError, match=r"connection to http://127\.0\.0\.1:9/\.\.\./x\.") as raised:
+        grader.grade(["abc"])
+    assert_silent(raised.value)
+
+
+@pytest.mark.parametrize("texts", ["abc", [1], None, [None]])
+def test_odd_texts_are_told(texts: Any, ask: Callable[..., Perspective]) -> None:
+    with pytest.raises(InputError, match="texts"):
+        ask().grade(texts)
 
 
 def assert_silent(error: BaseException | None) -> None:

@@ -7,10 +7,13 @@ import socket
 import tarfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub.constants
+import pandas as pd
 import pytest
 from corpus_files import FIRST, SECOND, THIRD, counts, write
 
@@ -238,3 +241,162 @@ def test_offline_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"'nobody/nothing' could not be loaded.*news-sample"):
         load_corpus("nobody/nothing")
+
+
+# Text that is none
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("sentence", [FIRST, THIRD, "日本語の文章です。\n猫が好きです。 One more."])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a-sentences.txt"])
+def test_wide_encodings_are_called_by_their_name(
+    tmp_path: Path, encoding: str, sentence: str, name: str
+) -> None:
+    text = "".join(f"{i}\t{sentence}\r\n" for i in range(5))
+    with pytest.raises(InputError, match=rf"is {encoding[:6].upper()}.*not UTF-8.*iconv -f UTF-"):
+        load_corpus(write(tmp_path / name, text.encode(encoding)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"{FIRST}\n{SECOND[:9]}\0{SECOND}\n".encode(), r"Line 2 of .* has a NUL byte, byte 43 of the text"),
+        (bytes(5000), "Line 1 of .* has a NUL byte"),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "is a PDF. Expected text"),
+        (b"PAR1\x15\x04\x15\x00", "is a Parquet file"),
+        (b"\x28\xb5\x2f\xfd\x04", "is a Zstandard file"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a picture"),
+        (b"7z\xbc\xaf\x27\x1c", "is a 7z archive"),
+        (b"GGUF\x03\0\0\0", "is a model"),
+    ],
+)
+def test_what_is_no_text_is_told(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        load_corpus(write(tmp_path / "a.txt", content))
+
+
+@pytest.mark.parametrize(
+    "start", ["PAR1 is a gene of five words", "GIF89 was it not I ask", "BZh9 what is this line"]
+)
+def test_text_that_begins_like_another_file_is_text(start: str, tmp_path: Path) -> None:
+    assert load_corpus(write(tmp_path / "a.txt", start)).sentences == (start,)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ' + "[" * 100_000, "more than 100 lists and objects .* MATLENS_MAX_NESTING"),
+        ('{"text": ' + "9" * 5000 + "}", "no JSON in line 1 .*digits"),
+        ('{"text": NaN}', r"holds float \(NaN\)\. Expected text"),
+        ('{"text": 1e999}', "holds float. Expected text"),
+        ('{"text": "a", "text": "b"}', "'text' is there twice"),
+        ('{"text": "nul\\u0000nul"}', "has a NUL character, character 3"),
+        ('{"text": {"a": []}}', "holds dict"),
+        ('{"te\\u001b[2Jxt": 1}', r"it has te\\x1b\[2Jxt"),
+        ("{" + ", ".join(f'"k{i}": 1' for i in range(3000)) + "}", "it has k0, k1, .* and 2,990 more"),
+    ],
+)
+def test_odd_json_is_refused_in_a_line(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        load_corpus(write(tmp_path / "a.jsonl", line))
+    assert len(str(raised.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "source", ["x" * 5000, "a\0b", "~nobody-here/a.txt", "-" * 300 + ".txt", "\x1b[2J/../x", " "]
+)
+def test_odd_names_of_files_are_refused_in_a_line(source: str) -> None:
+    with pytest.raises(InputError) as raised:
+        load_corpus(source)
+    assert str(raised.value).isprintable()
+
+
+# What users iterate over
+
+
+def failing() -> Iterator[str]:
+    yield FIRST
+    yield SECOND
+    raise KeyError("column \x1b[31m")
+
+
+def test_sentences_can_be_given(tmp_path: Path) -> None:
+    corpus = load_corpus([FIRST, "", None, "short", SECOND], name="mine")
+    assert (corpus.name, corpus.sentences, counts(corpus)) == ("mine", (FIRST, SECOND), (5, 2, 1, 0))
+    assert load_corpus(iter((FIRST, SECOND)), limit=1).sentences == (FIRST,)
+    assert load_corpus(pd.Series([FIRST, SECOND])).name == "given sentences"
+    assert load_corpus(texts()).sentences == (FIRST, SECOND, THIRD)
+    assert load_corpus(texts().to_iterable_dataset(), field="body").sentences == (SECOND,)
+    assert load_corpus(Path(write(tmp_path / "a.txt", FIRST))).name == str(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (failing(), r"fails after 2 rows \(KeyError: .column .*x1b\[31m.\)"),
+        ([FIRST, 3], "Sentence 2 holds int. Expected text"),
+        ([FIRST, float("nan")], r"Sentence 2 holds float \(NaN\)"),
+        ([FIRST, b"bytes"], "Sentence 2 holds bytes"),
+        ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
+        ([FIRST, {"text": 1}], "'text' in row 2 holds int"),
+        ([{"body": "x"}], "no field 'text' in row 1, it has body"),
+        ([{1: "x"}], "no field 'text' in row 1, it has 1"),
+        (pd.Series([FIRST, None, float("nan")], dtype=object), r"Sentence 3 holds float \(NaN\)"),
+        (7, "The source is 7. Give one of the samples .* Or give the sentences"),
+        (None, "The source is None"),
+        (b"wikipedia-sample", "The source is b'wiki"),
+        ({"text": [FIRST]}, "The source is {'text'"),
+        (pd.DataFrame({"text": [FIRST]}), "The source is .* a column of a table"),
+        ([], "'given sentences' is empty"),
+    ],
+)
+def test_what_gives_no_sentences_is_told(source: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_corpus(source)
+
+
+def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield {"text": FIRST}
+            raise datasets.exceptions.DatasetGenerationError(
+                "An error occurred while generating the dataset"
+            ) from OSError("disk \x07gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Broken())
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = r"The dataset 'a/b' fails after 1 rows \(DatasetGenerationError: disk .x07gone\)"
+    with pytest.raises(InputError, match=message):
+        load_corpus("a/b")
+    assert load_corpus("a/b", limit=1).sentences == (FIRST,)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(InputError, match=r"'a/b' could not be loaded .division by zero"):
+        load_corpus("a/b")
+
+
+def test_a_damaged_folder_with_data_is_told(tmp_path: Path) -> None:
+    texts().to_parquet(str(tmp_path / "train.parquet"))
+    content = bytearray((tmp_path / "train.parquet").read_bytes())
+    for place in range(8, len(content) - 8, 3):
+        content[place] ^= 0xFF
+    (tmp_path / "train.parquet").write_bytes(bytes(content))
+    with pytest.raises(InputError, match=r"could not be loaded|fails after"):
+        load_corpus(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"field": 3}, "field of load_corpus is 3"),
+        ({"split": None}, "split of load_corpus is None"),
+        ({"limit": 1.5}, "limit of load_corpus is 1.5"),
+        ({"limit": 0}, "limit is 0"),
+        ({"limit": True}, "limit of load_corpus is True"),
+        ({"name": 1}, "name of load_corpus is 1"),
+    ],
+)
+def test_odd_options_are_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_corpus([FIRST], **options)

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matlens.corpora.corpus import FREQUENCY_KINDS, Corpus, TokenFrequency, frequency_kinds
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 
 def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:
