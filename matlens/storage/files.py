@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from matlens.bounds import JSON, Bound, parse_json
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.locks import locked
 
 SEAL = "digest"
@@ -95,6 +96,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                     temporary.unlink()
 
 
+@checked
 def require_writable(folder: Path) -> None:
     """Refuse, before any work, a folder that could not be made or written into.
 
