@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tqdm import tqdm
 
 import matlens
 from matlens.ffn import Clusters, Trace, ValueVectors
@@ -140,6 +142,8 @@ class Campaign:
             for stream in (1, 2):
                 os.dup2(descriptor, stream)
             os.chdir(folder)
+            # The lock of all bars is shared with whoever was forked: a kill of one would hold up the others.
+            tqdm.set_lock(threading.RLock())
             time.sleep(delay)
             self.commands[name].work()
             code = 0

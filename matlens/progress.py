@@ -3,72 +3,59 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm.auto import tqdm
 
-_QUIET = 1.0  # seconds before a bar is shown
+_QUIET = 1.0  # seconds before a bar is shown: what is done by then needs none
 _TICK = 1.0  # seconds between two looks at the clock
 _CLOCK = "{desc}: {elapsed}"
-Item = TypeVar("Item")
 
 
-def moving(
-    steps: Iterable[Item], *, desc: str, total: int | None = None, unit: str = "it", progress: bool = True
-) -> Iterator[Item]:
-    """Yield the steps of some work under a bar whose clock goes on during a step, however long it takes.
+class Bar(tqdm):  # type: ignore[type-arg]
+    """A bar of tqdm that is shown after a second and whose clock goes on during a step, however long.
 
-    Parameters
-    ----------
-    steps
-        The work, step by step.
-    desc
-        What the work is called.
-    total
-        How many steps there are, where they do not tell.
-    unit
-        What one step is called.
-    progress
-        Whether to show anything. Work of less than a second shows nothing anyway.
+    It takes what `tqdm.tqdm` takes.
     """
-    known = len(steps) if total is None and hasattr(steps, "__len__") else total
-    with _ticking(tqdm(total=known, desc=desc, unit=unit, disable=not progress, delay=_QUIET)) as bar:
-        for step in steps:
-            yield step
-            bar.update()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._done = threading.Event()
+        self._clock: threading.Thread | None = None
+        super().__init__(*arguments, **{"delay": _QUIET, **options})
+        if not self.disable:
+            self._clock = threading.Thread(
+                target=_tick, args=(weakref.ref(self), self._done, self.delay), name=f"clock of {self.desc}",
+                daemon=True,
+            )  # fmt: skip
+            self._clock.start()
+
+    def close(self) -> None:
+        """Stop the clock and end the bar's line."""
+        self._done.set()
+        if self._clock is not None and self._clock is not threading.current_thread():
+            self._clock.join()
+            self._clock = None
+        super().close()
+
+
+def _tick(bar: weakref.ref[Bar], done: threading.Event, pause: float) -> None:
+    """Draw a bar anew from another thread: the work has no time for it while a step lasts."""
+    while not done.wait(pause):
+        shown = bar()
+        if shown is None:  # left behind unfinished
+            return
+        with shown.get_lock():
+            shown.delay = 0.0  # it is on the screen from now on, so closing it ends its line
+            shown.refresh(nolock=True)
+        del shown
+        pause = _TICK
 
 
 @contextmanager
 def waiting(desc: str, *, progress: bool = True) -> Iterator[None]:
     """Show a clock while one step is under way, such as the loading of a model; it goes when that is done."""
-    bar = tqdm(desc=desc, bar_format=_CLOCK, disable=not progress, delay=_QUIET, leave=False)
-    with _ticking(bar):
+    with Bar(desc=desc, bar_format=_CLOCK, disable=not progress, leave=False):
         yield
-
-
-@contextmanager
-def _ticking(bar: Any) -> Iterator[Any]:
-    """Draw a bar anew every second from another thread; the work itself has no time for it."""
-    if bar.disable:
-        yield bar
-        return
-    done = threading.Event()
-
-    def tick() -> None:
-        pause = _QUIET
-        while not done.wait(pause):
-            pause = _TICK
-            with bar.get_lock():
-                bar.delay = 0.0  # it is shown from now on, so closing it ends its line
-                bar.refresh(nolock=True)
-
-    clock = threading.Thread(target=tick, name=f"clock of {bar.desc}", daemon=True)
-    clock.start()
-    try:
-        yield bar
-    finally:
-        done.set()
-        clock.join()
-        bar.close()

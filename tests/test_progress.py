@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
 import pytest
 
 from matlens import progress
-from matlens.progress import moving, waiting
+from matlens.progress import Bar, waiting
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def until_shown(capsys: pytest.CaptureFixture[str], times: int) -> str:
 
 @pytest.mark.usefixtures("quick")
 def test_a_single_long_step_moves_its_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    for step in moving([7], desc="fitting", unit="map"):
+    for step in Bar([7], desc="fitting", unit="map"):
         assert step == 7
         assert "fitting" in until_shown(capsys, 3)
     assert capsys.readouterr().err.endswith("\n"), "what comes next would stand on the bar's line"
@@ -45,7 +46,7 @@ def test_a_wait_shows_a_clock_that_goes(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_short_work_shows_nothing_and_all_steps_come_through(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(moving(iter("abc"), desc="x", total=3)) == list("abc")
+    assert list(Bar(iter("abc"), desc="x", total=3)) == list("abc")
     with waiting("x"):
         pass
     assert capsys.readouterr().err == ""
@@ -53,9 +54,22 @@ def test_short_work_shows_nothing_and_all_steps_come_through(capsys: pytest.Capt
 
 @pytest.mark.usefixtures("quick")
 def test_nothing_is_shown_where_nothing_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in moving([1], desc="x", progress=False):
+    for _ in Bar([1], desc="x", disable=True):
         time.sleep(0.15)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_bar_that_is_left_behind_stops() -> None:
+    bar = Bar(total=3, desc="forgotten")
+    time.sleep(0.1)
+    del bar
+    gc.collect()
+    for _ in range(1000):
+        if not [thread for thread in threading.enumerate() if "forgotten" in thread.name]:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the clock goes on")
 
 
 def test_an_error_in_a_step_comes_through_and_ends_the_clock() -> None:

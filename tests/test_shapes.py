@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
+import matlens
 from matlens import metrics
 from matlens.activations import outlying_rows
 from matlens.annotation import find_patterns
@@ -71,6 +74,12 @@ def test_a_wrong_shape_is_an_error_in_arrays_of_numpy() -> None:
 def test_a_wrong_dtype_is_an_error() -> None:
     with pytest.raises(TypeCheckError, match="token"):
         metrics.rank(torch.rand(10, 7), torch.rand(10))
+
+
+def test_every_room_that_has_arrays_is_tried() -> None:
+    package, here = Path(matlens.__file__).parent, Path(__file__).read_text()
+    rooms = {path.parent.name for path in package.glob("*/*.py") if "jaxtyping import" in path.read_text()}
+    assert not {room for room in rooms if not re.search(rf"from matlens\.{room} import", here)}
 
 
 @pytest.mark.refused

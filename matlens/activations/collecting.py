@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arguments import require_choice, require_whole, short
@@ -30,6 +29,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.folders import read_config
 from matlens.storage.rows import Column, keep_rows
@@ -186,9 +186,7 @@ def _stream(
     read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
-    bar = tqdm(
-        total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress, delay=1
-    )
+    bar = Bar(total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress)
     with bar:
         for batch in batches:
             at, index = _places(examples, batch, positions)

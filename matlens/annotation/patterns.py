@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.arguments import require_kind, require_number, require_seed, require_whole, short
@@ -27,6 +26,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
 
@@ -92,7 +92,7 @@ def find_patterns(
             "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
-    rows: Iterable[int] = tqdm(range(len(lists)), desc="patterns", disable=not progress, delay=1)
+    rows: Iterable[int] = Bar(range(len(lists)), desc="patterns", disable=not progress)
     patterns = [_largest_pattern(lists[row][lists[row] >= 0], word_similarity) for row in rows]
     return pd.DataFrame(patterns, columns=list(PATTERN_COLUMNS))
 
@@ -155,7 +155,7 @@ def search_concepts(
     require_kind(word_similarity, WordSimilarity, "word_similarity", way=_FIT)
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
-    layers = tqdm(range(values.n_layers), desc="random vectors", disable=not progress, delay=1)
+    layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
     random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)
     dealt_ids = torch.stack(

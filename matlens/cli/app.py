@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from matlens import __version__
+from matlens.arguments import require_choice
 from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
-from matlens.cli.options import Device, Folder, Title, Trust
+from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.errors import InputError
 
@@ -45,9 +46,10 @@ def run(
 ) -> None:
     """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
     fit_arguments = fit.fit_arguments()  # before the work, not after it
-    from matlens.study.finished import FIGURES, RunNote
+    from matlens.study.finished import RunNote
+    from matlens.study.output import FIGURES
 
-    model.check()
+    samples.check(model, fit)
     asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
     note = RunNote(samples.out, {**asked, "figures": {"title": title}})
     if note.answers():
@@ -72,6 +74,7 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
 
     It is written to OUT/train and OUT/validation.
     """
+    samples.check(model)
     study = samples.study(model, corpus)
     _ = study.stream
     print_line(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
@@ -82,7 +85,8 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
 def fit(folder: Folder, how: FitOptions) -> None:
     """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps."""
     fit_arguments = how.fit_arguments()
-    from matlens.study.steps import MAPS, fit_maps
+    from matlens.study.output import MAPS
+    from matlens.study.steps import fit_maps
 
     maps = fit_maps(folder, **fit_arguments)
     print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
@@ -98,22 +102,15 @@ def evaluate(
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
-    import torch
-
     from matlens.linear.mapsets import MapSet
-    from matlens.models.loading import load
-    from matlens.study.steps import MAPS, RESULTS, evaluate_maps
+    from matlens.study.output import MAPS, RESULTS
+    from matlens.study.steps import evaluate_maps
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
-    name, revision = fitted_on.name, fitted_on.revision
-    bridge = load(
-        model or name,
-        device=device,
-        dtype=getattr(torch, fitted_on.dtype),
-        revision=None if model else revision,
-        trust_remote_code=trust_remote_code,
-    )
-    evaluate_maps(bridge, folder)
+    name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
+    dtype = DtypeChoice(require_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
+    options = ModelOptions(name, device, dtype, revision, trust_remote_code)
+    evaluate_maps(options.load(), folder)
     print_results(folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 

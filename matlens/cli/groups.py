@@ -113,22 +113,36 @@ class SampleOptions(Group):
     draw_special: options.Special = True
     batch_tokens: options.BatchTokens = None
 
-    def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
-        """The study whose main folder is the output folder; the corpus is read and described."""
+    def check(self, model: ModelOptions, fit: FitOptions | None = None) -> None:
+        """Refuse options that make no sense, and an output folder that cannot be used, before any work."""
+        from matlens.study.output import MAPS, TRAIN, VALIDATION, require_output
+
         if not self.draw_special and self.positions == PositionChoice.all:
             raise InputError(
                 "All positions include the special tokens: --skip-special is for drawn positions."
             )
+        shared: dict[str, Any] = {"model": {"dtype": model.dtype.value}, "data": {"seed": self.seed}}
+        known = {TRAIN: dict(shared), VALIDATION: dict(shared)}
+        if self.positions != PositionChoice.auto:
+            known[TRAIN]["positions"] = self.positions.value
+        if fit is not None:
+            known[MAPS] = {**known[TRAIN], "intercept": fit.intercept}
+            if fit.ridge is not None:
+                known[MAPS]["ridge"] = fit.ridge
+        require_output(self.out, known)
         model.check()
+
+    def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
+        """The study whose main folder is the output folder; the corpus is read and described."""
+        sentences = corpus.load()  # before imports that take seconds
+        print(sentences.report())
         from matlens.study.study import Study
 
-        study = Study(
-            load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
+        return Study(
+            load_model=model.load, load_corpus=lambda: sentences, out=self.out, main_folder=self.out,
             **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions.value,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens, **more,
         )  # fmt: skip
-        print(study.corpus.report())
-        return study
 
 
 def sizes_of(

@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from matlens.control.baselines import SelfDebiasing, announced_tokens
@@ -23,6 +22,7 @@ from matlens.corpora.examples import is_masked
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
 from matlens.models.tokenization import encode_text
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def continue_prompts(
         repetition_penalty=1.0, no_repeat_ngram_size=0, pad_token_id=_padding(model.tokenizer),
     )  # fmt: skip
     texts: dict[tuple[int, int], str] = {}
-    with tqdm(total=len(rows), desc="continuing", unit="text", disable=not progress, delay=1) as bar:
+    with Bar(total=len(rows), desc="continuing", unit="text", disable=not progress) as bar:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             # A prompt as it is, then all of them after the first announcement, and so on.

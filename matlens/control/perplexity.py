@@ -10,14 +10,15 @@ import torch
 from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Batch, is_masked, make_examples
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def sentence_losses(
     InputError
         The model predicts no next token, no sentence has two tokens, or the logits are not finite.
     """
+    require_whole(batch_tokens, "batch_tokens", least=1)
     if is_masked(model):
         raise InputError(
             f"{model.cfg.architecture} predicts masked tokens, not the next one, so it has no perplexity. "
@@ -81,7 +83,7 @@ def sentence_losses(
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
         raise InputError("No sentence has two tokens, so there is no next token to predict.")
-    with tqdm(total=len(examples), desc="perplexity", unit="sentence", disable=not progress, delay=1) as bar:
+    with Bar(total=len(examples), desc="perplexity", unit="sentence", disable=not progress) as bar:
         for batch in examples.batches(batch_tokens):
             log_p = _log_probs(model, batch, debiasing)
             of_tokens = log_p.gather(2, batch.tokens[:, 1:, None].to(log_p.device))[:, :, 0].double()

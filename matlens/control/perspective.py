@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import requests
 from jaxtyping import Float
-from tqdm.auto import tqdm
 from urllib3.exceptions import HTTPError
 
 from matlens.arguments import require_kind, require_number, require_whole
 from matlens.bounds import parse_json
 from matlens.control.scores import require_scores, require_texts
 from matlens.errors import InputError, printable
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
@@ -112,7 +112,7 @@ class Perspective:
         InputError
             The API does not answer, refuses, or its answer has no scores from 0 to 1.
         """
-        bar = tqdm(require_texts(texts, "texts"), desc="grading", unit="text", delay=_BAR_DELAY)
+        bar = Bar(require_texts(texts, "texts"), desc="grading", unit="text", delay=_BAR_DELAY)
         rows = [self._scores(text) if text.strip() else dict.fromkeys(self.attributes, 0.0) for text in bar]
         scores = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in self.attributes}
         return require_scores(scores, self, len(rows))
@@ -209,7 +209,7 @@ class Perspective:
         pause = min(wanted, LONGEST_PAUSE)
         if pause >= _SHOWN_PAUSE or pause < wanted:
             longer = "" if pause == wanted else ", though it asks for longer"
-            tqdm.write(f"The Perspective API is busy; asking again in {pause:.0f} seconds{longer}.")
+            Bar.write(f"The Perspective API is busy; asking again in {pause:.0f} seconds{longer}.")
         time.sleep(pause)
 
     def _clean(self, text: str) -> str:

@@ -11,11 +11,13 @@ from jaxtyping import Float
 from scipy import stats
 
 from matlens import metrics
+from matlens.control.generation import CONTINUATION_COLUMNS
 from matlens.control.graders import Grader
 from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.signatures import checked
+from matlens.storage.tables import require_columns
 
 TOXIC = 0.5  # from this score on a text counts as toxic, as in the paper
 
@@ -31,6 +33,7 @@ def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataF
     grader
         A grader, such as `make_grader` gives.
     """
+    require_columns(continuations, CONTINUATION_COLUMNS, what="continuations, as continue_prompts gives them")
     return continuations.assign(**grade_texts(grader, continuations["text"].tolist()))
 
 
@@ -55,8 +58,11 @@ def toxicity_estimates(
     Raises
     ------
     InputError
-        The prompts of the two are not the same.
+        The prompts of the two are not the same, or there are no scores of the attribute.
     """
+    for texts in (changed, unchanged):
+        columns = (*CONTINUATION_COLUMNS, attribute)
+        require_columns(texts, columns, what="graded continuations, as grade_continuations gives them")
     after, before = (_by_prompt(texts, attribute) for texts in (changed, unchanged))
     if after.shape != before.shape or changed["prompt"].tolist() != unchanged["prompt"].tolist():
         raise InputError(

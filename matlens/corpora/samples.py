@@ -18,9 +18,9 @@ import mwparserfromhell
 from mwparserfromhell.nodes import ExternalLink, Heading, HTMLEntity, Node, Tag, Template, Text, Wikilink
 from mwparserfromhell.wikicode import Wikicode
 from sentencex import segment
-from tqdm.auto import tqdm
 
 from matlens.errors import InputError
+from matlens.progress import Bar
 
 _WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS_FILES = ("lee_background.cor", "lee.cor")
@@ -76,7 +76,7 @@ def wikipedia_sample() -> Iterator[str]:
         The package that carries the articles is not installed.
     """
     path = _file_in_wheel(_WIKIPEDIA_FILE)
-    for text in tqdm(_articles(path), desc="wikipedia-sample", unit=" articles", delay=2, leave=False):
+    for text in Bar(_articles(path), desc="wikipedia-sample", unit=" articles", leave=False):
         for paragraph in _paragraphs(_plain_article(text)):
             yield from _sentences(paragraph)
 

@@ -36,6 +36,7 @@ from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import Provenance
 from matlens.models.sites import require_finite
 from matlens.models.vocabulary import token_texts, visible
+from matlens.progress import waiting
 from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows, read_rows
 
@@ -129,7 +130,8 @@ class Clusters:
                     f"take {distances_gib(n):.1f} GiB, {relation} the limit of {memory:g} GiB.",
                     file=sys.stderr,
                 )
-            labels = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
+            with waiting("clustering", progress=progress):
+                labels = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
             yield np.arange(n), {_LABELS: labels[:, None]}
 
         config, rows = keep_rows(

@@ -18,6 +18,7 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
 
+from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
@@ -113,6 +114,8 @@ class OverlapRule:
         rows
             Rows of the training examples.
         """
+        if not len(active):
+            raise InputError("There are no layers to learn from. Expected what active_clusters gives.")
         self.sets_, self.made_at_ = [sets[rows] for sets in active], made_at[rows]
         return self
 
@@ -220,6 +223,10 @@ def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) 
     n_layers
         How many layers the model has.
     """
+    require_whole(n_layers, "n_layers", least=1)
+    empty = [method for method, of_seeds in judged.items() if not len(of_seeds)]
+    if not judged or empty:
+        raise InputError(f"{empty[0] if empty else 'Nothing'} was judged on no seed. Expected one or more.")
     rows = []
     for method, of_seeds in judged.items():
         numbers = pd.DataFrame(of_seeds)

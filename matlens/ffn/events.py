@@ -15,7 +15,7 @@ nothing is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -126,6 +126,39 @@ def updates_by_effect(trace: Trace) -> dict[str, Events]:
     return updates | find_events(trace)
 
 
+def read_scores(
+    trace: Trace, scores: TraceScores | None, keys: Iterable[tuple[str, str]] | None = None
+) -> TraceScores:
+    """The scores that are given, or by default the trace's own; all that are read have to be there.
+
+    Raises
+    ------
+    InputError
+        They have other keys or shapes than those of the trace.
+    """
+    if scores is None:
+        return trace.score
+    for key in trace.score if keys is None else keys:
+        shape = trace.score[key].shape
+        if key not in scores or scores[key].shape != shape:
+            raise InputError(
+                f"The scores hold nothing of the shape {tuple(shape)} for {key}. Expected scores of this "
+                "trace, such as lift_scores gives."
+            )
+    return scores
+
+
+def _require_rows(trace: Trace, rows: Bool[Tensor, " n"] | None) -> None:
+    if rows is None:
+        return
+    if rows.shape != (len(trace),):
+        raise InputError(
+            f"'rows' has the shape {tuple(rows.shape)} for {len(trace)} examples. Expected a value for each."
+        )
+    if not rows.any():
+        raise InputError("'rows' leaves no example. Expected at least one that counts.")
+
+
 @checked
 def event_scores(
     trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
@@ -148,9 +181,10 @@ def event_scores(
     Raises
     ------
     InputError
-        There is no event of one kind.
+        There is no event of one kind; or the scores or the rows are not those of the trace.
     """
-    scores, table = trace.score if scores is None else scores, []
+    scores, table = read_scores(trace, scores), list[dict[str, Any]]()
+    _require_rows(trace, rows)
     for kind, events in find_events(trace).items():
         events = events.among(rows)
         if not len(events.example):
@@ -181,8 +215,14 @@ def update_scores(
     ----------
     trace, scores, rows
         See `event_scores`.
+
+    Raises
+    ------
+    InputError
+        The scores or the rows are not those of the trace.
     """
-    scores, table = trace.score if scores is None else scores, []
+    scores, table = read_scores(trace, scores), list[dict[str, Any]]()
+    _require_rows(trace, rows)
     kinds = {kind: updates.among(rows) for kind, updates in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
         for kind, updates in kinds.items():

@@ -11,10 +11,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from tqdm.auto import tqdm
 
 from matlens.errors import InputError
 from matlens.ffn.early_exit import ExampleSplit
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -108,7 +108,7 @@ class ExitClassifiers:
         progress
             Show a bar over the layers.
         """
-        bar = tqdm(features, desc="classifiers", unit="layer", leave=False, disable=not progress, delay=1)
+        bar = Bar(features, desc="classifiers", unit="layer", leave=False, disable=not progress)
         trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
         self.models_ = [model for model, _ in trained]
         self.thresholds_ = [threshold for _, threshold in trained]

@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
+from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.early_exit import (  # fmt: skip
@@ -49,6 +50,7 @@ from matlens.linear.fitting import fit_samples
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -131,6 +133,9 @@ def compare_exits(
     InputError
         The activations are of other examples or another model, or there are fewer than 10 examples.
     """
+    require_whole(seeds, "seeds", least=1)
+    if not len(kinds):
+        raise InputError("There are no kinds of classifiers. Expected ridge, lasso or both.")
     _require_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
@@ -143,7 +148,7 @@ def compare_exits(
     }
     judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
     by_confidence = _ConfidenceExits(Readout(model), activations, progress)
-    for seed in tqdm(range(seeds), desc="splits", unit="split", disable=not progress, delay=1):
+    for seed in Bar(range(seeds), desc="splits", unit="split", disable=not progress):
         split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
         accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())

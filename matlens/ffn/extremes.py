@@ -23,21 +23,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
+from matlens.arguments import require_whole
 from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import TraceScores, lift_scores, trace_row
+from matlens.ffn.events import TraceScores, lift_scores, read_scores, trace_row
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
 from matlens.signatures import checked
-from matlens.storage.tables import result_table
+from matlens.storage.tables import require_columns, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 SHARE = 0.01  # of the dominant sub-updates that count as extreme where no threshold is given
+_CANDIDATES = ("dominant", "before")  # whose scores are read
 EXTREME_GROUPS = "extreme_groups"  # the experiment's name in tables
 ACTIVITY_COLUMNS = (
     "cluster", "sign", "kind", "size", "cosine", "extremes", "share", "raised", "at_sinks", "examples",
@@ -94,7 +96,7 @@ def extreme_sub_updates(
     InputError
         The trace is of another model, the threshold is not positive, or no score passes it.
     """
-    scores = trace.score if scores is None else scores
+    scores = read_scores(trace, scores, [_CANDIDATES])
     threshold = default_threshold(scores) if threshold is None else threshold
     if not 0 < threshold < float("inf"):
         raise InputError(f"The threshold is {threshold}. Expected a positive number.")
@@ -127,7 +129,8 @@ def draw_sub_updates(
     InputError
         The trace is of another model.
     """
-    scores = trace.score if scores is None else scores
+    scores = read_scores(trace, scores, [_CANDIDATES])
+    require_whole(n, "n", least=1)
     shape = scores["dominant", "before"].shape
     drawn = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
     places = np.stack(np.unravel_index(np.sort(drawn), shape), axis=1)
@@ -384,7 +387,9 @@ def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, 
 
 def _with_kinds(sub_updates: SubUpdates, clusters: Clusters, kind_of: pd.DataFrame) -> pd.DataFrame:
     """Sub-updates by cluster, with the ``kind`` of each cluster and sign."""
-    kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
+    columns = ["cluster", "sign", "kind"]
+    require_columns(kind_of, columns, what="kinds of clusters, as cluster_activity gives them")
+    kinds = kind_of[columns].drop_duplicates()
     return sub_updates_by_cluster(sub_updates, clusters).merge(kinds, "left")
 
 

@@ -17,12 +17,12 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVectors, unembedding
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
@@ -277,7 +277,7 @@ def name_columns(values: ValueVectors, rows: Iterable[int]) -> pd.DataFrame:
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
-    yield from tqdm(range(values.n_layers), desc=doing, unit="layer", disable=not progress, delay=1)
+    yield from Bar(range(values.n_layers), desc=doing, unit="layer", disable=not progress)
 
 
 def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
@@ -330,7 +330,7 @@ def norm_overlap(
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     rows = []
     layers = range(values.n_layers)
-    for layer in tqdm(layers, desc="overlap", unit="layer", disable=not progress, delay=1):
+    for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
             overlap = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))

@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.activations.activations import Activations
@@ -24,6 +23,7 @@ from matlens.lens.quality import Substitute, chunks, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
 
@@ -135,7 +135,7 @@ def exit_confidences(
         raise InputError("There is nothing to leave the model by. Expected a substitute for each layer.")
     require_finite(truth, "the truth")
     confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
-    for part in tqdm(list(chunks(n)), desc=f"confidence of {name}", disable=not progress, delay=1):
+    for part in Bar(list(chunks(n)), desc=f"confidence of {name}", disable=not progress):
         true = readout.log_probs(truth[part])
         for i, substitute in enumerate(substitutes):
             logits = readout.logits(substitute(part))

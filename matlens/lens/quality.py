@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens import metrics
 from matlens.activations.activations import Activations
@@ -22,6 +21,7 @@ from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site, require_finite
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
 
@@ -47,7 +47,7 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     rows = []
     pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
-    for source, target in tqdm(pairs, desc="r2", unit="pair", disable=not progress, delay=1):
+    for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
         h, truth = validation[source], validation[target]
         for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
@@ -137,7 +137,7 @@ def judge_predictions(
         raise InputError("There is nothing to judge. Expected a substitute or more.")
     n = len(truth)
     judged = {key: JudgedPredictions(torch.empty(n, dtype=torch.long), torch.empty(n)) for key in substitutes}
-    for part in tqdm(list(chunks(n)), desc="predictions", disable=not progress, delay=1):
+    for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
         true = readout.log_probs(truth[part])
         require_finite(true, "the read-out")
         for key, substitute in substitutes.items():

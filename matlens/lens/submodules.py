@@ -16,7 +16,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
@@ -29,6 +28,7 @@ from matlens.models.readout import Readout
 from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def attention_rows(
 ) -> list[dict[str, Any]]:
     """Rows of a table for ``mat_attn`` from each layer to the last: no attention is run from there on."""
     last = data.provenance.identity.n_layers
-    bar = tqdm(layers, desc="mat_attn", unit="layer", delay=1)
+    bar = Bar(layers, desc="mat_attn", unit="layer")
     vectors = {layer: attend_nowhere(model, maps, data[layer], layer, last) for layer in bar}
     judged = judge_predictions(readout, data[last], {layer: as_substitute(h) for layer, h in vectors.items()})
     return [

@@ -1,8 +1,7 @@
 """What can be replaced in a model by a map, and which replacements fit it and each other.
 
-A map says by its two sites what it replaces: one from ``h.4`` to ``h.10`` stands for the blocks 4 to 9; one
-from ``attn_in.3`` to ``attn_out.3`` stands for the attention of block 3; one between two other sites, of
-which a pass comes to the second later, puts what it makes of the first in the place of the second.
+A map says by its two sites what it replaces: one from ``h.4`` to ``h.10`` stands for the blocks 4 to 9, one
+from ``attn_in.3`` to ``attn_out.3`` for the attention of block 3, one between any others for the second.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class Replacement:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InputError(f"{short(self.function)} stands in for nothing. Expected a map or a function.")
-        for name in ("source", "target"):  # names are taken, too
-            object.__setattr__(self, name, Site.read(getattr(self, name)))
         _require_where(self)
 
     @classmethod
@@ -103,8 +100,7 @@ class Replacement:
 def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1).
 
-    Negative layers count from the end of the model that the maps were fitted on. See `Replacement` for
-    ``where``.
+    Negative layers count from the end of the maps' model.
     """
     return [_from_set(maps, Site(STREAM, first), Site(STREAM, last), where)]
 
@@ -223,10 +219,10 @@ def describe_replacement(replacement: Replacement) -> str:
 
 def find_overlap(anatomy: Anatomy, replacement: Replacement, others: Sequence[Replacement]) -> str | None:
     """Name the first part that a replacement has in common with others; ``None`` if there is none."""
+    taken = [part for other in others for part in _parts(other)]
     for part in _parts(replacement):
-        for other in others:
-            if any(_clash(part, taken) for taken in _parts(other)):
-                return _part_name(part)
+        if any(_clash(part, other) for other in taken):
+            return _part_name(part)
     lost = (_find_lost(anatomy, replacement, other) for other in others)
     return next((name for name in lost if name), None)
 
@@ -314,8 +310,7 @@ _EFFECTIVE: WeakKeyDictionary[Any, set[Site]] = WeakKeyDictionary()
 
 def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Replacement) -> None:
     """Refuse to write at a hook that the model does not read: some only show what was computed elsewhere."""
-    target = replacement.target
-    known = _EFFECTIVE.setdefault(model, set())
+    target, known = replacement.target, _EFFECTIVE.setdefault(model, set())
     if not replacement.is_patch or target.kind == STREAM or target in known:
         return
 
@@ -324,10 +319,13 @@ def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Rep
         return value + noise * (value.float().std() + 1).to(value.dtype)
 
     tokens = probe_tokens(model)
-    with torch.inference_mode():
-        before = model(tokens)
-        with model.hooks(fwd_hooks=[(anatomy.written_at(target)[0], disturb)]):
-            after = model(tokens)
+    try:
+        with torch.inference_mode():
+            before = model(tokens)
+            with model.hooks(fwd_hooks=[(anatomy.written_at(target)[0], disturb)]):
+                after = model(tokens)
+    except InputError:  # what is replaced already is for another batch
+        return
     if torch.equal(before, after):
         raise InputError(
             f"The replacement {replacement} would change nothing: what stands at {target} is not read by "

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
 from matlens.arguments import short
@@ -25,6 +24,7 @@ from matlens.linear.pairs import require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn, resolve_replacements
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def fit_submodules(
     pairs: Sequence[tuple[str, str]],
     *,
     rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
     progress: bool = True,
@@ -86,6 +87,8 @@ def fit_submodules(
     rows
         Samples to fit on, by default all. An attention sink's activations are so large that a fit
         follows little else: ``~sink_rows(...)`` leaves them out.
+    weights
+        How much each sample counts, by default 1; see `fit_samples`.
     intercept, ridge
         See `Moments.solve`.
 
@@ -96,9 +99,9 @@ def fit_submodules(
     """
     pairs = resolve_pairs(pairs, samples.provenance)
     require_collected(pairs, samples)
-    for pair in tqdm(pairs, desc="fitting", unit="map", disable=not progress, delay=1):
+    for pair in Bar(pairs, desc="fitting", unit="map", disable=not progress):
         # One by one: only the two sites of a pair are held in float64.
-        yield from fit_rows(samples, [pair], rows=rows, intercept=intercept, ridge=ridge)
+        yield from fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge)
 
 
 @checked

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from matlens.activations.collecting import default_batch_tokens
+from matlens.arguments import require_whole
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
@@ -23,6 +23,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
 
@@ -95,11 +96,13 @@ def run_variants(
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
     ready = {name: _resolve_variant(model, examples, name, variant) for name, variant in variants.items()}
     read = examples if is_masked(model) else examples.up_to_positions()
+    if batch_tokens is not None:
+        require_whole(batch_tokens, "batch_tokens", least=1)
     budget = batch_tokens or default_batch_tokens(model)
     identity = ModelIdentity.from_model(model)
 
     def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        bar = tqdm(total=len(examples), unit="sentence", desc="patched runs", disable=not progress, delay=1)
+        bar = Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress)
         with bar:
             for number, batch in enumerate(read.batches(budget)):
                 if number >= skip:

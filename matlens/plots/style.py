@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
@@ -65,23 +65,26 @@ def style_sheet() -> AbstractContextManager[None]:
 
 @checked
 def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = None) -> list[Path]:
-    """Write a figure as ``name.png`` and ``name.pdf``; returns both paths.
+    """Write a figure as ``name.png`` and ``name.pdf``, both whole or neither; returns both paths.
 
     Parameters
     ----------
     title
         Replaces the title of the figure.
     """
-    paths = [Path(folder) / f"{name}.{suffix}" for suffix in ("png", "pdf")]
+    if not name or Path(name).name != name:
+        raise InputError(f"The name of the figure is {short(name)}. Expected the name of a file.")
+    drawn: dict[Path, bytes] = {}
     with system_errors(folder), style_sheet():
         if title is not None:
             figure.suptitle(literal(title))
-        drawn = {path: BytesIO() for path in paths}
-        for path, content in drawn.items():  # into memory: a disk that is full leaves the old figures whole
-            figure.savefig(content, format=path.suffix[1:])
+        for suffix in ("png", "pdf"):
+            content = io.BytesIO()
+            figure.savefig(content, format=suffix)
+            drawn[Path(folder) / f"{name}.{suffix}"] = content.getvalue()
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_together({path: content.getbuffer() for path, content in drawn.items()})
-    return paths
+        write_together(drawn)
+    return list(drawn)
 
 
 # Titles and other text

@@ -1,3 +1,4 @@
+from .files import require_writable as require_writable
 from .files import system_errors as system_errors
 from .files import to_json as to_json
 from .files import write_bytes as write_bytes
@@ -9,6 +10,7 @@ from .folders import command_line as command_line
 from .folders import make_config as make_config
 from .folders import read_config as read_config
 from .folders import software_versions as software_versions
+from .numbers import number_text as number_text
 from .rows import Column as Column
 from .rows import RowFiles as RowFiles
 from .rows import keep_rows as keep_rows

@@ -79,6 +79,8 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():
+                if path.is_dir():  # else the files before it would be replaced, and it could not be
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
                 temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
@@ -91,6 +93,21 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             for temporary in partial.values():
                 with suppress(OSError):
                     temporary.unlink()
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse, before any work, a folder that could not be made or written into.
+
+    Raises
+    ------
+    InputError
+        The system refuses a file there, or where the folder would be made.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    with system_errors(folder):
+        trial = there / f".trial.{secrets.token_hex(8)}.partial"
+        os.close(create(trial))
+        trial.unlink(missing_ok=True)  # who locks the folder removes such files too
 
 
 def create(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import reprlib
 import shlex
@@ -86,6 +87,25 @@ class Workplace:
                         folder.rmdir()
             raise
 
+    def require_possible(self) -> None:
+        """Refuse, before any work, a folder in which the job could not be done.
+
+        Parts of the request that are not known yet can be left out of it.
+
+        Raises
+        ------
+        InputError
+            The folder holds other files or another job, or no folder stands there.
+        """
+        with system_errors(self.folder):
+            marker = self.folder / (CONFIG if self.finished else UNFINISHED)
+            if marker.is_file():
+                self._require_same(marker, partly=True)
+            elif os.path.lexists(self.folder) and not self.folder.is_dir():
+                raise InputError(f"{self.folder} is no folder. Expected a new or empty folder.")
+            else:
+                self._require_usable()
+
     def finish(self, files: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Make the folder a finished one.
 
@@ -152,14 +172,15 @@ class Workplace:
         for entry in sorted(entries, key=lambda entry: entry.name == UNFINISHED):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
-    def _require_same(self, marker: Path) -> None:
+    def _require_same(self, marker: Path, *, partly: bool = False) -> None:
         record = read_record(self.folder, marker)
         there, now = (
             _flat({"holds": holds, **request})
             for holds, request in ((record["holds"], record["request"]), (self.holds, self.request))
         )
         ignored = self._only_unfinished if self.finished else ()
-        differing = [key for key in {**now, **there} if now.get(key) != there.get(key) and key not in ignored]
+        compared = now if partly else {**now, **there}
+        differing = [key for key in compared if now.get(key) != there.get(key) and key not in ignored]
         if differing:
             names = {key: key.removeprefix("provenance.") for key in differing[:4]}
             differences = "; ".join(
@@ -191,6 +212,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _with_article(holds: Any) -> str:
+    name = str(holds)
+    return name if name.endswith("s") else f"a {name}"
+
+
 @checked
 def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     """Read what a finished folder says of itself.
@@ -212,7 +238,10 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"The folder {folder} holds no finished {expected}: {error}") from error
     if config["holds"] != expected:
-        raise InputError(f"The folder {folder} does not hold {expected} of matlens.")
+        raise InputError(
+            f"The folder {folder} holds {_with_article(config['holds'])} of matlens. Expected a folder that "
+            f"holds {_with_article(expected)}."
+        )
     if not isinstance(config.get("files"), dict):
         raise damaged(folder / CONFIG, "has no record of its files")
     return config

@@ -39,7 +39,7 @@ def locked(folder: Path) -> Iterator[list[Path]]:
     InputError
         What stands at the place of the lock is no plain file.
     """
-    key = os.getpid(), threading.get_ident(), folder.resolve()
+    key = os.getpid(), threading.get_ident(), Path(os.path.realpath(folder))
     if key in _held:
         yield []
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.arrays import read_header, require_hash, require_record
 from matlens.storage.files import open_regular, read_json
 from matlens.storage.folders import CONFIG, UNFINISHED, is_record, read_record
@@ -34,6 +35,7 @@ class Verdict(NamedTuple):
     damage: str | None
 
 
+@checked
 def verify(folder: str | Path) -> Iterator[Verdict]:
     """Check every artifact and every table of results in a folder and below it, all bytes of them.
 

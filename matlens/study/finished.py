@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from matlens.models.places import locate
 from matlens.progress import waiting
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 from matlens.storage.folders import LAYOUT, command_line, software_versions
+from matlens.study.output import MAPS, RESULTS, RUN, TRAIN, VALIDATION
 
-RUN, RESULTS, PARTS = "run.json", "results", ("train", "validation", "maps")
-FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
+PARTS = (TRAIN, VALIDATION, MAPS)
 _MOST_FILES = 1000  # of a model's folder; more are no model alone
 _SAMPLES = ("wikipedia-sample", "news-sample")
 # What bundled samples are made from and by: they change with these alone.
@@ -91,7 +92,7 @@ def model_identity(options: Mapping[str, Any], *, but: Path) -> dict[str, Any] |
         return {"commit": commit}
     if gguf is not None:
         return {"files": {gguf: _digest(Path(place, gguf))}}
-    files = _files(Path(place), but.resolve())
+    files = _files(Path(place), os.path.realpath(but))
     if files is None or any(path.name == "adapter_config.json" for path in files):
         return None  # an adapter's model is elsewhere
     return {"files": {str(path.relative_to(place)): _digest(path) for path in files}}
@@ -101,8 +102,8 @@ def corpus_identity(name: str) -> dict[str, Any] | None:
     """The digest of a corpus file, or what a sample is made by; None for what only reading it can tell."""
     if name in _SAMPLES:
         return {"sample": {package: _version(package) for package in _MAKERS}}
-    path = Path(name).expanduser()
-    return {"file": _digest(path)} if path.is_file() else None
+    path = Path(os.path.expanduser(name))
+    return {"file": _digest(path)} if os.path.isfile(path) else None
 
 
 def _version(package: str) -> str | None:
@@ -114,7 +115,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _files(folder: Path, but: Path) -> list[Path] | None:
+def _files(folder: Path, but: str) -> list[Path] | None:
     paths = []
     for path in _walk(folder, but):
         paths.append(path)
@@ -123,10 +124,10 @@ def _files(folder: Path, but: Path) -> list[Path] | None:
     return sorted(paths)
 
 
-def _walk(folder: Path, but: Path) -> Iterable[Path]:
+def _walk(folder: Path, but: str) -> Iterable[Path]:
     for path in folder.iterdir():
         if path.is_dir():
-            if path.resolve() != but:
+            if os.path.realpath(path) != but:
                 yield from _walk(path, but)
         else:
             yield path

@@ -7,6 +7,7 @@ not done twice, and what was broken off goes on. The folder holds ``train/`` and
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 from matlens import plots
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.arguments import require_number
+from matlens.arguments import require_number, require_whole
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, is_masked, make_examples
 from matlens.errors import InputError, printable
@@ -29,18 +30,18 @@ from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
+from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.progress import moving
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, read_table, write_results
-from matlens.study.sizes import are_few, note_on_samples
+from matlens.study.output import MAPS, RESULTS, TRAIN, VALIDATION
+from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
-
-TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
 
 
 @checked
@@ -79,6 +80,8 @@ def collect_parts(
     InputError
         All positions are asked for, and cannot be used.
     """
+    if batch_tokens is not None:
+        batch_tokens = require_whole(batch_tokens, "batch_tokens", least=1)
     if positions == "all" and is_masked(model):
         raise InputError(
             "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
@@ -112,7 +115,7 @@ def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) 
     if is_masked(model) or not are_few(len(examples), d_model):
         return False
     n_bytes = len(examples.tokens) * (n_layers + 1) * d_model * 4
-    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if n_bytes > shutil.disk_usage(there).free / 2 and not (folder / TRAIN).exists():
         return False
     tqdm.write(
@@ -156,7 +159,7 @@ def fit_maps(
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
-        return moving(maps, total=len(missing), desc="fitting", unit="map", progress=progress)
+        return Bar(maps, total=len(missing), desc="fitting", unit="map", disable=not progress)
 
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 

@@ -8,6 +8,7 @@ has left.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,7 @@ from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
+from matlens.storage.files import require_writable
 from matlens.study import steps
 from matlens.study.sizes import Part, fitting_sizes
 
@@ -122,6 +124,7 @@ class Study:
         InputError
             The model or the corpus is not there, or the corpus is too small.
         """
+        require_writable(Path(out))
         if isinstance(model, str):
             locate(model, None)
         study = cls(
@@ -322,7 +325,9 @@ def in_proportion(study: Study) -> Study:
 @checked
 def slug(name: str) -> str:
     """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
+    if not name.strip():
+        raise InputError("The name of a model or of a corpus is empty. Expected one to name a folder after.")
     path = Path(name)
-    if not path.exists():
+    if not os.path.exists(path):
         return re.sub(r"[^\w.-]+", "-", name)
     return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import runpy
@@ -17,6 +18,9 @@ import pytest
 import torch
 from analysing import NO_CORPUS, OF_FFNS, OPTIONS, SCRIPTS, SENTENCES, assert_figure, refused, run
 from conftest import N_LAYERS
+from judged_by_hand import assert_judged
+from paper_a_by_hand import PAIRS, StudyByHand, fitted
+from sklearn.metrics import r2_score
 
 import matlens
 from matlens.corpora.examples import is_masked
@@ -25,7 +29,8 @@ from matlens.patching.schemes import wrr_schemes
 TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
-CASES = [(name, "bert" if name == "paper_a_fig5_masked" else "llama") for name in TABLES]
+SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks
+CASES = [(name, "bert" if name == "paper_a_fig5_masked" else SINKS) for name in TABLES]
 CASES += [(name, "bert") for name in BOTH_KINDS]
 # What belongs into the column "layer", where that is not every layer but the last.
 LAYERS = {
@@ -76,7 +81,7 @@ def precision(table: pd.DataFrame, method: str) -> list[float]:
     return rows.sort_values("layer")["value"].tolist()
 
 
-def read(finished: Finished, name: str, model: str = "llama") -> pd.DataFrame:
+def read(finished: Finished, name: str, model: str = SINKS) -> pd.DataFrame:
     return pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=name != "plausibility")
 
 
@@ -98,6 +103,142 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
     assert bool(figures) == (name in FIGURES)
     for figure in {Path(figure).stem for figure in figures}:
         assert_figure(out, figure)
+
+
+# What the tables hold: they agree with the plain model
+
+
+@pytest.fixture(scope="module")
+def by_hand(
+    corpora: Path, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> Callable[[str, str], StudyByHand]:
+    studies: dict[tuple[str, str], StudyByHand] = {}
+
+    def study(model: str = SINKS, corpus: str = "words") -> StudyByHand:
+        if (model, corpus) not in studies:
+            path = corpora / f"{corpus}.txt"
+            args = small_model(model), plain_model(model), path, (N_TRAIN, N_VALIDATION)
+            studies[model, corpus] = StudyByHand(model, *args)
+        return studies[model, corpus]
+
+    return study
+
+
+ByHand = Callable[..., StudyByHand]
+
+
+def test_r2_is_that_of_least_squares_for_every_pair(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "paper_a_fig2_r2"), by_hand()
+    assert len(table) == 2 * len(PAIRS)
+    for row in table.itertuples():
+        assert row.value == pytest.approx(study.r2(row.method, row.layer, row.target), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["paper_a_fig4_next_token", "paper_a_fig7_models", "paper_a_fig6_alternation"]
+)
+def test_predictions_are_those_of_the_plain_model(name: str, finished: Finished, by_hand: ByHand) -> None:
+    table = read(finished, name)
+    n = N_PATCHED if name == "paper_a_fig6_alternation" else None
+    models = list(table["model"].unique())
+    assert len(models) == (2 if name == "paper_a_fig7_models" else 1)
+    for model in models:
+        study = by_hand(Path(model).name)
+        assert_judged(table[table["model"] == model], study.judge(study.layers(), n), nats=2e-3)
+
+
+def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "paper_a_fig6_alternation"), by_hand()
+    jumps = {("R2", kept): study.best_jumps(kept) for kept in range(N_LAYERS + 1)} | {
+        ("WRR, blocks first", 1): [(1, 3)], ("WRR, blocks first", 2): [(2, 3)],
+        ("WRR, mat first", 1): [(0, 2)], ("WRR, mat first", 2): [(0, 1)],
+    }  # fmt: skip
+    vectors = {key: study.scheme(of_key, N_PATCHED) for key, of_key in jumps.items()}
+    assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
+
+
+def test_submodules_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "paper_a_fig10_submodules"), by_hand()
+    some, whole = {}, {("mat", layer): study.mapped(layer) for layer in range(N_LAYERS)}
+    for layer in range(N_LAYERS):
+        whole["mat_attn", layer] = study.submodules("mat_attn", "all", "all", layer, N_VALIDATION)
+        for method in ("mat_ffn", "mat_ln1_ln2"):
+            some[method, layer] = study.submodules(method, "all", "all", layer, N_PATCHED)
+            without = study.submodules(method, "not-sink", "not-sink", layer, N_PATCHED)
+            some[f"{method} without sinks", layer] = without
+            assert not torch.allclose(without, some[method, layer], rtol=1e-2)
+    assert_judged(table, study.judge(whole), nats=2e-3)
+    assert_judged(table, study.judge(some, N_PATCHED), nats=2e-3)
+    assert set(zip(table["method"], table["layer"], strict=True)) == {*whole, *some}
+
+
+def test_positions_of_stand_ins_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "submodule_positions"), by_hand()
+    vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in (0, 2)}
+    for method, fit, place in itertools.product(
+        ("mat_ffn", "mat_ln1_ln2"),
+        ("all", "not-first", "not-sink"),
+        ("all", "not-first", "not-sink", "predicted"),
+    ):
+        for layer in (0, 2):
+            name = f"{method}, fit {fit}, replace {place}"
+            vectors[name, layer] = study.submodules(method, fit, place, layer, N_PATCHED)
+    assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
+    assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
+
+
+def test_exits_are_those_of_the_plain_models_confidence(
+    finished: Finished, by_hand: ByHand, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, study = read(finished, "paper_a_fig9_early_exit"), by_hand()
+    early = table[table["lam"].notna()]
+    assert len(early) == 13 + 23
+    for row in early.itertuples():
+        assert (row.layer, row.value) == pytest.approx(study.sweep(row.method, row.lam), abs=1e-6)
+    capsys.readouterr()
+    given = ["--model", table["model"].iloc[0], "--corpus", corpora / "words.txt", *sizes()]
+    run("paper_a_fig9_early_exit", *given, "--out", finished("paper_a_fig9_early_exit", SINKS))
+    said = capsys.readouterr().out
+    for method in ("mat", "id"):
+        points = sorted(study.sweep(method, lam) for lam in early[early["method"] == method]["lam"])
+        layers, values = (list(column) for column in zip(*points, strict=True))
+        enough = next(i for i, value in enumerate(values) if value >= 0.95)
+        reached = layers[enough]
+        if enough:
+            part = (0.95 - values[enough - 1]) / (values[enough] - values[enough - 1])
+            reached = layers[enough - 1] + part * (layers[enough] - layers[enough - 1])
+        saved = N_LAYERS - reached
+        assert f"{method}: {saved:.2f} of {N_LAYERS} layers saved at 95% ({saved / N_LAYERS:.1%})" in said
+
+
+def test_maps_of_each_corpus_are_least_squares_on_it(finished: Finished, by_hand: ByHand) -> None:
+    table = read(finished, "paper_a_sec5_corpora")
+    studies = {corpus: by_hand(SINKS, Path(corpus).stem) for corpus in table["corpus"].unique()}
+    assert len(studies) == 2
+    for tested, study in studies.items():
+        vectors = {}
+        for of, other in studies.items():
+            for layer in range(N_LAYERS):
+                weight = other.mat[layer, N_LAYERS].T
+                vectors[f"mat of {of}", layer] = (study.validation.h(layer).double() @ weight).float()
+        assert_judged(table[table["corpus"] == tested], study.judge(vectors), nats=2e-3)
+
+
+def test_maps_of_all_positions_are_least_squares_on_all(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "all_positions"), by_hand()
+    last = study.train.all_tokens(f"h.{N_LAYERS}")
+    vectors = {}
+    for layer in range(N_LAYERS):
+        h = study.validation.h(layer)
+        weight = fitted(study.train.all_tokens(f"h.{layer}"), last)
+        vectors["mat, all", layer] = (h.double() @ weight.T).float()
+        vectors["mat, drawn", layer] = study.mapped(layer)
+    for (method, layer), h in vectors.items():
+        (row,) = table[
+            (table["method"] == method) & (table["layer"] == layer) & (table["metric"] == "r2")
+        ].itertuples()
+        assert row.value == pytest.approx(r2_score(study.truth.numpy(), h.numpy()), rel=1e-3, abs=1e-4)
+    assert_judged(table[table["metric"] != "r2"], study.judge(vectors), nats=2e-3)
 
 
 # What the tables hold: they agree with one another
@@ -185,7 +326,7 @@ def test_a_small_corpus_sets_how_many_sentences_all_maps_are_fitted_on(
 
 
 @pytest.mark.parametrize(("model", "prompts"), [
-    ("llama", ["w1 w2 w3", "w4 w5"]), ("bert", ["w1 w2 w3 [MASK]", "w4 [MASK] w5"]),
+    (SINKS, ["w1 w2 w3", "w4 w5"]), ("bert", ["w1 w2 w3 [MASK]", "w4 [MASK] w5"]),
 ])  # fmt: skip
 def test_tokens_of_the_prompts_are_told(model: str, prompts: list[str], finished: Finished) -> None:
     table = read(finished, "paper_a_table1_tokens", model)
@@ -197,7 +338,7 @@ def test_tokens_of_the_prompts_are_told(model: str, prompts: list[str], finished
         assert tokens["probability"].is_monotonic_decreasing
 
 
-@pytest.mark.parametrize("model", ["llama", "bert"])
+@pytest.mark.parametrize("model", [SINKS, "bert"])
 def test_a_filled_sheet_gives_the_rates(
     model: str, finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -408,7 +549,7 @@ def test_models_of_different_kinds_make_no_figure(
 def test_a_sheet_without_its_predictions_or_with_others_is_told(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sheet = pd.read_csv(finished("plausibility", "llama") / "plausibility_sheet.csv", keep_default_na=False)
+    sheet = pd.read_csv(finished("plausibility", SINKS) / "plausibility_sheet.csv", keep_default_na=False)
     filled = tmp_path / "filled.csv"
     sheet.assign(plausible=1).to_csv(filled, index=False)
     out = tmp_path / "out"

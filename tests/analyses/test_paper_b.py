@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from analysing import CONTROL, EXITS, OF_FFNS, SENTENCES, SHEETS, TRACED, Workbench, refused, run
-from conftest import N_LAYERS
+from conftest import N_LAYERS, SINK_TOKENS
+from hand_controlled import controlled_by_hand
+from plain_values import plain_unembedding, plain_values
+
+import matlens
+from matlens import annotation, control, ffn
+from matlens.corpora import TokenFrequency, WordSimilarity
+from matlens.lens import prediction_confidence
 
 
 @pytest.fixture
@@ -288,9 +299,10 @@ def test_filled_sheets_of_concepts_give_shares_figure_and_agreement(
     run(SHEETS, *filled, "--out", workbench.out)
     printed = capsys.readouterr().out
     shares = workbench.table(f"{SHEETS}_shares")
-    expected = []
+    expected, marked = [], []
     for digits in ("0123456", "3456789"):
         hits = key["token"].str[-1:].isin(list(digits)).groupby(key["item"]).sum()
+        marked.append(hits)
         expected.append(hits.where(hits >= 4, 0) / 6)
     kinds = key.groupby("item")["kind"].first()
     for kind in ("values", "random", "updates"):
@@ -298,7 +310,9 @@ def test_filled_sheets_of_concepts_give_shares_figure_and_agreement(
         same = shares["layer"].isna() & (shares["method"] == kind) & (shares["metric"] == "covered")
         assert shares[same]["value"].item() == pytest.approx(wanted)
         assert f"{wanted:.1%}" in printed
-    assert "Patterns of fewer than 4 tokens are not counted" in printed
+    small = np.mean([((of_item > 0) & (of_item < 4)).sum() for of_item in marked])
+    assert small > 0
+    assert f"Patterns of fewer than 4 tokens are not counted: {small:.4g} for each annotator" in printed
     agreement = workbench.table(f"{SHEETS}_agreement")
     assert set(agreement["one"] + agreement["other"]) == {"annaben"}
     assert workbench.origin(f"{SHEETS}_shares")["annotators"] == ["anna", "ben"]
@@ -318,3 +332,180 @@ def test_sheets_of_concepts_that_do_not_belong_are_told(
     )
     assert not (tmp_path / "absent").exists()
     assert not list(tmp_path.glob(f"*/{SHEETS}_shares*"))
+
+
+# What the tables hold is what the library gives for the options; its own tests compare that with loops
+
+
+def assert_table(workbench: Workbench, name: str, expected: pd.DataFrame) -> None:
+    """A script's table is this one, as a file holds it."""
+    written = io.StringIO(expected.to_csv(index=False))
+    pd.testing.assert_frame_equal(workbench.table(name), pd.read_csv(written))
+
+
+Models = Callable[[str], Any]
+
+
+@pytest.fixture
+def job(workbench: Workbench, small_model: Models) -> Callable[[str, int], tuple[Any, Any]]:
+    """The model and the examples of a script's job of so many sentences."""
+
+    def of(model: str, sentences: int) -> tuple[Any, Any, Any]:
+        loaded = small_model(model)
+        _, part = matlens.load_corpus(str(workbench.words)).split(n_train=1, n_validation=sentences)
+        return loaded, matlens.make_examples(loaded, part)
+
+    return of
+
+
+def test_tables_of_events_are_those_of_the_trace(
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+) -> None:
+    workbench.run("paper_b_fig3_events", "llama-sinks", "--sentences", 60, "--dominant", 3)
+    model, examples = job("llama-sinks", 60)
+    trace = ffn.Trace.run(model, examples, k=3, progress=False)
+    at_sinks = examples.tokens[examples.offsets[:-1] + examples.positions]
+    assert trace.sinks.tolist() == np.isin(at_sinks, SINK_TOKENS).tolist()
+    assert 0 < int(trace.sinks.sum()) < 30
+    tables = ffn.event_tables(trace, model)
+    for name, table in zip(EVENT_TABLES, (tables.events, tables.scores, tables.saturation), strict=True):
+        assert_table(workbench, name, table)
+    assert workbench.origin(EVENT_TABLES[0])["n_sinks"] == int(trace.sinks.sum())
+
+
+@pytest.mark.parametrize("threshold", [None, 2e-4])
+def test_tables_of_clusters_are_those_of_the_trace(
+    threshold: float | None, workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+) -> None:
+    options = ["--sentences", 20, "--clusters", 30, "--beside", 50]
+    options += [] if threshold is None else ["--threshold", threshold]
+    workbench.run("paper_b_sec5_clusters", "llama-sinks", *options)
+    model, examples = job("llama-sinks", 20)
+    trace = ffn.Trace.run(model, examples, progress=False)
+    clusters = ffn.Clusters.fit(ffn.ValueVectors(model), 30)
+    words = matlens.load_corpus(str(workbench.words))
+    tables = ffn.extreme_tables(
+        trace, model, clusters, TokenFrequency.from_corpus(words, model.tokenizer, 60),
+        prediction_confidence(model, examples), threshold=threshold, n_drawn=50, seed=0,
+    )  # fmt: skip
+    for name, table in zip(CLUSTER_TABLES, (tables.activity, tables.groups, tables.places), strict=True):
+        assert_table(workbench, name, table)
+    assert workbench.origin(CLUSTER_TABLES[0])["thresholds"] == pytest.approx(tables.thresholds)
+
+
+def test_overlap_and_dominance_are_those_of_the_options(
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+) -> None:
+    workbench.run("paper_b_fig4_overlap", "gpt2", "--random", 9, "--top", 5)
+    workbench.run("paper_b_fig6_dominance", "gpt2", "--sentences", 12, "--dominant", 4)
+    model, examples = job("gpt2", 12)
+    overlap = ffn.norm_overlap(model, n_random=9, k=5, progress=False)
+    assert_table(workbench, "paper_b_fig4_overlap", overlap)
+    dominance = ffn.dominance(model, examples, k=4, progress=False)
+    assert_table(workbench, "paper_b_fig6_dominance", dominance)
+
+
+def test_ways_of_leaving_early_are_those_of_the_options(
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+) -> None:
+    options = [
+        "--sentences", 40, "--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--fewest", 2,
+        "--strength", 0.01, "--ridge-only",
+    ]  # fmt: skip
+    workbench.run(EXITS, "gpt2", *options)
+    model, examples = job("gpt2", 40)
+    comparison = ffn.compare_exits(
+        model, ffn.Trace.run(model, examples, k=3, progress=False),
+        ffn.Clusters.fit(ffn.ValueVectors(model), 20),
+        matlens.collect(model, examples, ffn.classifier_sites(model), progress=False),
+        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[ffn.RIDGE], progress=False,
+    )  # fmt: skip
+    expected = ffn.summarize_exits(comparison.judged, N_LAYERS)
+    table = workbench.table(EXITS)
+    pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
+    assert workbench.origin(EXITS)["penalties"] == comparison.penalties
+
+
+def test_concepts_that_are_found_are_those_of_the_search(
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+) -> None:
+    name = "paper_b_table1_concept_vectors"
+    workbench.run(name, "llama", "--top", 20, "--vectors", 3, "--per-layer", 2)
+    model, words = job("llama", 2)[0], matlens.load_corpus(str(workbench.words))
+    similarity = WordSimilarity.fit(words.sentences, seed=0)
+    searched = annotation.search_concepts(model, similarity, k=20, progress=False)
+    table = annotation.pattern_shares(searched, str(model.cfg.model_name), words.name, k=20)
+    assert_table(workbench, name, table)
+    best = [
+        annotation.distinct_concepts(searched[method], n=3, per_layer=2).assign(method=method)
+        for method in ("values", "random")
+    ]
+    assert_table(workbench, f"{name}_vectors", pd.concat(best))
+
+
+@torch.inference_mode()
+def perplexity_by_hand(name: str, plain: Any, model: Any, sentences: Sequence[str]) -> float:
+    lost, counted = 0.0, 0
+    for sentence in sentences:
+        ids = torch.tensor([model.tokenizer(sentence)["input_ids"]])
+        lost += float(plain(ids, labels=ids).loss) * (ids.shape[1] - 1)
+        counted += ids.shape[1] - 1
+    return math.exp(lost / counted)
+
+
+def test_every_line_of_control_is_that_of_its_change(
+    workbench: Workbench, small_model: Models, plain_model: Models, tmp_path: Path
+) -> None:
+    """Coefficients are set, announcements are read, and value vectors are those of their method."""
+    options = [
+        *control_options(tmp_path),
+        "--value",
+        0.5,
+        "--value",
+        4,
+        "--vector",
+        "L0D1",
+        "--vector",
+        "L-1D2",
+    ]
+    workbench.run(CONTROL, "gpt2", *options, "--samples", 0)
+    table, vectors = workbench.table(CONTROL), workbench.origin(CONTROL)["vectors"]
+    model, plain = small_model("gpt2"), plain_model("gpt2")
+    part = matlens.load_corpus(str(workbench.words)).split(n_train=1, n_validation=6)[1]
+    e, word = plain_unembedding(plain), model.tokenizer.convert_tokens_to_ids("w2")
+    ranks = {
+        f"L{layer}D{i}": (e @ v).argsort(descending=True).tolist().index(word)
+        for layer in range(N_LAYERS)
+        for i, v in enumerate(plain_values("gpt2", plain, layer))
+    }
+    assert sorted(ranks[value] for value in vectors["words, 3 vectors"]) == sorted(ranks.values())[:3]
+    measured = table[table["metric"] == "perplexity"].set_index(["method", "coefficient"])["value"]
+    assert measured["unchanged"].item() == pytest.approx(
+        perplexity_by_hand("gpt2", plain, model, part.sentences), rel=1e-4
+    )
+    for method, names in vectors.items():
+        for coefficient in (0.5, 4.0):
+            with controlled_by_hand("gpt2", plain, dict.fromkeys(names, coefficient)):
+                expected = perplexity_by_hand("gpt2", plain, model, part.sentences)
+            assert measured[method, coefficient] == pytest.approx(expected, rel=1e-4)
+    debiasing = control.SelfDebiasing(["threat"])
+    banned = control.word_filter(model.tokenizer, ["w9", "w10 w11"])
+    prompts = (tmp_path / "prompts.txt").read_text().splitlines()
+    changes = [
+        control.ModelChange("unchanged"),
+        *(
+            control.ModelChange(method, coefficient, tuple(names))
+            for method, names in vectors.items()
+            for coefficient in (0.5, 4.0)
+        ),
+        control.ModelChange("Self-Debiasing", processor=debiasing),
+        control.ModelChange("WordFilter", processor=banned),
+    ]
+    grader = control.make_grader("profanity-check")
+    whole, texts = control.compare_control(model, changes, prompts, part, grader, prompts_name="prompts.txt")
+    assert_table(workbench, CONTROL, whole.assign(corpus=table["corpus"]))
+    assert_table(workbench, f"{CONTROL}_texts", texts)
+    debiased = measured["Self-Debiasing"].item()
+    assert debiased == pytest.approx(
+        control.perplexity_estimate(control.sentence_losses(model, part, debiasing=debiasing)).value
+    )

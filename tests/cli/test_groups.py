@@ -112,7 +112,7 @@ def test_the_study_of_the_main_job_is_in_the_output_folder(
     assert (study.positions, study.draw_special, study.ridge) == ("auto", False, 1.0)
     assert capsys.readouterr().out.startswith("9 sentences of")
     with pytest.raises(InputError, match="There is no model"):
-        samples.study(ModelOptions(str(tmp_path / "absent")), CorpusOptions("not even looked at"))
+        samples.check(ModelOptions(str(tmp_path / "absent")))
 
 
 def test_vectors_are_read_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,3 +148,9 @@ def test_half_precision_is_read_in_full(
     losses = sentence_losses(model, sentences, progress=False)
     expected = plain_losses(plain_model("gpt2"), model.tokenizer, sentences)
     assert_near(torch.from_numpy(losses.total), torch.from_numpy(expected.total), 1e-2)
+
+
+@pytest.mark.parametrize("batch_tokens", [0, -1, 1.5, True])
+def test_a_batch_holds_a_token_at_least(batch_tokens: Any, small_model: Models, sentences: Corpus) -> None:
+    with pytest.raises(InputError, match="batch_tokens is"):
+        sentence_losses(small_model("llama"), sentences, batch_tokens=batch_tokens)

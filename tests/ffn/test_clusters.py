@@ -330,7 +330,7 @@ def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_p
     config = tmp_path / "clusters" / "config.json"
     shutil.copy(config, tmp_path / "before.json")
     write_json(config, sealed(json.loads(config.read_text()) | {"holds": "maps"}))
-    with pytest.raises(InputError, match="does not hold clusters of matlens"):
+    with pytest.raises(InputError, match="Expected a folder that holds clusters"):
         Clusters.load(tmp_path / "clusters")
 
 

@@ -209,3 +209,15 @@ def test_a_seed_without_a_right_example_has_no_layers_saved() -> None:
     nothing = judge_exits(np.array([0]), np.array([[False, True]]))
     (row,) = summarize_exits({"a": [nothing, JudgedExits(1, 1, 1, 1)]}, 2).to_dict("records")
     assert (row["accuracy"], row["saved"]) == (0.5, 1)
+
+
+def test_nothing_to_learn_from_or_to_sum_up_is_refused() -> None:
+    with pytest.raises(InputError, match="no layers to learn from"):
+        OverlapRule().fit([], np.zeros(3, int), np.arange(3))
+    judged = {"a": [JudgedExits(1, 1, 1, 1)]}
+    for n_layers in (0, -1, 2.0):
+        with pytest.raises(InputError, match=r"n_layers .*is"):
+            summarize_exits(judged, n_layers)  # type: ignore[arg-type]
+    for nothing, message in (({}, "Nothing was judged"), (judged | {"b": []}, "b was judged on no seed")):
+        with pytest.raises(InputError, match=message):
+            summarize_exits(nothing, 2)

@@ -396,3 +396,20 @@ def test_without_sinks_there_is_nothing_to_leave_out(
     model = small_model("gpt2")
     trace = Trace.run(model, make_examples(model, sentences), k=3, progress=False)
     assert set(event_tables(trace, model).events["examples"]) == {"all examples"}
+
+
+@pytest.mark.refused
+def test_scores_and_rows_of_other_traces_are_refused() -> None:
+    same = torch.tensor([[0, 1], [1, 1]])
+    trace = make_trace(same, same.flip(1), same)
+    own = dict(trace.score)
+    others = ({}, {key: own[key] for key in list(own)[:3]}, {key: scores[:1] for key, scores in own.items()})
+    for make in (event_scores, update_scores):
+        for scores in others:
+            with pytest.raises(InputError, match="Expected scores of this trace"):
+                make(trace, scores=scores)
+        for rows in (torch.ones(1).bool(), torch.ones(3).bool()):
+            with pytest.raises(InputError, match=r"'rows' has the shape .* for 2 examples"):
+                make(trace, rows=rows)
+        with pytest.raises(InputError, match="'rows' leaves no example"):
+            make(trace, rows=torch.zeros(2).bool())

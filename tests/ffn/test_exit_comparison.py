@@ -285,3 +285,18 @@ def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Co
     )
     with pytest.raises(InputError, match="different examples"):
         compare_exits(study.model, study.trace, study.clusters, other, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": 0}, "seeds is 0"),
+        ({"seeds": -1}, "seeds is -1"),
+        ({"kinds": []}, "no kinds of classifiers"),
+    ],
+)
+def test_a_comparison_of_nothing_is_refused(
+    options: dict[str, Any], message: str, made: Callable[[str, int], ComparedModel]
+) -> None:
+    with pytest.raises(InputError, match=message):
+        made("gpt2", MANY).compare(**options)

@@ -102,7 +102,7 @@ def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> No
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_threshold_is_a_positive_number(threshold: float, values: ValueVectors) -> None:
-    with pytest.raises(InputError, match=rf"The threshold is {threshold}. Expected a positive number"):
+    with pytest.raises(InputError, match=rf"threshold .*is {threshold}. Expected a (positive|finite) number"):
         extreme_sub_updates(make_trace_of_model(values), values, threshold=threshold)
 
 
@@ -370,3 +370,31 @@ def test_both_readings_are_in_the_tables_under_their_names(
             pd.testing.assert_frame_equal(ours, expected, check_dtype=False)
         extremes[read] = found
     assert extremes["score"] != extremes["lift"]
+
+
+@pytest.mark.refused
+def test_scores_counts_and_kinds_that_cannot_be_are_refused(
+    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
+) -> None:
+    trace, clusters = make_trace_of_model(values), draw_clusters(values, 5)
+    for scores in ({}, {("dominant", "before"): trace.score["dominant", "before"][1:]}):
+        for use in (
+            lambda scores=scores: extreme_sub_updates(trace, values, scores=scores, threshold=1.0),
+            lambda scores=scores: draw_sub_updates(trace, values, 3, scores=scores),
+        ):
+            with pytest.raises(InputError, match="Expected scores of this trace"):
+                use()
+    for n in (0, -1, 1.5, "3"):
+        with pytest.raises(InputError, match="Expected a whole number"):
+            draw_sub_updates(trace, values, n)
+    extreme = extreme_sub_updates(trace, values, threshold=1.0)
+    projection = Projection.from_model(small_model("llama"))
+    kinds = cluster_activity(extreme, clusters, trace, values, projection, commonness)
+    for table, message in (
+        (kinds[:0], "has no rows"),
+        (kinds.drop(columns="sign"), "lacks the columns sign"),
+    ):
+        with pytest.raises(InputError, match=message):
+            place_table(extreme, table, clusters, trace)
+        with pytest.raises(InputError, match=message):
+            group_table(extreme, extreme, table, clusters, values, trace, torch.ones(N))

@@ -426,7 +426,7 @@ def test_what_is_no_trace_is_refused(
     llama: tuple[Any, Examples], small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     collect(*llama, [0], folder=tmp_path / "vectors", progress=False)
-    with pytest.raises(InputError, match="does not hold trace"):
+    with pytest.raises(InputError, match="Expected a folder that holds a trace"):
         Trace.load(tmp_path / "vectors")
     with pytest.raises(InputError, match="belongs to another job"):
         Trace.run(*llama, k=K, folder=tmp_path / "vectors", progress=False)

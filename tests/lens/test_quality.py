@@ -300,7 +300,7 @@ def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPat
         hidden.append(options["disable"])
         return parts
 
-    monkeypatch.setattr(quality, "tqdm", bar)
+    monkeypatch.setattr(quality, "Bar", bar)
     truth = random(N, D, seed=1)
     judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=progress)  # type: ignore[arg-type]
     prediction_quality(Head(), mapset(ALL), activations(), progress=progress)  # type: ignore[arg-type]

@@ -65,3 +65,14 @@ def test_a_solution_in_float64_is_kept_in_float32_apart_from_it() -> None:
     assert LinearMap.from_solution(weight, None, "h.0", "h.1").bias is None
     with pytest.raises(AttributeError):
         kept.weight = torch.zeros(4, 4)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_on_a_device_a_map_is_the_same(bias: bool) -> None:
+    given = linear("h.0", "h.1", bias=bias)
+    there = given.to("cpu")
+    assert torch.equal(there.weight, given.weight)
+    assert (there.bias is None) == (given.bias is None) == (not bias)
+    assert not bias or torch.equal(there.bias, given.bias)  # type: ignore[arg-type]
+    assert (there.source, there.target, there.provenance) == (given.source, given.target, given.provenance)
+    assert linear("h.0", "h.1", bias=bias).to("meta").weight.device.type == "meta"

@@ -192,7 +192,7 @@ def test_folders_without_finished_maps_are_refused(tmp_path: Path) -> None:
         MapSet.load(tmp_path / "activations")
     with place.working():
         place.finish()
-    with pytest.raises(InputError, match="does not hold maps"):
+    with pytest.raises(InputError, match="Expected a folder that holds maps"):
         MapSet.load(tmp_path / "activations")
 
 

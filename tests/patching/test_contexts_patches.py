@@ -382,6 +382,18 @@ def test_patches_that_make_each_other_be_lost_are_refused(
         pytest.fail("not refused")
 
 
+def test_a_patch_inside_of_one_at_chosen_tokens(small_model: Models) -> None:
+    """The other's tokens are those of four sentences, whatever is tried before the context is entered."""
+    model = small_model("gemma3")
+    outer = Replacement.from_map(random_map(model, "z.0", "h.1"), where=torch.tensor([1, 1, 0, 2]))
+    inner = random_map(model, "z.1", "ffn_in.2")
+    with patched(model, [outer, Replacement.from_map(inner)]):
+        expected = vectors(model)
+    with patched(model, [outer]), patched(model, [inner]):
+        for ours, theirs in zip(vectors(model), expected, strict=True):
+            assert_near(ours["logits"], theirs["logits"])
+
+
 def test_neighbours_of_patches_do_not_overlap(small_model: Models) -> None:
     model = small_model("gpt2")
     beside = [
@@ -415,5 +427,5 @@ def test_layers_of_a_set_count_from_the_end_of_its_model(small_model: Models, se
         with pytest.raises(InputError, match="is no pair of sites"):
             maps[wrong]  # type: ignore[index]
     for wrong in (1.5, "a", None, True):
-        with pytest.raises(InputError, match=r"The layer is|The layer of a site|is not a site"):
+        with pytest.raises(InputError, match=r"The layer is|last of jump is"):
             jump(maps, 0, wrong)  # type: ignore[arg-type]

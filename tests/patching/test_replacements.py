@@ -63,7 +63,7 @@ def test_maps_functions_and_layers_from_the_end_are_all_replacements(small_model
         linear(replaced._replace(source="h.-3", target="h.-1")),
         Replacement(replaced.apply, Site("h", 1), Site("h", 3)),
         Replacement(replaced.apply, Site("h", -3), Site("h", -1)),
-        Replacement(replaced.apply, "resid_pre.1", "resid_post.-1"),  # type: ignore[arg-type]
+        Replacement(replaced.apply, Site.read("resid_pre.1"), Site.read("resid_post.-1")),
     ]
     for way in ways:
         with patched(model, iter([way])):

@@ -129,6 +129,14 @@ def test_a_name_that_is_taken_is_not_written_to(tmp_path: Path, monkeypatch: pyt
     assert tree(tmp_path) == {"victim": b"years of work"}
 
 
+def test_a_folder_at_the_place_of_one_file_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "table").write_text("old")
+    (tmp_path / "origin").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_together({tmp_path / "table": b"new", tmp_path / "origin": b"new"})
+    assert tree(tmp_path) == {"table": b"old"}
+
+
 # Reading
 
 

@@ -314,7 +314,7 @@ def test_what_is_not_a_finished_folder_of_the_kind_is_refused(tmp_path: Path) ->
     with pytest.raises(InputError, match="holds no finished things"):
         read_config(tmp_path, "things")
     complete(tmp_path / "x")
-    with pytest.raises(InputError, match="does not hold maps"):
+    with pytest.raises(InputError, match="Expected a folder that holds maps"):
         read_config(tmp_path / "x", "maps")
     assert read_config(str(tmp_path / "x"), "things")["request"]["seed"] == 0
 

@@ -157,6 +157,13 @@ def test_nothing_is_written_through_what_stands_at_the_place_of_the_lock(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for folder in (tmp_path / "loop", tmp_path / "loop" / "x"):
+        with pytest.raises(InputError, match="cannot be written"), Workplace(folder, "things", {}).working():
+            pytest.fail("the body must not run")
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
 def test_a_file_system_without_locks_is_used_without(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

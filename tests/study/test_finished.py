@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from matlens.errors import InputError
 from matlens.storage.files import sealed, write_json
 from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
 
@@ -64,7 +65,7 @@ def test_the_same_run_is_answered(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"ridge": 1.0}, {"pairs": "last"}, {"limit": 3}, {"revision": "v2"}, {"trust_remote_code": True}],
+    [{"ridge": 1.0}, {"pairs": "last"}, {"limit": 3}, {"trust_remote_code": True}],
     ids=str,
 )
 def test_another_run_is_not(folder: Path, changed: dict[str, Any]) -> None:
@@ -131,7 +132,8 @@ def test_the_output_folder_inside_the_model_is_no_part_of_it(folder: Path) -> No
 def test_only_what_is_sure_is_identified(folder: Path) -> None:
     assert model_identity(options(folder, trust_remote_code=True)["model"], but=folder) is None
     os.mkfifo(folder / "model/pipe")
-    assert model_identity(options(folder)["model"], but=folder) is None
+    with pytest.raises(InputError, match="pipe or a device"):
+        model_identity(options(folder)["model"], but=folder)
     assert corpus_identity("wikipedia-sample") is not None
     assert corpus_identity(str(folder)) is None
     assert corpus_identity("name/of:dataset") is None

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
 
 @pytest.mark.parametrize("ridge", [-1.0, float("nan"), float("inf")])
 def test_a_penalty_that_makes_no_sense(collected: Path, ridge: float) -> None:
-    with pytest.raises(matlens.InputError, match=r"The ridge is .* Expected a number of at least 0"):
+    with pytest.raises(matlens.InputError, match=r"[Rr]idge .*is .* Expected a (finite )?number"):
         steps.fit_maps(collected, ridge=ridge, progress=False)
     assert not (collected / "maps").exists()
 
@@ -238,3 +239,50 @@ def test_negative_layers_are_those_of_the_model(
     (linear,) = matlens.linear.fit_samples(vectors, [(0, -1)])
     assert (linear.source, linear.target) == ("h.0", f"h.{N_LAYERS}")
     assert torch.equal(vectors[-1], vectors[N_LAYERS])
+
+
+def test_a_typical_penalty_is_the_squared_norm_of_a_typical_sample(collected: Path) -> None:
+    train = matlens.activations.Activations.load(collected / "train")
+    norms = [np.median((train[layer].double().numpy() ** 2).sum(1)) for layer in (0, 2)]
+    penalty = steps.typical_penalty(train, ["h.0", "h.2"])
+    assert penalty == pytest.approx(min(norms), rel=0.06)  # torch's median of two is the lower
+    assert penalty == float(f"{penalty:.1e}")
+
+
+def test_few_samples_are_met_with_a_ridge_where_none_is_given(collected: Path) -> None:
+    maps = steps.fit_maps(collected, pairs="last", ridge=None, progress=False)
+    train = matlens.activations.Activations.load(collected / "train")
+    ridge = steps.typical_penalty(train, ["h.0", "h.1", "h.2"])
+    assert maps.provenance.details["ridge"] == ridge > 0
+    x, y = (train[layer].double().numpy() for layer in (1, 3))
+    expected = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ y).T
+    np.testing.assert_allclose(maps[1, 3].weight, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "free", "positions"),
+    [
+        ("gpt2", {}, 1 << 40, "all"),
+        ("gpt2", {}, 1000, "drawn"),
+        ("gpt2", {"draw_special": False}, 1 << 40, "drawn"),
+        ("bert", {}, 1 << 40, "drawn"),
+    ],
+    ids=["room", "no room", "special tokens", "masked"],
+)
+def test_all_positions_are_taken_where_sentences_are_few_and_it_can_be(
+    name: str,
+    options: dict[str, Any],
+    free: int,
+    positions: str,
+    small_model: Callable[[str], Any],
+    sentences: matlens.corpora.Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steps.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    train, validation = collect(small_model(name), sentences, tmp_path, positions="auto", **options)
+    assert (train.positions, validation.positions) == (positions, "drawn")
+    if free == 1 << 40:  # what has been begun goes on, whatever room is left
+        monkeypatch.setattr(steps.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        again, _ = collect(small_model(name), sentences, tmp_path, positions="auto", **options)
+        assert again.positions == positions

@@ -1,0 +1,266 @@
+"""Mutants of the code that makes published numbers, and which of them the tests let live.
+
+A sample of the mutants of each module (`mutating`) is run against the tests that cover it, each in a process
+forked from one that has the heavy packages loaded. What is done is kept in ``--out`` and not done again
+while the module and its tests are as they were, so a run can be broken off, and one of a larger ``--sample``
+goes on from a smaller. A mutant that lives is named with its line; the command fails unless
+``mutants_explained.json`` says why that mutant changes no number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from mutating import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPLAINED = Path(__file__).with_name("mutants_explained.json")
+SMALLEST_LIMIT = 60.0  # seconds, of a mutant's tests
+# Modules by the tests that cover them, those that say most first; a room's module has the test of its name.
+MORE_TESTS: dict[str, tuple[str, ...]] = {
+    "metrics": ("tests/test_metrics.py",),
+    "linear/moments": ("tests/linear/test_fitting.py",),
+    "linear/fitting": (),
+    "linear/maps": (),
+    "activations/sinks": ("tests/lens/test_submodules.py",),
+    "patching/schemes": (),
+    "patching/submodules": (),
+    "patching/variants": (),
+    "lens/quality": ("tests/lens/test_masked.py",),
+    "lens/early_exit": (),
+    "lens/predictions": (),
+    "lens/submodules": (),
+    "lens/alternation": (),
+    "lens/transfer": (),
+    "ffn/projection": (),
+    "ffn/updates": (),
+    "ffn/trace": (),
+    "ffn/events": (),
+    "ffn/extremes": (),
+    "ffn/clusters": (),
+    "ffn/early_exit": ("tests/ffn/test_exit_comparison.py",),
+    "ffn/exit_classifiers": ("tests/ffn/test_exit_comparison.py",),
+    "ffn/exit_comparison": (),
+    "control/control": (),
+    "control/perplexity": (),
+    "control/toxicity": (),
+    "control/selection": (),
+    "control/baselines": ("tests/control/test_generation.py", "tests/control/test_perplexity.py"),
+    "control/comparison": (),
+    "annotation/plausibility": (),
+    "study/steps": (),
+}
+
+
+def tests_of(module: str) -> list[str]:
+    """Test files of a module that are there."""
+    room, _, name = module.rpartition("/")
+    first = [f"tests/{room}/test_{name}.py"] if room else []
+    return [path for path in [*first, *MORE_TESTS[module]] if (ROOT / path).is_file()]
+
+
+def main(
+    sample: Annotated[int, typer.Option(min=1, help="Mutants of each module.")] = 12,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="A module, such as lens/quality.")] = None,
+    out: Annotated[Path, typer.Option(help="Where results are kept.")] = ROOT / "out" / "mutants",
+    report: Annotated[bool, typer.Option("--report", help="Run nothing; print what is there.")] = False,
+    seconds: Annotated[float, typer.Option(help="Begin no mutant after so many seconds.")] = math.inf,
+) -> None:
+    """Try a sample of the mutants of every module, and print which live."""
+    os.chdir(ROOT)
+    out.mkdir(parents=True, exist_ok=True)
+    modules = only or list(MORE_TESTS)
+    results = Results(out / "results.jsonl")
+    if not report:
+        end = time.monotonic() + seconds
+        load_heavy_packages()
+        for module in modules:
+            run_module(module, draw(module, sample, seed), results, end)
+    code = print_table({module: draw(module, sample, seed) for module in modules}, results)
+    raise typer.Exit(code)
+
+
+def path_of(module: str) -> Path:
+    """The file of a module."""
+    return ROOT / "matlens" / f"{module}.py"
+
+
+def draw(module: str, sample: int, seed: int) -> list[Mutant]:
+    """The first of a module's mutants in an order of chance: a larger sample has the smaller in it."""
+    every = mutants(path_of(module).read_text())
+    random.Random(f"{seed} {module}").shuffle(every)
+    return every[:sample]
+
+
+class Results:
+    """What became of mutants, by module and key; a line of JSON for each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._known = path, dict[tuple[str, str], dict[str, Any]]()
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            row = json.loads(line)
+            self._known[row["module"], row["key"]] = row
+
+    def outcome(self, module: str, mutant: Mutant) -> str | None:
+        """``killed``, ``timeout`` or ``lives``, if known; of those that live, by these very tests."""
+        row = self._known.get((module, mutant.key))
+        if row is None or row["source"] != digest(mutant.source):
+            return None
+        return row["outcome"] if row["outcome"] != "lives" or row["tests"] == tests_digest(module) else None
+
+    def seconds(self, module: str, mutant: Mutant) -> float:
+        """How long the tests of a mutant ran."""
+        return float(self._known.get((module, mutant.key), {"seconds": 0})["seconds"])
+
+    def add(self, module: str, mutant: Mutant, outcome: str, seconds: float) -> None:
+        """Keep what became of a mutant."""
+        row = {
+            "module": module, "key": mutant.key, "line": mutant.line, "outcome": outcome,
+            "seconds": round(seconds, 1), "source": digest(mutant.source), "tests": tests_digest(module),
+        }  # fmt: skip
+        self._known[module, mutant.key] = row
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def digest(text: str) -> str:
+    """A short name of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tests_digest(module: str) -> str:
+    """A short name of a module's tests as they are."""
+    return digest("".join((ROOT / path).read_text() for path in tests_of(module)))
+
+
+def load_heavy_packages() -> None:
+    """Load once what every run of tests needs; the package under test is loaded by each run alone."""
+    import pandas  # noqa: F401
+    import pytest  # noqa: F401
+    import sklearn.linear_model
+    import sklearn.metrics  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def run_module(module: str, drawn: Sequence[Mutant], results: Results, end: float) -> None:
+    """Run what is not known yet of a module's mutants, after its tests on the module as it is."""
+    unknown = [mutant for mutant in drawn if results.outcome(module, mutant) is None]
+    tests, whole = tests_of(module), Mutant(0, "as it is", path_of(module).read_text())
+    if unknown and time.monotonic() < end and results.outcome(module, whole) is None:
+        _run_one(module, whole, tests, 600, results)
+    if unknown and results.outcome(module, whole) not in ("lives", None):
+        raise SystemExit(f"{module} as it is does not pass its tests, {', '.join(tests)}.")
+    limit = max(SMALLEST_LIMIT, 4 * results.seconds(module, whole))
+    for mutant in unknown:
+        if time.monotonic() < end:
+            _run_one(module, mutant, tests, limit, results)
+
+
+def _run_one(module: str, mutant: Mutant, tests: Sequence[str], limit: float, results: Results) -> None:
+    began = time.monotonic()
+    outcome = run_tests(module, mutant.source, tests, limit)
+    seconds = time.monotonic() - began
+    results.add(module, mutant, outcome, seconds)
+    print(f"{outcome:8} {seconds:5.1f} s  {module}:{mutant.line}  {mutant.key}", flush=True)
+
+
+def run_tests(module: str, source: str, tests: Sequence[str], limit: float) -> str:
+    """Run tests in a forked process, with a module's source in the place of what its file holds."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        code = 70
+        try:
+            code = _tests_in_this_process(module, source, tests)
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "lives" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def _tests_in_this_process(module: str, source: str, tests: Sequence[str]) -> int:
+    import importlib.machinery
+
+    import pytest
+
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silent, stream)
+    sys.path.insert(0, str(ROOT))
+    path, loader = str(path_of(module)), importlib.machinery.SourceFileLoader
+    read, stat = loader.get_data, loader.path_stats
+
+    def get_data(self: Any, name: str) -> bytes:
+        return source.encode() if name == path else read(self, name)
+
+    def path_stats(self: Any, name: str) -> Any:
+        if name == path:
+            raise OSError("what is compiled of the file is not what is tested")
+        return stat(self, name)
+
+    loader.get_data = get_data  # type: ignore[method-assign, assignment]
+    loader.path_stats = path_stats  # type: ignore[method-assign]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    return int(pytest.main([*options, *tests]))
+
+
+def explanations() -> dict[str, dict[str, str]]:
+    """Why mutants that live change no number: by module and key."""
+    return dict(json.loads(EXPLAINED.read_text())) if EXPLAINED.is_file() else {}
+
+
+def print_table(drawn: dict[str, list[Mutant]], results: Results) -> int:
+    """Print a line for each module and each mutant that lives; 1 if one is unexplained or untried."""
+    explained, unexplained, untried = explanations(), 0, 0
+    print(f"\n{'module':26}{'tried':>6}{'killed':>8}{'timeout':>9}{'lives':>7}{'explained':>11}")
+    alive: list[str] = []
+    totals = [0] * 5
+    for module, chosen in drawn.items():
+        outcomes = {mutant.key: results.outcome(module, mutant) for mutant in chosen}
+        lives = [mutant for mutant in chosen if outcomes[mutant.key] == "lives"]
+        reasons = explained.get(module, {})
+        counts = list(outcomes.values())
+        told = [mutant for mutant in lives if mutant.key in reasons]
+        row = [
+            len(counts) - counts.count(None), counts.count("killed"), counts.count("timeout"), len(lives),
+            len(told),
+        ]  # fmt: skip
+        totals = [a + b for a, b in zip(totals, row, strict=True)]
+        print(f"{module:26}{row[0]:6}{row[1]:8}{row[2]:9}{row[3]:7}{row[4]:11}")
+        untried += counts.count(None)
+        unexplained += len(lives) - len(told)
+        for mutant in sorted(lives, key=lambda mutant: mutant.line):
+            alive.append(
+                f"{module}:{mutant.line}  {mutant.key}\n    {reasons.get(mutant.key, 'UNEXPLAINED')}"
+            )
+    print(f"{'all':26}{totals[0]:6}{totals[1]:8}{totals[2]:9}{totals[3]:7}{totals[4]:11}")
+    print("\n".join(["", *alive]))
+    print(f"{unexplained} live unexplained, {untried} were not tried.")
+    return 1 if unexplained or untried else 0
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,39 @@
+"""The output folder of the main job, looked at before the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matlens.errors import InputError
+from matlens.storage.files import require_writable
+from matlens.storage.folders import Workplace
+
+TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", "run.json"
+FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
+_HOLDS = {TRAIN: "activations", VALIDATION: "activations", MAPS: "maps"}
+
+
+def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse an output folder that cannot be written, or that belongs to others or to another job.
+
+    Parameters
+    ----------
+    out
+        The folder.
+    known
+        What is known already of the provenance of its parts, by their names; a part that is not named is
+        none of the job's.
+
+    Raises
+    ------
+    InputError
+        Something there is in the way.
+    """
+    require_writable(out)
+    for name, provenance in known.items():
+        Workplace(out / name, _HOLDS[name], {"provenance": provenance}).require_possible()
+    for name in (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES):
+        if MAPS in known and (out / name).is_dir():
+            raise InputError(f"{out / name} is a folder, and a file is to be written there. Remove it.")

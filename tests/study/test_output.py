@@ -1,0 +1,103 @@
+"""The output folder of the main job: what is in the way is told before the work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matlens.errors import InputError
+from matlens.storage.folders import Workplace
+from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, require_output
+
+KNOWN: dict[str, dict[str, Any]] = {
+    TRAIN: {"data": {"seed": 0}, "positions": "drawn"},
+    VALIDATION: {"data": {"seed": 0}},
+    MAPS: {"ridge": 0.0},
+}
+
+
+def begin(folder: Path, holds: str, **provenance: Any) -> None:
+    """A folder in which a job of this provenance is finished."""
+    place = Workplace(folder, holds, {"provenance": provenance, "layers": "from 0"})
+    with place.working():
+        place.finish()
+
+
+def everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
+    require_output(tmp_path / "new" / "out", KNOWN)
+    require_output(tmp_path, KNOWN)
+    begin(tmp_path / TRAIN, "activations", data={"seed": 0, "n": 3}, positions="drawn")
+    begin(tmp_path / MAPS, "maps", ridge=0.0, intercept=False)
+    (tmp_path / "mine.txt").write_text("mine")
+    before = everything(tmp_path)
+    require_output(tmp_path, KNOWN)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("part", "holds", "provenance", "message"),
+    [
+        (TRAIN, "activations", {"data": {"seed": 1}, "positions": "drawn"}, r"data.seed: 1 there, 0 now"),
+        (TRAIN, "activations", {"data": {"seed": 0}, "positions": "all"}, "positions: all there, drawn now"),
+        (VALIDATION, "maps", {"data": {"seed": 0}}, "holds: maps there, activations now"),
+        (MAPS, "maps", {"ridge": 2.5}, r"ridge: 2.5 there, 0.0 now"),
+    ],
+)
+def test_another_job_is_told(
+    tmp_path: Path, part: str, holds: str, provenance: dict[str, Any], message: str
+) -> None:
+    begin(tmp_path / part, holds, **provenance)
+    with pytest.raises(InputError, match=rf"{part} belongs to another job .*{message}"):
+        require_output(tmp_path, KNOWN)
+
+
+@pytest.mark.parametrize("part", KNOWN)
+def test_files_of_others_and_what_is_no_folder_are_told(tmp_path: Path, part: str) -> None:
+    (tmp_path / part).mkdir()
+    (tmp_path / part / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="holds other files"):
+        require_output(tmp_path, KNOWN)
+    require_output(tmp_path, {name: about for name, about in KNOWN.items() if name != part})
+    (tmp_path / part / "mine.txt").unlink()
+    (tmp_path / part).rmdir()
+    (tmp_path / part).write_text("mine")
+    with pytest.raises(InputError, match="is no folder"):
+        require_output(tmp_path, KNOWN)
+
+
+@pytest.mark.parametrize("name", ["results.csv", "results.json", "run.json", *FIGURES])
+def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match="is a folder, and a file is to be written there"):
+        require_output(tmp_path, KNOWN)
+    require_output(tmp_path, {TRAIN: KNOWN[TRAIN]})
+
+
+def places(folder: Path) -> dict[str, Path]:
+    """Where no folder can be made or written into."""
+    (folder / "file").write_text("mine")
+    (folder / "loop").symlink_to(folder / "loop")
+    os.mkfifo(folder / "pipe")
+    return {
+        "a file": folder / "file", "below a file": folder / "file" / "out", "a loop": folder / "loop",
+        "a pipe": folder / "pipe" / "out", "a device": Path("/dev/null/out"),
+        "no file system": Path("/proc/x"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "place", ["a file", "below a file", "a loop", "a pipe", "a device", "no file system"]
+)
+def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path, place: str) -> None:
+    there = places(tmp_path)[place]
+    before = everything(tmp_path)
+    with pytest.raises(InputError, match="cannot be written"):
+        require_output(there, KNOWN)
+    assert everything(tmp_path) == before
