@@ -40,7 +40,7 @@ FIRST: list[Target] = [
     Target("Site", {"kind": "text", "layer": "layer"}, {"kind": lambda _: "h"}),
     Target(
         "make_token_examples",
-        {"tokens": "object", "positions": "where", "mask": "", "name": "", "corpus": ""},
+        {"tokens": "object", "positions": "where", "attention_mask": "", "name": "", "corpus": ""},
         {"tokens": lambda _: [[5, 6, 7], [8, 9, 10]]},
     ),
     Target("models.changes_of"),
