@@ -27,7 +27,7 @@ _UNREADABLE = (
     ValueError,
     KeyError,
     TypeError,
-)  # among these every word on what is wrong with a file
+)  # what damaged files can cause
 _MOST_FILES = 1000  # of a model's folder; more are no model alone
 _SAMPLES = ("wikipedia-sample", "news-sample")
 # What bundled samples are made from and by: they change with these alone.
