@@ -15,6 +15,7 @@ count. The trace that all is read off is kept in the output folder, for other an
 from __future__ import annotations
 
 from matlens import plots
+from matlens.activations import sink_counts
 from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import event_tables
 from matlens.study import Study
@@ -29,7 +30,9 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     tables = event_tables(trace, study.model)
     events, layers = plots.events_figure(tables.events), plots.layers_figure(tables.scores_of("score"))
     saturation = plots.saturation_figure(tables.saturation)
-    origin = trace.provenance.to_json("model", "data", "seed", "k") | {"n_sinks": int(trace.sinks.sum())}
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | sink_counts(
+        trace.sinks, trace.examples.positions
+    )
     report.write(EVENTS, tables.events, origin, events)
     report.write(LAYERS, tables.scores, origin, layers)
     report.write(SATURATION, tables.saturation, origin, saturation)

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from matlens.activations import sink_counts
 from matlens.cli import Memory, Report, run_study
 from matlens.corpora import TokenFrequency
 from matlens.ffn import MEMORY_GIB, N_CLUSTERS, Projection, extreme_tables
@@ -49,7 +50,7 @@ def main(
     )  # fmt: skip
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {
         "n_clusters": clusters, "method": fitted.method, "thresholds": tables.thresholds,
-        "n_sinks": int(trace.sinks.sum()), "n_unseen": int((frequency.counts == 0).sum()),
+        **sink_counts(trace.sinks, trace.examples.positions), "n_unseen": int((frequency.counts == 0).sum()),
         "n_common": int(frequency.common.sum()),
     }  # fmt: skip
     title = model_title(origin["model"]["base_model_name_or_path"], study.corpus.name, len(trace))

@@ -32,6 +32,8 @@ _WAYS = {
     "MapSet": "a MapSet, as matlens.MapSet.fit or matlens.MapSet.load gives it",
     "Projection": "a Projection, as ffn.Projection.from_model gives it",
     "Readout": "a Readout, as matlens.Readout(model) gives it",
+    "Samples": "Activations, as matlens.collect gives them; vectors of your own, by site, are fitted with "
+    "matlens.linear.fit_samples",
     "Site": "a Site, such as matlens.Site.parse('h.3')",
     "TokenFrequency": "a TokenFrequency, as corpora.TokenFrequency.from_corpus gives it",
     "TopTokens": "TopTokens, as ffn.top_tokens_of_all gives them",
@@ -240,7 +242,8 @@ def _of_protocol(protocol: Any) -> Kind:
     members = {*vars(protocol), *getattr(protocol, "__annotations__", ())}
     public = sorted(name for name in members if not name.startswith("_"))
     return Kind(
-        f"something with {', '.join(public)}", lambda value: all(hasattr(value, name) for name in public)
+        _WAYS.get(protocol.__name__, f"something with {', '.join(public)}"),
+        lambda value: all(hasattr(value, name) for name in public),
     )
 
 

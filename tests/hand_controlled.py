@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from conftest import LAYERS, SITE_MODULES
 from torch import Tensor
 
@@ -22,14 +23,25 @@ def output_layer(name: str, plain: Any, layer: int) -> Any:
 
 
 @contextmanager
-def controlled_by_hand(name: str, plain: Any, chosen: Mapping[str, float]) -> Iterator[None]:
-    """Overwrite what output matrices of the plain model are given."""
+def controlled_by_hand(
+    name: str,
+    plain: Any,
+    chosen: Mapping[str, float],
+    change: Callable[[Tensor, float], Tensor] | None = None,
+    meant: Callable[[int], Tensor] | None = None,
+) -> Iterator[None]:
+    """Change what output matrices of the plain model are given, which reads one sentence and keeps no cache.
+
+    ``change`` makes a coefficient from the old one and a number, by default the number; ``meant`` says of a
+    sentence with so many tokens which of them are meant, by default all.
+    """
     handles = []
     for layer, index, number in parsed(chosen):
 
         def overwrite(_: Any, args: tuple[Tensor], index: int = index, number: float = number) -> Any:
             m = args[0].clone()
-            m[..., index] = number
+            new = torch.full_like(m[..., index], number) if change is None else change(m[..., index], number)
+            m[..., index] = new if meant is None else torch.where(meant(m.shape[-2]), new, m[..., index])
             return (m, *args[1:])
 
         handles.append(output_layer(name, plain, layer).register_forward_pre_hook(overwrite, prepend=True))

@@ -4,18 +4,24 @@ Many models let attention that has nowhere to go rest on one token, mostly the f
 activations a hundred times larger than all others. Squares make such a token weigh as much as ten thousand
 others in a fit, and a stand-in at its place ends the sink and, with it, the attention of all tokens after
 it. It is not always the first token, and there can be several in a sentence.
+
+A sink is a token whose norm is 20 times the median at some layer. First tokens are sinks together, and known
+by less: in some models they reach that at one layer alone, and stand out at all others by a factor of ten.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
+from matlens.arguments import require_number, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
@@ -26,11 +32,27 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 FACTOR = 20.0
+FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens stay below half of it
+_FEWEST = 3  # first tokens, and others, from which their norms are compared
+
+
+class SinkWarning(UserWarning):
+    """Sinks could not be told, or not all of them."""
 
 
 @checked
 def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
-    """Which samples are sinks: at some layer their norm is ``factor`` times the median over the samples.
+    """Which samples are sinks, by the norms of the layers of the stream that were collected.
+
+    Warns with `SinkWarning` where these cannot tell: where layers are missing, sinks that stand out only at
+    these are not known; and where most samples are first tokens, there is nothing to compare them with.
+
+    Parameters
+    ----------
+    samples
+        Vectors by site, with layers of the stream, best all of them.
+    factor
+        How many times the median norm makes a sink; see `outlying_rows`.
 
     Raises
     ------
@@ -40,7 +62,56 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
     layers = [site for site in samples if Site.parse(site).kind == STREAM]
     if not layers:
         raise InputError("The samples hold no layer of the stream, by which sinks are known.")
-    return outlying_rows(torch.stack([samples[site].norm(dim=1) for site in layers], 1), factor=factor)
+    norms = torch.stack([samples[site].norm(dim=1) for site in layers], 1)
+    sinks = outlying_rows(norms, factor=factor, places=samples.places)
+    doubt = _doubt(samples, layers, sinks)
+    if doubt:
+        warnings.warn(doubt, SinkWarning, stacklevel=2)
+    return sinks
+
+
+def _doubt(samples: Activations, layers: list[str], sinks: Bool[Tensor, " n"]) -> str | None:
+    """What keeps sinks from being known."""
+    if 2 * int((samples.places == 0).sum()) > len(sinks):
+        return (
+            "Most of the samples are first tokens, so that their own norm is the usual one and sinks among "
+            "them cannot be told. Collect other positions too, or use find_sinks(model, examples)."
+        )
+    model = samples.provenance.model
+    if model is not None and len(layers) <= model.n_layers:
+        there = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+        counts = sink_counts(sinks, samples.places)
+        return (
+            f"{counts['n_sinks']} sinks are known from {there}, {counts['n_first_sinks']} of them first "
+            "tokens. Sinks that stand out only at layers that were not collected are not among them: collect "
+            "the whole stream, or use find_sinks(model, examples)."
+        )
+    return None
+
+
+def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
+    """How many samples are sinks and where, for tables and their records.
+
+    Parameters
+    ----------
+    sinks
+        True for the samples that are sinks.
+    places
+        Which token of its sentence each sample is, from 0.
+
+    Returns
+    -------
+    dict
+        ``n_sinks``; of these ``n_first_sinks``, first tokens, and ``n_later_sinks``, tokens within; and
+        ``n_first_tokens``, all first tokens among the samples.
+    """
+    first = torch.from_numpy(np.asarray(places) == 0)
+    return {
+        "n_sinks": int(sinks.sum()),
+        "n_first_sinks": int((sinks & first).sum()),
+        "n_later_sinks": int((sinks & ~first).sum()),
+        "n_first_tokens": int(first.sum()),
+    }
 
 
 @checked
@@ -52,7 +123,7 @@ def find_sinks(
     batch_tokens: int | None = None,
     progress: bool = True,
 ) -> Bool[Tensor, "n longest"]:
-    """Which token of each sentence is a sink, by the same rule over all tokens of the sentences.
+    """Which token of each sentence is a sink, by the same rule over all tokens and all layers.
 
     One pass over the sentences. ``~find_sinks(...)`` says to `Replacement` and `Variant` where to replace.
     """
@@ -67,11 +138,57 @@ def find_sinks(
     sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
     places = torch.from_numpy(examples.places)
     sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
-    sinks[sentence, places] = outlying_rows(norms, factor=factor)
+    sinks[sentence, places] = outlying_rows(norms, factor=factor, places=examples.places)
     return sinks
 
 
 @checked
-def outlying_rows(norms: Float[Tensor, "n layers"], *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
-    """Which rows are, at some layer, ``factor`` times as long as the median row there."""
-    return (norms > factor * norms.median(0).values).any(1)
+def outlying_rows(
+    norms: Float[Tensor, "n layers"],
+    *,
+    factor: float = FACTOR,
+    places: Int[np.ndarray, " n"] | None = None,
+) -> Bool[Tensor, " n"]:
+    """Which rows are sinks, by their norms at some layers.
+
+    A row is a sink that is, at some layer, ``factor`` times as long as the median row there. Where places are
+    known, so are first tokens by less: at a layer where the median first token is four times as long as the
+    median row, and twice as long as all other rows but one in a hundred, the first tokens are sinks that are
+    longer than half of their median. So they are found in models, and at layers, where no token is twenty
+    times as long as others.
+
+    Parameters
+    ----------
+    norms
+        The norm of each row at each layer.
+    factor
+        How many times the median makes a sink.
+    places
+        Which token of its sentence each row is, from 0.
+
+    Raises
+    ------
+    InputError
+        A norm is negative or not finite, the factor is less than 1, or there are not as many places as rows.
+    """
+    factor = require_number(factor, "The factor", least=1)
+    if norms.ndim != 2 or not bool((norms.isfinite() & (norms >= 0)).all()):
+        raise InputError(
+            f"The norms are {short(norms)}. Expected a finite number of at least 0 for each row and layer."
+        )
+    if not norms.numel():
+        return torch.zeros(len(norms), dtype=torch.bool)
+    median = norms.median(0).values
+    sinks = (norms > factor * median).any(1)
+    if places is None:
+        return sinks
+    if len(places) != len(norms):
+        raise InputError(f"There are {len(places)} places for {len(norms)} rows. Expected one for each.")
+    first = torch.from_numpy(np.asarray(places) == 0).to(norms.device)
+    others = ~first & ~sinks
+    if min(int(first.sum()), int(others.sum())) < _FEWEST:
+        return sinks
+    of_first = norms[first].median(0).values
+    usual = norms[others].sort(0).values[int(0.99 * (int(others.sum()) - 1))]
+    stands_out = (of_first >= FIRST_FACTOR * median) & (of_first >= 2 * usual)
+    return sinks | (first & ((norms > of_first / 2) & stands_out).any(1))

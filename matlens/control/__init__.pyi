@@ -8,7 +8,10 @@ from .comparison import compare_control as compare_control
 from .comparison import estimates_by_change as estimates_by_change
 from .comparison import main_scores as main_scores
 from .control import PAPER_COEFFICIENT as PAPER_COEFFICIENT
+from .control import CoefficientChange as CoefficientChange
+from .control import added as added
 from .control import controlled as controlled
+from .control import scaled as scaled
 from .generation import CONTINUATION_TOKENS as CONTINUATION_TOKENS
 from .generation import continue_prompts as continue_prompts
 from .graders import ATTRIBUTES as ATTRIBUTES

@@ -7,13 +7,15 @@ model itself which tokens become likelier where a text is announced as toxic, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
+from matlens.arguments import short
 from matlens.control.graders import ATTRIBUTES
 from matlens.errors import InputError
 from matlens.signatures import checked
@@ -54,16 +56,17 @@ class SelfDebiasing(LogitsProcessor):
     def __init__(
         self, attributes: Sequence[str] = tuple(ATTRIBUTES), *, decay: float = DECAY, floor: float = FLOOR
     ) -> None:
-        unknown = [name for name in attributes if name not in ATTRIBUTES]
-        if not attributes or unknown:
+        unknown = [name for name in attributes if name not in tuple(ATTRIBUTES)]
+        if isinstance(attributes, str) or not attributes or unknown:
             raise InputError(
-                f"{unknown[0] if unknown else 'Nothing'!r} cannot be announced. Expected some of "
+                f"{short(unknown[0] if unknown else 'Nothing')} cannot be announced. Expected some of "
                 f"{', '.join(ATTRIBUTES)}."
             )
-        if not (decay >= 0 and 0 < floor <= 1):
+        numbers = all(isinstance(each, Real) and math.isfinite(each) for each in (decay, floor))
+        if not (numbers and decay >= 0 and 0 < floor <= 1):
             raise InputError(
-                f"Self-Debiasing with decay {decay} and floor {floor}: expected a decay of at least 0 and a "
-                "floor above 0 and at most 1."
+                f"Self-Debiasing with decay {short(decay)} and floor {short(floor)}: expected a decay of "
+                "at least 0 and a floor above 0 and at most 1."
             )
         self.prefixes = tuple(_TEMPLATE.format(ATTRIBUTES[name]) for name in attributes)
         self.decay, self.floor = decay, floor
@@ -72,6 +75,11 @@ class SelfDebiasing(LogitsProcessor):
         self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "n ... d_vocab"]
     ) -> Float[Tensor, "... d_vocab"]:
         """``ln p~`` from the logits after a text and after the ``n`` announcements and the text."""
+        if announced.ndim != plain.ndim + 1 or announced.shape[1:] != plain.shape or not announced.shape[0]:
+            raise InputError(
+                f"Logits after a text are {short(plain)} and those after announcements {short(announced)}. "
+                "Expected as many of each announcement as without, [n, ..., d_vocab]."
+            )
         log_p = plain.float().log_softmax(-1)
         likeliest = announced.float().softmax(-1).amax(0)
         delta = (log_p.exp() - likeliest).clamp(max=0)
@@ -104,8 +112,15 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
     InputError
         There are no words, or one is empty or not in the vocabulary, not even in parts.
     """
-    if not words or isinstance(words, str):
-        raise InputError("No words to ban are given. Expected a list with at least one.")
+    if not callable(tokenizer):
+        raise InputError(
+            f"tokenizer is {short(tokenizer)}. Expected the tokenizer of a model: model.tokenizer."
+        )
+    if isinstance(words, str | bytes | Mapping) or not isinstance(words, Iterable):
+        raise InputError(f"words is {short(words)}. Expected a list of words to ban, with at least one.")
+    words = list(words)
+    if not words or not all(isinstance(word, str) for word in words):
+        raise InputError("No words to ban are given. Expected a list with at least one, all of them text.")
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.strip()
@@ -113,8 +128,8 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
         known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
         if not bare or not known:
             raise InputError(
-                f"The word {word!r} cannot be banned: the tokenizer makes no tokens of it. Expected words "
-                "that it knows, at least in parts."
+                f"The word {short(word)} cannot be banned: the tokenizer makes no tokens of it. Expected "
+                "words that it knows, at least in parts."
             )
         banned |= dict.fromkeys(known)
     return NoBadWordsLogitsProcessor([list(tokens) for tokens in banned])

@@ -1,4 +1,4 @@
-"""Control: a model run with the coefficients of chosen value vectors set to a value (paper B, section 6.1).
+"""Control: a model run with the coefficients of chosen value vectors changed (paper B, section 6.1).
 
 A value vector that is turned on adds its tokens' scores to every prediction, whatever is read. It takes a
 hook on the FFN's coefficients and no training.
@@ -6,44 +6,85 @@ hook on the FFN's coefficients and no training.
 
 from __future__ import annotations
 
-import math
+import inspect
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
+from matlens.arguments import require_choice, require_number, short
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
+from matlens.linear.maps import tensor_digest
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import hanging, intervening
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import find_reserved, reserve_parts
+from matlens.patching.contexts import SingleUse, TokenPlaces, find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 PAPER_COEFFICIENT = 3.0  # what the paper sets coefficients of GPT-2 to
+Tokens = Literal["all", "not-first", "last", "new"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
+_WORDS = ("all", "not-first", "last", "new")
 _ACTIVE: WeakKeyDictionary[Any, set[ValueVector]] = WeakKeyDictionary()
 
 
-@contextmanager
+@dataclass(frozen=True)
+class CoefficientChange:
+    """What is made of a coefficient: another number, or its own with something added or multiplied.
+
+    A number in its place sets the coefficient; `added` and `scaled` make the others.
+    """
+
+    how: Literal["set", "added", "scaled"]
+    number: float
+
+    def __post_init__(self) -> None:
+        require_choice(self.how, ("set", "added", "scaled"), "how")
+        require_number(self.number, "The number")
+
+    def __str__(self) -> str:
+        return {"set": "set to", "added": "changed by adding", "scaled": "scaled by"}[self.how] + (
+            f" {float(self.number)!r}"
+        )
+
+
+def added(number: float) -> CoefficientChange:
+    """Add a number to a coefficient, whatever it is."""
+    return CoefficientChange("added", require_number(number, "The number to add"))
+
+
+def scaled(factor: float) -> CoefficientChange:
+    """Multiply a coefficient by a factor: 0 turns the value vector off."""
+    return CoefficientChange("scaled", require_number(factor, "The factor"))
+
+
+Value = float | CoefficientChange
+
+
 def controlled(
     model: TransformerBridge,
     names: Iterable[ValueName],
-    value: float | Mapping[ValueName, float] = PAPER_COEFFICIENT,
-) -> Iterator[TransformerBridge]:
-    """Set the coefficients of value vectors at all positions, for as long as the context lasts.
+    value: Value | Mapping[ValueName, Value] = PAPER_COEFFICIENT,
+    *,
+    where: Tokens = "all",
+) -> AbstractContextManager[TransformerBridge]:
+    """Set, add to or scale the coefficients of value vectors, for as long as the context lasts.
 
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache of keys
     and values. In gated FFNs the coefficient is the product of gate and up, so that the sub-update is
     ``value * v_i`` there too. Contexts can be nested, and combined with `matlens.patched` where that leaves
-    the FFNs of these layers in place. Whatever happens inside, the model is as before afterwards.
+    the FFNs of these layers in place. Whatever happens inside, the model is as before afterwards. What is
+    collected inside says so and is refused as the plain model's; see `changes_of`.
 
     Parameters
     ----------
@@ -52,31 +93,46 @@ def controlled(
     names
         Names of value vectors, such as ``"L3D12"``.
     value
-        What their coefficients are set to; one number for all, or a number for each name. How large
-        coefficients are differs from model to model: the paper's 3 is large for GPT-2.
+        What their coefficients are set to; or ``added(2.0)`` or ``scaled(0.5)``; one for all, or one for each
+        name. How large coefficients are differs from model to model: the paper's 3 is large for GPT-2.
+    where
+        At which tokens, counted from each sentence's own first: ``"all"``; ``"not-first"``; ``"last"``, the
+        last of each sentence or prompt; ``"new"``, those that ``generate`` adds to its prompt, or that a pass
+        with a cache reads behind it; one position for each sentence, ``[batch]``; or a truth value for each
+        token of each sentence, ``[batch, longest]``, where tokens past its end are meant. Padding is none of
+        them, but for ``"all"``, where it tells nothing.
 
     Raises
     ------
     InputError
         There are no names; a name does not exist in this model, is given twice or is under control already; a
         value is not a finite number; of several values one is missing, or belongs to a vector that is not
-        named; a block, or its FFN, is replaced.
+        named; a block, or its FFN, is replaced; ``where`` is nothing of the above or has not as many rows
+        as a batch; the context is entered twice; or the model is changed or read in another thread.
 
     Examples
     --------
     >>> with controlled(model, ["L24D219", "L22D984"], 5.0):
     ...     model.generate("I can't believe you")
+    >>> with controlled(model, ["L24D219"], scaled(0.0), where="new"):
+    ...     model.generate("I can't believe you")
     """
+    return SingleUse(_controlled(model, names, value, where), "controlled(model, names)")
+
+
+@contextmanager
+def _controlled(model: TransformerBridge, names: Any, value: Any, where: Any) -> Iterator[TransformerBridge]:
     values = ValueVectors(model)
-    coefficients = _coefficients(values, names, value)
+    changes = _changes(values, names, value)
+    _require_where(where)
     active = _ACTIVE.setdefault(model, set())
-    repeated = sorted(active & set(coefficients))
+    repeated = sorted(active & set(changes))
     if repeated:
         raise InputError(
             f"{repeated[0]} is under control already. Expected value vectors that no context around this one "
             "sets."
         )
-    ffns = [_ffn_in_use(layer) for layer in sorted({vector.layer for vector in coefficients})]
+    ffns = [_ffn_in_use(layer) for layer in sorted({vector.layer for vector in changes})]
     layers_under_control = {vector.layer for vector in active}
     for ffn in ffns:
         replaced = ffn.source.layer not in layers_under_control and find_reserved(model, ffn)
@@ -85,24 +141,26 @@ def controlled(
                 f"Value vectors of layer {ffn.source.layer} cannot be controlled: {replaced} is replaced, "
                 "so its coefficients have no effect. Expected layers whose FFNs are run."
             )
-    hooks = _hooks(model, coefficients)
-    changes = [f"the coefficient of {vector} set to {number}" for vector, number in coefficients.items()]
-    functions = [function for _, function in hooks]
-    with intervening(model, lambda: changes, functions), hanging(model, hooks), reserve_parts(model, ffns):
-        active |= set(coefficients)
+    tokens = _ChosenTokens(model, where)
+    hooks = _hooks(model, changes, tokens)
+    functions = [function for _, function in hooks] + [tokens.places.look]
+    at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
+    described = [f"the coefficient of {vector} {change} at {at}" for vector, change in changes.items()]
+    with ExitStack() as stack:
+        stack.enter_context(intervening(model, lambda: described, functions))
+        stack.enter_context(tokens.watching())
+        stack.enter_context(hanging(model, hooks))
+        stack.enter_context(reserve_parts(model, ffns))
+        active |= set(changes)
         try:
             yield model
         finally:
-            active -= set(coefficients)
+            active -= set(changes)
 
 
-def _coefficients(
-    values: ValueVectors, names: Iterable[ValueName], value: float | Mapping[ValueName, float]
-) -> dict[ValueVector, float]:
-    if isinstance(names, str | ValueVector):
-        raise InputError(f"{names!r} is one name. Expected a list of them, such as ['L3D12'].")
-    if not isinstance(names, Iterable):
-        raise InputError(f"names is {names!r}. Expected a list of value vectors, such as ['L3D12'].")
+def _changes(values: ValueVectors, names: Any, value: Any) -> dict[ValueVector, CoefficientChange]:
+    if isinstance(names, str | ValueVector) or not isinstance(names, Iterable):
+        raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
     resolved = [values.resolve(name) for name in names]
     if not resolved:
         raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
@@ -110,21 +168,123 @@ def _coefficients(
     if repeated:
         raise InputError(f"{min(repeated)} is named twice. Expected each value vector once.")
     if isinstance(value, Mapping):
-        numbers = {values.resolve(name): number for name, number in value.items()}
-        unmatched = sorted(set(numbers) ^ set(resolved))
+        given = {values.resolve(name): number for name, number in value.items()}
+        unmatched = sorted(set(given) ^ set(resolved))
         if unmatched:
             problem = "has no value" if unmatched[0] in resolved else "has a value but is not named"
             raise InputError(
                 f"{unmatched[0]} {problem}. Expected a value for each named vector and no other."
             )
     else:
-        numbers = dict.fromkeys(resolved, value)
-    for vector, number in numbers.items():
-        if not isinstance(number, Real) or not math.isfinite(number):
+        given = dict.fromkeys(resolved, value)
+    return {vector: _change(given[vector], vector) for vector in resolved}
+
+
+def _change(value: Any, vector: ValueVector) -> CoefficientChange:
+    if isinstance(value, CoefficientChange):
+        return value
+    try:
+        return CoefficientChange("set", require_number(value, "The value"))
+    except InputError:
+        raise InputError(
+            f"{short(value)} is no value for the coefficient of {vector}. Expected a finite number, or "
+            "added(number) or scaled(factor)."
+        ) from None
+
+
+def _require_where(where: Any) -> None:
+    if isinstance(where, Tensor):
+        positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
+        if positions and bool((where >= 0).all()):
+            return
+        if where.ndim == 2 and where.dtype == torch.bool and where.shape[1] > 0:
+            return
+    elif isinstance(where, str) and where in _WORDS:
+        return
+    raise InputError(
+        f"where is {short(where)}. Expected one of {', '.join(_WORDS)}, a tensor with a position from 0 for "
+        "each sentence, or one with a truth value for each token of each sentence."
+    )
+
+
+class _ChosenTokens:
+    """The tokens of a running batch at which coefficients are changed.
+
+    What a prompt is and what is new is known while ``generate`` runs, whether it keeps a cache or reads
+    everything again for each token.
+    """
+
+    def __init__(self, model: TransformerBridge, where: Tokens) -> None:
+        self.everywhere = isinstance(where, str) and where == "all"
+        self.places, self._where = TokenPlaces(model), where
+        self._owners = [model, model.original_model]
+        self._running = threading.local()
+
+    def __call__(self) -> Tensor:
+        """``[batch, length]``."""
+        where = self._where
+        if not isinstance(where, str) or where not in ("last", "new"):
+            return self.places.chosen(where)
+        places = self.places.of_batch
+        last = places.max(1, keepdim=True).values
+        if not getattr(self._running, "generating", 0):
+            first = places.masked_fill(places < 0, torch.iinfo(places.dtype).max).min(1, keepdim=True).values
+            return (places == last) & (places >= 0) if where == "last" else (places >= 0) & (first > 0)
+        if self._running.ends is None:  # the first pass reads the prompts
+            self._running.ends = last
+        ends = self._running.ends.to(places.device)
+        if len(ends) != len(places):
             raise InputError(
-                f"{number!r} is no value for the coefficient of {vector}. Expected a finite number."
+                f"generate() began with {len(ends)} sentences and goes on with {len(places)}, so which "
+                "tokens are new is not known. Expected where='all', or to generate one for each."
             )
-    return {vector: float(numbers[vector]) for vector in resolved}
+        return (places == ends) & (places >= 0) if where == "last" else places > ends
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the places of tokens and, where it matters, when ``generate`` begins and ends."""
+        if self.everywhere:
+            yield
+            return
+        ways = [
+            (owner, name)
+            for owner in self._owners
+            for name in ("generate", "generate_stream")
+            if hasattr(type(owner), name) and isinstance(self._where, str)
+        ]
+        before = [vars(owner).get(name) for owner, name in ways]
+        try:
+            for owner, name in ways:
+                vars(owner)[name] = self._noting(getattr(owner, name))
+            with self.places.watching():
+                yield
+        finally:
+            for (owner, name), method in zip(ways, before, strict=True):
+                vars(owner).pop(name, None)
+                if method is not None:
+                    vars(owner)[name] = method
+
+    def _noting(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            with self._generating():
+                return generate(*args, **kwargs)
+
+        def noted_stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with self._generating():
+                yield from generate(*args, **kwargs)
+
+        return noted_stream if inspect.isgeneratorfunction(generate) else noted
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        running = self._running
+        running.generating = getattr(running, "generating", 0) + 1
+        if running.generating == 1:
+            running.ends = None
+        try:
+            yield
+        finally:
+            running.generating -= 1
 
 
 def _ffn_in_use(layer: int) -> Replacement:
@@ -132,23 +292,36 @@ def _ffn_in_use(layer: int) -> Replacement:
     return Replacement(lambda x: x, Site("ffn_in", layer), Site("ffn_out", layer))
 
 
-def _hooks(model: TransformerBridge, coefficients: Mapping[ValueVector, float]) -> list[tuple[str, Any]]:
-    layers: dict[int, dict[int, float]] = defaultdict(dict)
-    for vector, number in coefficients.items():
-        layers[vector.layer][vector.index] = number
+def _hooks(
+    model: TransformerBridge, changes: Mapping[ValueVector, CoefficientChange], tokens: _ChosenTokens
+) -> list[tuple[str, Any]]:
+    layers: dict[int, dict[int, CoefficientChange]] = defaultdict(dict)
+    for vector, change in changes.items():
+        layers[vector.layer][vector.index] = change
     anatomy = Anatomy.from_model(model)
     return [
-        (anatomy.hook(Site(COEFFICIENTS, layer)), _setter(of_layer)) for layer, of_layer in layers.items()
+        (anatomy.hook(Site(COEFFICIENTS, layer)), _changing_hook(of_layer, tokens))
+        for layer, of_layer in layers.items()
     ]
 
 
-def _setter(coefficients: Mapping[int, float]) -> Any:
-    """A hook that sets the coefficients of a layer, given by their index."""
-    index, numbers = torch.tensor(list(coefficients)), torch.tensor(list(coefficients.values()))
+def _changing_hook(changes: Mapping[int, CoefficientChange], tokens: _ChosenTokens) -> Any:
+    """A hook that changes the coefficients of a layer, given by their index."""
+    index = torch.tensor(list(changes))
+    numbers = torch.tensor([float(change.number) for change in changes.values()])
+    is_set, is_added = (
+        torch.tensor([change.how == how for change in changes.values()]) for how in ("set", "added")
+    )
 
-    def set_coefficients(m: Tensor, hook: Any) -> Tensor:
+    def change_coefficients(m: Tensor, hook: Any) -> Tensor:
+        at, number = index.to(m.device), numbers.to(m)
+        old = m[..., at]
+        new = torch.where(is_added.to(m.device), old + number, old * number)
+        new = torch.where(is_set.to(m.device), number, new)
+        if not tokens.everywhere:
+            new = torch.where(tokens()[..., None], new, old)
         changed = m.clone()
-        changed[..., index.to(m.device)] = numbers.to(m)
+        changed[..., at] = new
         return changed
 
-    return set_coefficients
+    return change_coefficients

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from matlens.arguments import require_number, require_whole, short
 from matlens.control.graders import TOXICITY, Grader
 from matlens.control.scores import grade_texts
 from matlens.errors import InputError
@@ -41,6 +42,10 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader
     InputError
         The top tokens are not those of all the value vectors.
     """
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise InputError(
+            f"tokenizer is {short(tokenizer)}. Expected the tokenizer of a model: model.tokenizer."
+        )
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
@@ -74,7 +79,8 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
     InputError
         There are fewer than ``n`` such vectors, or ``n`` is less than 1.
     """
-    harmless = graded[graded["score"] < below]
+    _require_graded(graded)
+    harmless = graded[graded["score"] < require_number(below, "The threshold")]
     return _require_enough(harmless, n, f"a score below {below}").sample(n, random_state=seed)
 
 
@@ -94,12 +100,21 @@ def most_harmless(graded: pd.DataFrame, n: int) -> pd.DataFrame:
     InputError
         There are fewer than ``n`` vectors, or ``n`` is less than 1.
     """
+    _require_graded(graded)
     return _require_enough(graded, n, "a score").nsmallest(n, "score")
+
+
+def _require_graded(graded: pd.DataFrame) -> None:
+    if not isinstance(graded, pd.DataFrame) or "score" not in graded.columns:
+        raise InputError(
+            f"graded is a {type(graded).__name__} without a column 'score'. Expected what grade_values() "
+            "gives."
+        )
 
 
 def _require_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
     most = len(graded)
-    if not 1 <= n <= most:
+    if not 1 <= require_whole(n, "n") <= most:
         raise InputError(
             f"{n} value vectors were asked for, and {most} have {quality}. Expected 1 to {most}."
         )

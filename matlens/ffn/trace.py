@@ -96,7 +96,7 @@ class Trace:
         Their sub-updates are hundreds of times as large as all others, so they decide means over all
         examples.
         """
-        return outlying_rows(self.norm)
+        return outlying_rows(self.norm, places=self.examples.positions)
 
     def _by_layer(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), self.n_layers, self.k)

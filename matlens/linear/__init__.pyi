@@ -6,3 +6,4 @@ from .mapsets import MapSet as MapSet
 from .mapsets import write_maps as write_maps
 from .moments import Moments as Moments
 from .pairs import resolve_pairs as resolve_pairs
+from .samples import few_samples_note as few_samples_note

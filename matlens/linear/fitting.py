@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.linear.maps import LinearMap
-from matlens.linear.moments import Moments, require_finite
-from matlens.linear.pairs import Pair, by_source, require_collected
+from matlens.linear.maps import LinearMap, tensor_digest
+from matlens.linear.moments import Moments, require_finite, require_ridge
+from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
+from matlens.linear.samples import (
+    Passing,
+    Samples,
+    chosen_of_batches,
+    chosen_samples,
+    described,
+    require_alike,
+    require_collection,
+)
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.signatures import checked
@@ -27,6 +36,8 @@ def fit_samples(
     samples: Mapping[str, Float[Tensor, "n d"]],
     pairs: Sequence[Pair],
     *,
+    rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
     provenance: Provenance | None = None,
@@ -41,6 +52,12 @@ def fit_samples(
         Vectors by site, such as `Activations`; row ``s`` of every site belongs to the same token.
     pairs
         Sites by name, or by number for layers of the stream.
+    rows
+        True for the samples to fit on, by default all. An attention sink's activations are so large that a
+        fit follows little else: ``~sink_rows(...)`` leaves them out.
+    weights
+        How much each sample counts, by default 1: numbers of at least 0, as scikit-learn's
+        ``sample_weight``.
     intercept, ridge
         See `Moments.solve`.
     provenance
@@ -49,13 +66,25 @@ def fit_samples(
     Raises
     ------
     InputError
-        A value is not finite; the message names the site.
+        A value is not finite, where the message names the site; a site has no samples; rows or weights are
+        not those of these samples; or the ridge is negative or not finite.
     """
+    ridge = require_ridge(ridge)
+    if not isinstance(samples, Mapping) and not isinstance(samples, Samples):
+        raise InputError(
+            f"samples is {described(samples)}. Expected vectors by site: what matlens.collect() gives, or a "
+            "dict such as {'h.0': x, 'h.3': y}."
+        )
     if provenance is None:
         provenance = getattr(samples, "provenance", None)
     resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
-    named = [(str(resolve(source)), str(resolve(target))) for source, target in pairs]
+    named = [(str(resolve(source)), str(resolve(target))) for source, target in list_pairs(pairs)]
+    require_collected(named, samples)
     wanted = {site: samples[site] for pair in named for site in pair}
+    require_alike(wanted)
+    chosen, weights = chosen_samples(rows, weights, len(wanted[named[0][0]]))
+    if chosen is not None:
+        wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
     for site, vectors in wanted.items():
         require_finite(vectors, site)
     kept = _SideBySide(wanted)
@@ -63,28 +92,10 @@ def fit_samples(
         moments = _moments(wanted, source, targets)
         n, size = len(wanted[source]), _chunk_size(wanted[source])
         for start in range(0, n, size):
-            rows = slice(start, start + size)
-            moments.update(wanted[source][rows], kept.blocks(targets, rows))
+            part = slice(start, start + size)
+            of_part = None if weights is None else weights[part]
+            moments.update(wanted[source][part], kept.blocks(targets, part), weights=of_part)
         yield from _maps(moments, wanted, source, targets, intercept, ridge, provenance)
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """As much of `Activations` as a fit needs."""
-
-    @property
-    def provenance(self) -> Provenance:
-        """Where the vectors come from."""
-
-    @property
-    def n_rows(self) -> int:
-        """The number of vectors of each site."""
-
-    def __getitem__(self, site: Any, /) -> Tensor:
-        """The vectors of a site."""
-
-    def __iter__(self) -> Iterator[str]:
-        """The sites."""
 
 
 @checked
@@ -93,6 +104,7 @@ def fit_rows(
     pairs: Sequence[tuple[str, str]],
     *,
     rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
 ) -> Iterator[LinearMap]:
@@ -104,40 +116,29 @@ def fit_rows(
         Vectors by site, such as `matlens.collect` gives.
     pairs
         Names of the sites of each map.
-    rows
-        True for the samples to fit on, by default all. An attention sink's activations are so large that a
-        fit follows little else: ``~sink_rows(...)`` leaves them out.
-    intercept, ridge
-        See `Moments.solve`.
+    rows, weights, intercept, ridge
+        See `fit_samples`.
 
     Raises
     ------
     InputError
-        A site was not collected, or rows are no mask, too few or too many, or none is chosen.
+        A site was not collected, or rows or weights are not those of the samples, or none is chosen.
     """
+    require_collection(samples)
+    ridge, pairs = require_ridge(ridge), [(str(a), str(b)) for a, b in list_pairs(pairs)]
     require_collected(pairs, samples)
-    if rows is not None and not (isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1):
-        raise InputError(
-            f"'rows' is {_described(rows)}. Expected a tensor with true or false for each of the "
-            f"{samples.n_rows} samples."
-        )
-    if rows is not None and len(rows) != samples.n_rows:
-        raise InputError(
-            f"'rows' has {len(rows)} values for {samples.n_rows} samples. Expected one for each."
-        )
-    chosen = slice(None) if rows is None else rows.nonzero()[:, 0]
-    n = samples.n_rows if rows is None else int(rows.sum())
-    if not n:
-        raise InputError("No sample is left to fit on. Expected at least one true value in 'rows'.")
-    vectors = {site: samples[site][chosen] for site in dict.fromkeys(itertools.chain(*pairs))}
-    provenance = samples.provenance.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
-    yield from fit_samples(vectors, pairs, intercept=intercept, ridge=ridge, provenance=provenance)
-
-
-def _described(rows: object) -> str:
-    if isinstance(rows, Tensor):
-        return f"a tensor {list(rows.shape)} of {rows.dtype}"
-    return repr(type(rows).__name__)
+    chosen, kept_weights = chosen_samples(rows, weights, samples.n_rows)
+    vectors = {site: samples[site] for site in dict.fromkeys(itertools.chain(*pairs))}
+    if chosen is not None:
+        vectors = {site: of_site[chosen] for site, of_site in vectors.items()}
+    n = samples.n_rows if chosen is None else len(chosen)
+    details: dict[str, Any] = {"n_fitted": n, "intercept": intercept, "ridge": ridge}
+    if kept_weights is not None:
+        details["weights"] = tensor_digest(kept_weights)
+    yield from fit_samples(
+        vectors, pairs, weights=kept_weights, intercept=intercept, ridge=ridge,
+        provenance=samples.provenance.with_details(**details),
+    )  # fmt: skip
 
 
 class _SideBySide:
@@ -177,24 +178,43 @@ class _SideBySide:
 
 @checked
 def fit_stream(
-    batches: Iterable[Mapping[str, Float[Tensor, "n d"]]],
+    batches: Iterable[Mapping[str, Float[Tensor, "n d"]] | Passing],
     pairs: Sequence[Pair],
     *,
+    rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
     provenance: Provenance | None = None,
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that pass by once and are not kept.
 
-    ``batches`` are vectors by site, such as ``rows.vectors`` for the rows of
-    `matlens.activations.stream`; the other parameters are those of `fit_samples`.
+    Parameters
+    ----------
+    batches
+        What `matlens.activations.stream` yields, or vectors by site.
+    rows, weights
+        As in `fit_samples`, in the order of the collection; where batches are vectors by site alone, in the
+        order in which these pass by.
+    pairs, intercept, ridge, provenance
+        As in `fit_samples`.
+
+    Raises
+    ------
+    InputError
+        As in `fit_samples`; or the batches are of a model with other changes than the provenance says.
     """
-    grouped, moments, last = by_source(pairs), dict[str, Moments](), dict[str, Tensor]()
-    for last in _gathered(batches):
+    ridge = require_ridge(ridge)
+    named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
+    grouped, moments, last = by_source(named), dict[str, Moments](), dict[str, Tensor]()
+    for last, of_batch in _gathered(chosen_of_batches(batches, rows, weights, provenance)):
+        require_collected(
+            [(source, target) for source, targets in grouped.items() for target in targets], last
+        )
         for source, targets in grouped.items():
             if source not in moments:
                 moments[source] = _moments(last, source, targets)
-            moments[source].update(last[source], [last[target] for target in targets])
+            moments[source].update(last[source], [last[target] for target in targets], weights=of_batch)
     if not moments:
         raise InputError("There are no samples to fit maps on.")
     for source, targets in grouped.items():
@@ -226,20 +246,25 @@ def _chunk_size(x: Tensor) -> int:
     return max(_CHUNK, 8 * x.shape[1])
 
 
-def _gathered(batches: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _gathered(
+    batches: Iterable[tuple[Mapping[str, Tensor], Tensor | None]],
+) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
     """Join small batches: factorising the factor again costs as much as ``d_in`` more samples."""
-    waiting: list[Mapping[str, Tensor]] = []
+    waiting: list[tuple[Mapping[str, Tensor], Tensor | None]] = []
 
-    def joined() -> dict[str, Tensor]:
-        for site in waiting[0]:
-            for part in waiting:
+    def joined() -> tuple[dict[str, Tensor], Tensor | None]:
+        sites = list(waiting[0][0])
+        for site in sites:
+            for part, _ in waiting:
                 require_finite(part[site], site)
-        return {site: torch.cat([part[site] for part in waiting]) for site in waiting[0]}
+        weights = [weight for _, weight in waiting if weight is not None]
+        vectors = {site: torch.cat([part[site] for part, _ in waiting]) for site in sites}
+        return vectors, torch.cat(weights) if weights else None
 
     for batch in batches:
         waiting.append(batch)
-        sizes = [len(next(iter(part.values()))) for part in waiting]
-        if sum(sizes) >= _chunk_size(next(iter(batch.values()))):
+        sizes = [len(next(iter(part.values()))) for part, _ in waiting]
+        if sum(sizes) >= _chunk_size(next(iter(batch[0].values()))):
             yield joined()
             waiting = []
     if waiting:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -55,9 +56,20 @@ class LinearMap:
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """Map vectors, in float32 and on their own device."""
+        if not h.ndim or h.shape[-1] != self.weight.shape[1]:
+            width = self.weight.shape[1]
+            raise InputError(
+                f"The map {self.source} -> {self.target} takes vectors of {width} coordinates: it was given "
+                f"{short(h)}. Expected what {self.source} holds."
+            )
         weight = self.weight.to(h.device)
         bias = None if self.bias is None else self.bias.to(h.device)
         return torch.nn.functional.linear(h.to(weight.dtype), weight, bias)
+
+    @property
+    def n_samples(self) -> int | None:
+        """How many samples it was fitted on, where that is known."""
+        return fitted_samples(self.provenance)
 
     @property
     def digest(self) -> str:
@@ -71,7 +83,20 @@ class LinearMap:
         return str(kept[1])
 
     def to(self, device: torch.device | str) -> LinearMap:
-        """The same map on a device, where it need not be brought at every use."""
+        """The same map on a device, where it need not be brought at every use.
+
+        Raises
+        ------
+        InputError
+            There is no such device here.
+        """
+        try:
+            device = torch.device(device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise InputError(
+                f"A map cannot be brought to the device {short(device)}. Expected cpu, cuda or mps."
+            ) from error
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, weight=self.weight.to(device), bias=bias)
 
@@ -98,6 +123,13 @@ class LinearMap:
             bias = following.bias.double() if bias is None else bias + following.bias.double()
         weight = outer @ self.weight.double()
         return LinearMap.from_solution(weight, bias, self.source, following.target, self.provenance)
+
+
+def fitted_samples(provenance: Provenance) -> int | None:
+    """How many samples maps of this provenance were fitted on, where it says so."""
+    details = provenance.details
+    number = details.get("n_fitted", details.get("n_samples"))
+    return number if isinstance(number, int) else None
 
 
 def tensor_digest(*tensors: Tensor) -> str:

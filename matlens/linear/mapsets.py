@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from matlens.arguments import short
 from matlens.errors import InputError
-from matlens.linear.fitting import Samples, fit_rows
-from matlens.linear.maps import LinearMap
+from matlens.linear.fitting import fit_rows
+from matlens.linear.maps import LinearMap, fitted_samples
+from matlens.linear.moments import require_ridge
 from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.linear.samples import Samples, require_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -140,6 +142,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         *,
         pairs: Pairs = "last",
         rows: Bool[Tensor, " n"] | None = None,
+        weights: Float[Tensor, " n"] | None = None,
         intercept: bool = False,
         ridge: float = 0.0,
         progress: bool = True,
@@ -153,8 +156,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         pairs
             Which maps: ``"last"`` for every layer onto the last, ``"all"`` for every layer onto every later
             one, or pairs of sites, by name or by layer of the stream.
-        rows
-            True for the samples to fit on, by default all; see `fit_rows`.
+        rows, weights
+            True for the samples to fit on, by default all, and how much each of all samples counts; see
+            `fit_samples`.
         intercept, ridge
             Off by default, as in the paper; see `Moments.solve`.
         progress
@@ -163,12 +167,21 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         Raises
         ------
         InputError
-            A pair is not usable, a site was not collected, or no sample is left.
+            These are no activations, a pair is not usable, a site was not collected, rows or weights are not
+            those of the samples, no sample is left, or the ridge is negative or not finite.
         """
+        require_collection(activations)
         wanted = resolve_pairs(pairs, activations.provenance)
-        maps = fit_rows(activations, wanted, rows=rows, intercept=intercept, ridge=ridge)
+        maps = fit_rows(
+            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=require_ridge(ridge)
+        )
         total = len(dict.fromkeys(wanted))
         return cls(Bar(maps, total=total, desc="fitting", unit="map", disable=not progress))
+
+    @property
+    def n_samples(self) -> int | None:
+        """How many samples the maps were fitted on, where that is known; see `few_samples_note`."""
+        return fitted_samples(self.provenance)
 
     def held(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None

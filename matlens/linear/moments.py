@@ -1,23 +1,27 @@
 """What least squares keeps of samples, and the solution from it.
 
-All fits minimise ``sum_s ||A x_s - y_s||^2 + ridge ||A||^2`` (definitions, section 3), by default with
-no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
+All fits minimise ``sum_s w_s ||A x_s - y_s||^2 + ridge ||A||^2`` (definitions, section 3), by default with
+no weights, no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
 Everything is accumulated and solved in float64, whatever the samples' precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens.arguments import require_number, require_whole
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
+from matlens.linear.samples import require_weights
 from matlens.models.identity import Provenance
 from matlens.signatures import checked
+
+_WIDEST = 2**31  # coordinates of a vector; no model is near
 
 
 @checked
@@ -38,27 +42,54 @@ class Moments:
     """
 
     def __init__(self, d_in: int, d_out: int, *, source: str = "x", target: str = "y") -> None:
+        require_whole(d_in, "d_in", least=1, most=_WIDEST)
+        require_whole(d_out, "d_out", least=1, most=_WIDEST)
         self.source, self.target, self.n = source, target, 0
         self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
         self._z = torch.zeros(0, d_out, dtype=torch.float64)
 
-    def update(self, x: Float[Tensor, "n d_in"], y: Float[Tensor, "n d_out"] | Sequence[Tensor]) -> Self:
-        """Add samples; ``y`` may be several tensors that stand side by side.
+    def update(
+        self,
+        x: Float[Tensor, "n d_in"],
+        y: Float[Tensor, "n d_out"] | Sequence[Tensor],
+        *,
+        weights: Float[Tensor, " n"] | None = None,
+    ) -> Self:
+        """Add samples.
+
+        Parameters
+        ----------
+        x, y
+            The samples; ``y`` may be several tensors that stand side by side.
+        weights
+            How much each sample counts, by default 1; a weight of 2 is the sample twice, and one of 0 leaves
+            it out.
 
         Raises
         ------
         InputError
-            Shapes do not fit, or a value is not finite; the message names the site. Nothing is added
-            then.
+            Shapes do not fit, or a value is not finite, where the message names the site; or a weight is
+            negative or not finite. Nothing is added then.
         """
         blocks = [y] if isinstance(y, Tensor) else list(y)
-        shape = sum(block.shape[1] for block in blocks), {len(block) for block in blocks}
-        if x.shape[1] + 1 != self._r.shape[1] or shape != (self._z.shape[1], {len(x)}):
+        fits = all(block.ndim == 2 for block in (x, *blocks))
+        shape = (
+            sum(block.shape[-1] for block in blocks if block.ndim),
+            {len(block) for block in blocks if fits},
+        )
+        if not fits or x.shape[1] + 1 != self._r.shape[1] or shape != (self._z.shape[1], {len(x)}):
             raise InputError(
                 f"Samples x {list(x.shape)} and y {[list(block.shape) for block in blocks]} do not fit: "
                 f"expected as many rows in each, and widths {self._r.shape[1] - 1} and {self._z.shape[1]}."
             )
-        if len(x):
+        if weights is not None:
+            roots = require_weights(weights, len(x)).to(x.device).sqrt()[:, None]
+            kept = roots[:, 0] > 0
+            x, blocks, roots = x[kept], [block[kept] for block in blocks], roots[kept]
+            if len(x):  # a weight is a factor on the squared error
+                self._add(len(x), torch.cat([x.double(), roots.new_ones(roots.shape)], 1) * roots,
+                          [block.double() * roots for block in blocks])  # fmt: skip
+        elif len(x):
             ones = x.new_ones(len(x), 1, dtype=torch.float64)
             self._add(len(x), torch.cat([x.double(), ones], 1), blocks)
         return self
@@ -94,14 +125,22 @@ class Moments:
 
         Singular values below ``eps * max(n, d_in)`` of the largest count as zero, as in
         ``torch.linalg.lstsq(driver="gelsd")``. An intercept is not penalised by ``ridge``.
+
+        Raises
+        ------
+        InputError
+            There are no samples, or the ridge is negative or not finite.
         """
         weight, bias = self.solution(intercept=intercept, ridge=ridge)
         return LinearMap.from_solution(weight, bias, self.source, self.target, provenance)
 
     def solution(self, *, intercept: bool, ridge: float) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
+        ridge = require_ridge(ridge)
         if self.n == 0:
-            raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
+            raise InputError(
+                f"No samples of {self.source} -> {self.target} have been seen, or none with a weight above 0."
+            )
         width = self._r.shape[1] - 1
         if not intercept:
             return _least_norm(self._r[:width, :width], self._z[:width], self.n, ridge).T, None
@@ -131,6 +170,11 @@ def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | N
     least = level * torch.stack([s.max() if len(s) else r.norm(), *bounds[1:]]).max()
     u, s, vh = u[:, s > least], s[s > least], vh[s > least]
     return vh.T @ ((1 / (s + ridge / s))[:, None] * (u.T @ z))
+
+
+def require_ridge(ridge: Any) -> float:
+    """Read the penalty of a fit: a finite number of at least 0."""
+    return require_number(ridge, "The ridge penalty", least=0)
 
 
 def require_finite(values: Tensor, name: str) -> None:

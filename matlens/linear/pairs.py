@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
@@ -40,10 +41,10 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
         named: list[Pair] = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
     elif isinstance(pairs, str) and pairs == "last":
         named = [(a, n_layers) for a in range(n_layers)]
-    elif isinstance(pairs, str):
-        raise InputError(f"pairs={pairs!r}: expected 'all', 'last', or a list of pairs of sites.")
+    elif isinstance(pairs, str) or not isinstance(pairs, Iterable) or isinstance(pairs, Mapping):
+        raise InputError(f"pairs={short(pairs)}: expected 'all', 'last', or a list of pairs of sites.")
     else:
-        named = [_both_ends(pair) for pair in _listed(pairs)]
+        named = list_pairs(pairs)
 
     def resolve(site: str | int | Site) -> Site:
         return Site.parse(site, n_layers) if known is None else known.resolve(site)
@@ -58,15 +59,34 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
     return [(str(source), str(target)) for source, target in sites]
 
 
-def _listed(pairs: object) -> list[object]:
-    if not isinstance(pairs, Iterable) or isinstance(pairs, Mapping):
-        raise InputError(f"pairs={pairs!r}: expected 'all', 'last', or a list of pairs of sites.")
-    return list(pairs)
+def list_pairs(pairs: object) -> list[Pair]:
+    """Read a list of pairs of sites.
+
+    Raises
+    ------
+    InputError
+        It is no list, it is empty, or something in it is not a pair.
+    """
+    if not isinstance(pairs, Iterable) or isinstance(pairs, Mapping | str | bytes):
+        raise InputError(f"pairs={short(pairs)}: expected a list of pairs of sites, such as [(0, 3)].")
+    named = [both_ends(pair) for pair in pairs]
+    if not named:
+        raise InputError("There are no pairs of sites. Expected at least one, such as (0, 3).")
+    return named
 
 
-def _both_ends(pair: object) -> Pair:
+def both_ends(pair: object) -> Pair:
+    """Read a pair of sites.
+
+    Raises
+    ------
+    InputError
+        It is not a pair.
+    """
     if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-        raise InputError(f"{pair!r} is not a pair of sites. Expected two, such as (0, 3) or ('mid.1', 2).")
+        raise InputError(
+            f"{short(pair)} is not a pair of sites. Expected two, such as (0, 3) or ('mid.1', 2)."
+        )
     return pair[0], pair[1]
 
 

@@ -283,6 +283,11 @@ class TokenPlaces:
         meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
         return meant & (places >= 0)
 
+    @property
+    def of_batch(self) -> Tensor:
+        """``[batch, length]``: the place of each token of the running batch."""
+        return cast(Tensor, self._running.places)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note the places of the tokens that each forward pass is given."""

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Replacement, jump
@@ -99,6 +100,7 @@ def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     Boundaries are ``0, a, a+b, 2a+b, 2a+2b, ..., L``; for each there is the scheme that starts with blocks
     and the one that starts with ``mat``.
     """
+    require_whole(n_layers, "n_layers", least=1)
     schemes = []
     for whole in (n for n in range(2, n_layers + 1) if n_layers % n == 0):
         for a in range(1, whole):
@@ -114,6 +116,12 @@ def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
 @checked
 def r2_score(scheme: Scheme, r2: Float[Tensor, "layers layers"]) -> float:
     """Product of ``r2[l, l']`` over the ``mat`` segments of a scheme; 1 where it has none."""
+    last = scheme.boundaries[-1]
+    if r2.ndim != 2 or min(r2.shape) <= last:
+        raise InputError(
+            f"The table of r2 has the shape {tuple(r2.shape)}, and the scheme ends at layer {last}. Expected "
+            "a row and a column for each layer, as r2_matrix() gives."
+        )
     return float(np.prod([float(r2[pair]) for pair in scheme.jumps]))
 
 
@@ -145,6 +153,11 @@ def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, fl
     InputError
         A pair of layers has no r2.
     """
+    if r2.ndim != 2 or r2.shape[0] != r2.shape[1] or len(r2) < 2:
+        raise InputError(
+            f"The table of r2 has the shape {tuple(r2.shape)}. Expected a row and a column for each layer, "
+            "as r2_matrix() gives."
+        )
     n_layers = len(r2) - 1
     table = np.asarray(r2, dtype=np.float64)
     if not np.isfinite(table[np.triu_indices(n_layers + 1, 1)]).all():

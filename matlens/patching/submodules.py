@@ -71,6 +71,7 @@ def fit_submodules(
     pairs: Sequence[tuple[str, str]],
     *,
     rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
     progress: bool = True,
@@ -86,6 +87,8 @@ def fit_submodules(
     rows
         Samples to fit on, by default all. An attention sink's activations are so large that a fit
         follows little else: ``~sink_rows(...)`` leaves them out.
+    weights
+        How much each sample counts, by default 1; see `fit_samples`.
     intercept, ridge
         See `Moments.solve`.
 
@@ -98,7 +101,7 @@ def fit_submodules(
     require_collected(pairs, samples)
     for pair in Bar(pairs, desc="fitting", unit="map", disable=not progress):
         # One by one: only the two sites of a pair are held in float64.
-        yield from fit_rows(samples, [pair], rows=rows, intercept=intercept, ridge=ridge)
+        yield from fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge)
 
 
 @checked

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
+from matlens.arguments import require_whole
 from matlens.corpora.examples import Batch, Examples, is_masked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
@@ -95,6 +96,8 @@ def run_variants(
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
     ready = {name: _resolve_variant(model, examples, name, variant) for name, variant in variants.items()}
     read = examples if is_masked(model) else examples.up_to_positions()
+    if batch_tokens is not None:
+        require_whole(batch_tokens, "batch_tokens", least=1)
     budget = batch_tokens or default_batch_tokens(model)
     identity = ModelIdentity.from_model(model)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from matlens.linear.samples import few_samples_note
+
 Part = Literal["train", "validation"]
-PER_DIMENSION = 2
-"""Samples for each dimension of the stream below which least squares follows the noise of the samples."""
 
 
 def fitting_sizes(
@@ -41,11 +41,6 @@ def fitting_sizes(
     return smaller if smaller[0] >= 1 and smaller[1] >= 2 else (n_train, n_validation)
 
 
-def are_few(n_samples: int, d_model: int) -> bool:
-    """Whether samples are fewer than twice the width, which leaves a fit without a penalty to their noise."""
-    return n_samples < PER_DIMENSION * d_model
-
-
 def note_on_samples(fit: Mapping[str, Any]) -> str | None:
     """What a reader of numbers must know of the samples that maps were fitted on; None where they are many.
 
@@ -56,13 +51,12 @@ def note_on_samples(fit: Mapping[str, Any]) -> str | None:
     """
     model = fit.get("model") or {}
     n_samples, d_model, ridge = fit.get("n_samples"), model.get("d_model"), fit.get("ridge", 0)
-    if n_samples is None or d_model is None or not are_few(n_samples, d_model):
+    if n_samples is None or d_model is None:
         return None
-    few = f"The maps were fitted on {n_samples:,} samples, which is few for {d_model:,} dimensions"
-    if ridge:
-        return f"{few}: a ridge of {ridge:g} keeps them from following the noise of the samples."
+    note = few_samples_note(n_samples, d_model, ridge=ridge)
+    if note is None or ridge:
+        return note
     return (
-        f"{few}: least squares follows the noise of the samples, and r2 on other sentences can be far below "
-        "zero. That is what the fit gives, and no fault. More sentences (--train), all positions "
-        "(--positions all) or a penalty (--ridge) give better maps."
+        f"{note} More sentences (--train), all positions (--positions all) or a penalty (--ridge) give "
+        "better maps."
     )

@@ -24,12 +24,13 @@ from matlens.activations.collecting import collect
 from matlens.arguments import require_number, require_whole
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, is_masked, make_examples
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
+from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
@@ -37,7 +38,7 @@ from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.output import MAPS, RESULTS, TRAIN, VALIDATION
-from matlens.study.sizes import are_few, note_on_samples
+from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -92,7 +93,9 @@ def collect_parts(
     for name, part in zip((TRAIN, VALIDATION), parts, strict=True):
         examples = make_examples(model, part, seed=seed, draw_special=draw_special)
         if examples.n_truncated:
-            tqdm.write(f"{examples.n_truncated} sentences of {part.name} were cut at the model's context.")
+            tqdm.write(
+                f"{examples.n_truncated} sentences of {printable(part.name)} were cut at the model's context."
+            )
         where: Positions = "drawn"
         if name == TRAIN:
             wanted = draw_special and positions == "auto" and _all_are_better(model, examples, Path(folder))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, plain_vectors
 
 from matlens import InputError, collect, make_examples
-from matlens.activations.sinks import find_sinks, sink_rows
+from matlens.activations.sinks import SinkWarning, find_sinks, outlying_rows, sink_counts, sink_rows
 from matlens.corpora.corpus import Corpus
 
 
@@ -56,6 +57,98 @@ def test_a_token_that_stands_out_at_one_layer_is_a_sink(
     rows["h.2"][5] *= 1000
     assert sink_rows(rows).nonzero().tolist() == [[5]]
     assert not sink_rows(rows, factor=1e6).any()
+
+
+def first_tokens_stand_out(ratio: float, *, others_top: float = 1.5) -> tuple[torch.Tensor, np.ndarray]:
+    """Norms at three layers: at one, first tokens are so many times as long as others."""
+    generator = torch.Generator().manual_seed(0)
+    norms = 1 + 0.2 * torch.rand(300, 3, generator=generator)
+    places = np.arange(300) % 10
+    norms[places == 0, 1] *= ratio
+    norms[7, 1] = others_top
+    return norms, places
+
+
+@pytest.mark.parametrize(
+    ("ratio", "known"), [(27.5, True), (16.0, True), (6.0, True), (3.0, False), (1.0, False)]
+)
+def test_first_tokens_are_sinks_together_by_less_than_twenty_times_the_median(
+    ratio: float, known: bool
+) -> None:
+    """As in Gemma 3, whose first tokens pass twenty at one layer alone and reach 8 to 16 at the others."""
+    norms, places = first_tokens_stand_out(ratio)
+    assert outlying_rows(norms, places=places).tolist() == ((places == 0) & known).tolist()
+    assert outlying_rows(norms).any() == (ratio > 20)
+
+
+def test_first_tokens_among_others_as_long_are_no_sinks() -> None:
+    norms, places = first_tokens_stand_out(8.0)
+    norms[places == 4, 1] *= 7.0  # long tokens of another kind
+    assert not outlying_rows(norms, places=places).any()
+
+
+def test_a_token_within_is_a_sink_by_twenty_times_the_median_as_before() -> None:
+    norms, places = first_tokens_stand_out(9.0, others_top=40.0)
+    sinks = outlying_rows(norms, places=places)
+    assert sinks.nonzero()[:, 0].tolist() == sorted([7, *range(0, 300, 10)])
+    assert sink_counts(sinks, places) == {
+        "n_sinks": 31, "n_first_sinks": 30, "n_later_sinks": 1, "n_first_tokens": 30,
+    }  # fmt: skip
+
+
+def test_a_first_token_that_is_as_short_as_others_is_none() -> None:
+    norms, places = first_tokens_stand_out(9.0)
+    norms[20, 1] = 1.0
+    assert not outlying_rows(norms, places=places)[20]
+    assert outlying_rows(norms, places=places).sum() == 29
+
+
+def test_too_few_first_tokens_tell_nothing() -> None:
+    norms, places = first_tokens_stand_out(9.0)
+    places = np.where(places == 0, 1, places)
+    places[0] = 0
+    assert not outlying_rows(norms, places=places).any()
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize(
+    ("norms", "options", "message"),
+    [
+        (torch.tensor([[1.0, torch.nan]]), {}, "finite number"),
+        (torch.tensor([[1.0, torch.inf]]), {}, "finite number"),
+        (-torch.ones(3, 2), {}, "finite number"),
+        (torch.ones(3), {}, r"finite number|\[n, layers\]"),
+        (torch.ones(3, 2), {"factor": -1.0}, r"factor.* is -1\.0"),
+        (torch.ones(3, 2), {"factor": float("nan")}, r"factor.* is nan"),
+        (torch.ones(3, 2), {"places": np.arange(2)}, "2 places for 3 rows"),
+    ],
+)
+def test_what_are_no_norms_is_refused(norms: torch.Tensor, options: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        outlying_rows(norms, **options)
+
+
+def test_layers_that_are_missing_are_told(sentences: Corpus, small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    examples = make_examples(model, sentences)
+    rows = collect(model, examples, ["h.1", "h.3"], progress=False)
+    with pytest.warns(SinkWarning, match=r"0 sinks are known from h\.1, h\.3.*collect the whole stream"):
+        sink_rows(rows)
+    rows["h.3"][examples.positions == 0] *= 30
+    rows["h.3"][torch.from_numpy(examples.positions).argmax()] *= 30
+    expected = int((examples.positions == 0).sum())
+    with pytest.warns(
+        SinkWarning, match=rf"{expected + 1} sinks are known .*, {expected} of them first tokens"
+    ):
+        assert int(sink_rows(rows).sum()) == expected + 1
+
+
+def test_where_all_are_first_tokens_they_are_told_to_be(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
+    rows = collect(model, make_examples(model, words), progress=False)
+    with pytest.warns(SinkWarning, match="Most of the samples are first tokens"):
+        sink_rows(rows)
 
 
 def test_rows_without_the_stream_are_refused(sentences: Corpus, small_model: Callable[[str], Any]) -> None:

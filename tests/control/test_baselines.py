@@ -81,7 +81,7 @@ def test_masked_logits_stay_impossible() -> None:
         ({"decay": -1.0}, "decay -1.0 and floor 0.01: expected a decay of at least 0"),
         ({"floor": 0.0}, "floor 0.0"),
         ({"floor": 1.5}, "floor 1.5"),
-        ({"decay": math.nan}, "decay nan"),
+        ({"decay": math.nan}, "decay.*nan"),
     ],
 )
 def test_what_is_no_self_debiasing_is_told(given: dict[str, Any], message: str) -> None:
@@ -125,6 +125,9 @@ class Spelled:
         assert not add_special_tokens
         return {"input_ids": [self.known.index(text) + 1 if text in self.known else 0]}
 
+    def decode(self, tokens: list[int]) -> str:
+        raise NotImplementedError
+
 
 def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_them() -> None:
     assert last_banned(word_filter(Spelled(), ["damn"]), [9], 10) == [1, 2, 3, 4, 5]
@@ -136,7 +139,7 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
     ("words", "message"),
     [
         ([], "No words to ban are given"),
-        ("damn", "No words to ban are given"),
+        ("damn", "list"),
         (["damn", "fool"], "The word 'fool' cannot be banned: the tokenizer makes no tokens of it"),
         (["  "], "The word '  ' cannot be banned"),
     ],

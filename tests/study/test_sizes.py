@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matlens.study.sizes import are_few, fitting_sizes, note_on_samples
+from matlens.linear.samples import are_few
+from matlens.study.sizes import fitting_sizes, note_on_samples
 
 
 @given(st.integers(0, 200), st.integers(1, 300), st.integers(2, 300))

@@ -1,0 +1,226 @@
+"""Samples as fits take them: which are fitted on, how much each counts, and whether they are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.models.changes import describe_changes
+from matlens.models.identity import Provenance
+
+ENOUGH = 2  # samples for each coordinate; with fewer, least squares follows their noise
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """As much of `Activations` as a fit needs."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the vectors come from."""
+
+    @property
+    def n_rows(self) -> int:
+        """The number of vectors of each site."""
+
+    def __getitem__(self, site: Any, /) -> Tensor:
+        """The vectors of a site."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The sites."""
+
+
+@runtime_checkable
+class Passing(Protocol):
+    """Vectors of one batch that know which samples they are, such as `matlens.activations.Rows`."""
+
+    @property
+    def index(self) -> Any:
+        """The place of each vector among all samples."""
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]:
+        """The vectors by site."""
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was changed in the model that they are of."""
+
+
+def require_collection(samples: object) -> None:
+    """Refuse what is not collected activations.
+
+    Raises
+    ------
+    InputError
+        It is something else, such as a dict; the message says how its vectors are fitted.
+    """
+    if not isinstance(samples, Samples):
+        raise InputError(
+            f"activations is {described(samples)}. Expected what matlens.collect() gives. Vectors of your "
+            "own are fitted with MapSet(matlens.linear.fit_samples({'h.0': x, 'h.3': y}, [(0, 3)]))."
+        )
+
+
+def require_alike(samples: Mapping[str, Tensor]) -> None:
+    """Refuse sites whose samples are not as many as those of the others, or are no vectors."""
+    for site, vectors in samples.items():
+        if not isinstance(vectors, Tensor) or vectors.ndim != 2:
+            raise InputError(
+                f"The samples of {site} are {described(vectors)}. Expected a tensor [samples, width]."
+            )
+    counts = {site: len(vectors) for site, vectors in samples.items()}
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{count} of {site}" for site, count in counts.items())
+        raise InputError(
+            f"There are {numbers}. Expected as many samples of every site: row by row they are of one token."
+        )
+
+
+def chosen_samples(
+    rows: Any, weights: Any, n: int
+) -> tuple[Int[Tensor, " chosen"] | None, Float[Tensor, " chosen"] | None]:
+    """Read which of so many samples are fitted on, ``None`` for all, and the weights of these.
+
+    Raises
+    ------
+    InputError
+        Rows are no mask, or weights no numbers of at least 0, or not as many as samples; or none is chosen.
+    """
+    if weights is not None:
+        weights = require_weights(weights, n)
+    if rows is not None and not (isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1):
+        raise InputError(
+            f"'rows' is {described(rows)}. Expected a tensor with true or false for each of the {n} samples."
+        )
+    if rows is not None and len(rows) != n:
+        raise InputError(f"'rows' has {len(rows)} values for {n} samples. Expected one for each.")
+    counted = rows if weights is None else (weights > 0 if rows is None else rows & (weights > 0))
+    if counted is None:
+        return None, None
+    chosen = counted.nonzero()[:, 0]
+    if not len(chosen):
+        raise InputError(
+            "No sample is left to fit on. Expected at least one true value in 'rows', and a weight above 0 "
+            "there."
+        )
+    return chosen, None if weights is None else weights[chosen]
+
+
+def chosen_of_batches(
+    batches: Iterable[Any], rows: Any, weights: Any, provenance: Provenance | None
+) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
+    """Vectors of the chosen samples and their weights, batch by batch."""
+    expected = next(
+        (len(given) for given in (rows, weights) if isinstance(given, Tensor) and given.ndim), None
+    )
+    chosen = torch.ones(0, dtype=torch.bool)
+    if rows is not None or weights is not None:
+        index, weights = chosen_samples(rows, weights, expected or 0)
+        chosen = torch.zeros(expected or 0, dtype=torch.bool)
+        chosen[index] = True
+        if weights is not None:
+            weights = torch.zeros(len(chosen), dtype=torch.float64).masked_scatter_(chosen, weights.cpu())
+    seen = 0
+    for batch in batches:
+        vectors = batch.vectors if isinstance(batch, Passing) else batch
+        if isinstance(batch, Passing):
+            _require_changes(batch, provenance)
+        count = len(next(iter(vectors.values()), ()))
+        if not count:
+            continue
+        places = (
+            torch.as_tensor(batch.index) if isinstance(batch, Passing) else torch.arange(seen, seen + count)
+        )
+        seen += count
+        if expected is None:
+            yield vectors, None
+        elif int(places.max()) < expected:
+            kept = chosen[places]
+            yield (
+                {site: of_site[kept.to(of_site.device)] for site, of_site in vectors.items()},
+                None if weights is None else weights[places[kept]],
+            )
+        else:
+            break
+    if expected not in (None, seen):
+        raise InputError(
+            f"'rows' or 'weights' has {expected} values, and the batches hold another number of samples. "
+            "Expected one value for each."
+        )
+
+
+def _require_changes(batch: Passing, provenance: Provenance | None) -> None:
+    known = None if provenance is None or provenance.model is None else provenance.model.changes
+    if known is not None and known != tuple(batch.changes):
+        raise InputError(
+            f"The vectors are of a model with {describe_changes(batch.changes)}, and the provenance says "
+            f"{describe_changes(known)}. Take the provenance while the model is as it is streamed."
+        )
+
+
+def require_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
+    """Read the weights of so many samples, in float64.
+
+    Raises
+    ------
+    InputError
+        They are no tensor of one number for each sample, or one is negative or not finite.
+    """
+    if not isinstance(weights, Tensor) or weights.shape != (n,) or weights.is_complex():
+        raise InputError(
+            f"'weights' is {described(weights)}. Expected a tensor with a number of at least 0 for each of "
+            f"the {n} samples."
+        )
+    if not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise InputError(
+            "'weights' holds a number that is negative or not finite. Expected numbers of at least 0, one "
+            "for each sample."
+        )
+    return weights.double()
+
+
+def are_few(n_samples: int, width: int) -> bool:
+    """Whether samples are fewer than twice the width, which leaves a fit without a penalty to their noise."""
+    return n_samples < ENOUGH * width
+
+
+def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str | None:
+    """Say what samples that are few for the width mean for a fit; ``None`` where they are enough.
+
+    Parameters
+    ----------
+    n_samples
+        How many samples were fitted on, such as `MapSet.n_samples`.
+    width
+        How many coordinates the vectors of the source have.
+    ridge
+        The penalty of the fit.
+    """
+    if not are_few(n_samples, width):
+        return None
+    few = f"The maps were fitted on {n_samples:,} samples, which is few for {width:,} dimensions"
+    if ridge:
+        return f"{few}: a ridge of {ridge:g} keeps them from following the noise of the samples."
+    note = (
+        f"{few}: least squares follows the noise of the samples, and r2 on other sentences can be far below "
+        "zero. That is what the fit gives, and no fault."
+    )
+    if n_samples < width:
+        note += (
+            " With fewer samples than dimensions it also follows the rounding of vectors that are alike, as "
+            "those of first tokens are: r2 moves by some hundredths with the number of threads."
+        )
+    return note
+
+
+def described(value: object) -> str:
+    """What somebody has given in the place of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    return repr(type(value).__name__)
