@@ -10,6 +10,7 @@ other numbers without a word; a traceback; no end.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
 from collections import Counter
@@ -44,7 +45,8 @@ def main(
     """Try bad inputs and mutated files, and print a table of the classes of faults."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     torch.set_num_threads(1)
-    with make_world(seed=seed) as world:
+    out = out.resolve()
+    with make_world(seed=seed) as world, contextlib.chdir(world.fresh("here").parent):
         judgements = [judge(case) for case in _cases(world, only, share, seed)]
         judgements += [judge(case) for case in mutation_cases(world, mutations, seed, only)]
     if _report(judgements, out, show=show):

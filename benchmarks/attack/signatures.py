@@ -54,11 +54,11 @@ class Target:
         """What is called."""
         path = self.name.split(".")
         if self.owner is not None:
-            return getattr(self.owner(world), path[-1])  # type: ignore[no-any-return]
+            return getattr(self.owner(world), path[-1])
         found: Any = matlens
         for part in path:
             found = getattr(found, part)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def parameters(self, world: World) -> list[inspect.Parameter]:
         """Its parameters."""
@@ -92,7 +92,8 @@ class Target:
                 continue
             kinds = self.kinds.get(parameter.name, KIND_OF.get(parameter.name))
             if kinds is None:
-                raise LookupError(f"nothing is known to be bad for {parameter.name} of {self.name}")
+                print(f"nothing is known to be bad for {parameter.name} of {self.name}")
+                continue
             for kind in filter(None, kinds.split(",")):
                 for bad in KINDS[kind.strip()]:
                     if bad.label != "None" or parameter.default is not None:
@@ -244,6 +245,8 @@ KIND_OF: dict[str, str] = {
     "ridge": "positive",
     "intercept": "truth",
     "draw_special": "truth",
+    "same_precision": "truth",
+    "weights": "rows",
     "limit": "whole",
     "field": "text",
     "split": "text",

@@ -64,7 +64,7 @@ class World:
 
     def fresh(self, name: str) -> Path:
         """A path where nothing is yet."""
-        (self.root / "fresh").mkdir(exist_ok=True)
+        (self.root / "fresh").mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self.root / "fresh")) / name
 
     @cached_property
