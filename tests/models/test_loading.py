@@ -537,8 +537,7 @@ def test_encoder_decoders_are_refused_with_the_reason(name: str, tmp_path: Path)
 )
 def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
     for attempt in (matlens.load, require_known):
-        told = r"Expected a hub name such as 'gpt2'" if isinstance(name, str) else "^name of .* Expected "
-        with pytest.raises(InputError, match=told) as caught:
+        with pytest.raises(InputError, match=r"Expected a hub name such as 'gpt2'") as caught:
             attempt(name)
         assert len(str(caught.value)) < 1000
     assert no_network == []
