@@ -91,10 +91,10 @@ class Campaign:
         model = matlens.load(str(folder), device="cpu")
         examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
         # Every process has the model already, and is too short for the usual time between two notes.
-        _modules["matlens.models.loading"].load = lambda *_, **__: model
-        _modules["matlens.storage.rows"]._NOTED_EVERY = 0.0
+        setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
+        setattr(_modules["matlens.storage.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
         if not draws:
-            Figure.savefig = _write_instead
+            setattr(Figure, "savefig", _write_instead)  # noqa: B010
         main = ["--model", folder, "--corpus", corpus, *_SIZES, "--out", "out"]
         self.commands = {
             "collect": Command(_line("collect", *main)),

@@ -255,7 +255,7 @@ def _of_items(kinds: Sequence[Any], *, keys: bool) -> Kind:
             return False
         if isinstance(value, Mapping):
             return keys
-        if _is_array(value) and value.ndim != 1:
+        if _is_array(value) and getattr(value, "ndim", 1) != 1:
             return False
         return item is None or not isinstance(value, Sequence) or all(map(item.holds, value))
 

@@ -22,7 +22,7 @@ _BERT = _COMMON | {
     "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4,
     "intermediate_size": D_MLP, "max_position_embeddings": N_CTX,
 }  # fmt: skip
-_T5 = {
+_T5: dict[str, Any] = {
     "vocab_size": 60, "d_model": D_MODEL, "d_ff": D_MLP, "d_kv": 8, "num_layers": 2, "num_heads": 4,
     "pad_token_id": 1, "decoder_start_token_id": 1,
 }  # fmt: skip

@@ -80,7 +80,7 @@ def _delete(chance: random.Random, folder: Path, _: Path) -> str | None:
     path = _any(chance, folder)
     if path is not None:
         path.unlink()
-    return path and path.name
+    return None if path is None else path.name
 
 
 def _swap(chance: random.Random, folder: Path, _: Path) -> str | None:

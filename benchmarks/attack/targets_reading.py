@@ -8,7 +8,7 @@ import torch
 from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
 from attack.signatures import Target
 from attack.world import ConstantGrader
-from matlens import control, ffn
+from matlens import control, ffn, lens
 
 READING: list[Target] = [
     # FFNs.
@@ -82,11 +82,11 @@ READING: list[Target] = [
         {
             "drawn": lambda w: ffn.draw_sub_updates(w.trace, w.values, 20),
             "kind_of": lambda w: w.activity,
-            "confidence": lambda w: ffn.prediction_confidence(w.model, w.examples, progress=False),
+            "confidence": lambda w: lens.prediction_confidence(w.model, w.examples, progress=False),
         },
     ),
     Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
-    Target("ffn.prediction_confidence"),
+    Target("lens.prediction_confidence"),
     Target("ffn.active_clusters"),
     Target("ffn.OverlapRule", {"others": "choice"}),
     Target(

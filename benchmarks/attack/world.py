@@ -28,7 +28,7 @@ class ConstantGrader:
     """A grader that grades texts by their length."""
 
     name = "constant"
-    attributes = ("toxicity",)
+    attributes: tuple[str, ...] = ("toxicity",)
 
     def grade(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """A score between 0 and 1 for each text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pandas as pd
 from transformers import LogitsProcessor
@@ -239,9 +239,11 @@ def main_scores(table: pd.DataFrame) -> pd.DataFrame:
 @checked
 def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None, dict[str, Estimate]]]:
     """Method, coefficient and estimates by metric of each change, in the order of the table."""
-    for (method, coefficient), rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
+    for keys, rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
+        method, coefficient = cast(tuple[str, float], keys)
+        numbers = rows[["value", "low", "high"]].to_numpy(dtype=float)
         estimates = {
-            str(row.metric): Estimate(float(row.value), float(row.low), float(row.high), int(row.n))
-            for row in rows.itertuples()
+            str(metric): Estimate(values[0], values[1], values[2], int(n))
+            for metric, values, n in zip(rows["metric"], numbers, rows["n"], strict=True)
         }
         yield str(method), None if pd.isna(coefficient) else float(coefficient), estimates

@@ -88,7 +88,7 @@ class RunNote:
 
     def _left(self) -> dict[str, Any]:
         """What the run has left: its table, and what its parts say of themselves and of their files."""
-        left = {}
+        left: dict[str, Any] = {}
         for name in PARTS:
             config = read_json(self._folder / name / "config.json")
             for file, about in config.get("files", {}).items():
