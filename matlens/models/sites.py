@@ -130,8 +130,8 @@ class Site:
     def _as_written(cls, text: str | int | Site) -> Site:
         """What is written, with the hooks of the stream still as hooks, which count blocks."""
         if isinstance(text, Site):
-            written = cls._as_written(str(text))
-            return text if written == text else written
+            site = cls._as_written(str(text))
+            return text if site == text else site
         if isinstance(text, Integral) and not isinstance(text, bool):
             return cls(STREAM, int(text))
         written = text if isinstance(text, str) and len(text) <= _LONGEST else ""
