@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from matlens import plots
 from matlens.cli import Report, run_study
+from matlens.errors import printable
 from matlens.lens import fit_equally_many, transfer_losses, transfer_quality
 from matlens.study import Study, in_proportion, origin_of
 
@@ -39,7 +41,7 @@ def show(losses: pd.DataFrame) -> None:
     printed = Table("tested on", "maps", "Precision@1, mean over layers", "difference", "relative, mean")
     for row in losses.to_dict("records"):
         numbers = f"{row['precision']:.3f}", f"{row['difference']:+.3f}", f"{row['relative']:+.1%}"
-        printed.add_row(row["corpus"], row["method"], *numbers)
+        printed.add_row(Text(printable(row["corpus"])), row["method"], *numbers)
     Console().print(printed)
 
 

@@ -221,7 +221,7 @@ def _tests_in_this_process(module: str, source: str, tests: Sequence[str]) -> in
         return stat(self, name)
 
     loader.get_data = get_data  # type: ignore[method-assign, assignment]
-    loader.path_stats = path_stats  # type: ignore[method-assign]
+    loader.path_stats = path_stats  # type: ignore[method-assign, assignment]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*options, *tests]))

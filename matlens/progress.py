@@ -15,7 +15,7 @@ _TICK = 1.0  # seconds between two looks at the clock
 _CLOCK = "{desc}: {elapsed}"
 
 
-class Bar(tqdm):  # type: ignore[type-arg]
+class Bar(tqdm):
     """A bar of tqdm that is shown after a second and whose clock goes on during a step, however long.
 
     It takes what `tqdm.tqdm` takes.

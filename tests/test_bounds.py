@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,9 @@ def test_json_that_cannot_be_read_is_refused_in_words(text: str, message: str) -
     with pytest.raises(InputError, match=message) as raised:
         parse_json(text, "it")
     assert len(str(raised.value)) < 400
+
+
+def test_every_bound_stands_in_the_how_to() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "own-sentences.md").read_text(encoding="utf-8")
+    for bound in BOUNDS:
+        assert f"| `{bound.variable}` | {bound.default} |" in page

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import matlens
 from attack.world import N_CLUSTERS, World
@@ -126,11 +127,8 @@ def breaking_off(after: int) -> Iterator[None]:
         if count[0] >= after:
             raise _BrokenOff
 
-    RowFiles.write = counting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RowFiles, "write", counting):
         yield
-    finally:
-        RowFiles.write = write  # type: ignore[method-assign]
 
 
 def _resumed(

@@ -48,7 +48,11 @@ class Bad(NamedTuple):
 
 
 def _given(fault: str, *values: Any, same: bool = False) -> list[Bad]:
-    return [Bad(fault, _short(value), lambda _, value=value: value, same) for value in values]  # type: ignore[misc]
+    return [Bad(fault, _short(value), _constant(value), same) for value in values]
+
+
+def _constant(value: Any) -> Callable[[World], Any]:
+    return lambda _: value
 
 
 def _short(value: Any) -> str:

@@ -13,6 +13,7 @@ import signal
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,15 @@ def _texts(world: World) -> Iterator[Case]:
     for bad in KINDS["path read"]:
         if bad.label in ("a_text", "3", "2.5", "['a']", "{}", "None") or "object" in bad.label:
             continue
-        yield Case(
-            TEXT, f"load_corpus({bad.label})", lambda bad=bad: corpora.load_corpus(str(bad.make(world)))
-        )  # type: ignore[misc]
+        yield Case(TEXT, f"load_corpus({bad.label})", partial(_load_corpus, world, bad.make))
+
+
+def _load_corpus(world: World, make: Callable[[World], Any]) -> Any:
+    return corpora.load_corpus(str(make(world)))
+
+
+def _load_model(world: World, name: str, content: bytes) -> Any:
+    return matlens.load(str(_put(world, name, content)))
 
 
 def _put(world: World, name: str, content: bytes) -> Path:
@@ -201,7 +208,7 @@ def _models(world: World) -> Iterator[Case]:
         yield Case(
             MODEL,
             f"load({name}, {len(content)} bytes)",
-            lambda name=name, content=content: matlens.load(str(_put(world, name, content))),  # type: ignore[misc]
+            partial(_load_model, world, name, content),
         )
 
 

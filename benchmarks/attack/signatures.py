@@ -54,11 +54,11 @@ class Target:
         """What is called."""
         path = self.name.split(".")
         if self.owner is not None:
-            return getattr(self.owner(world), path[-1])  # type: ignore[no-any-return]
+            return getattr(self.owner(world), path[-1])
         found: Any = matlens
         for part in path:
             found = getattr(found, part)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def parameters(self, world: World) -> list[inspect.Parameter]:
         """Its parameters."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,42 +119,38 @@ def _mixed(world: World, context: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _tokens(world: World) -> Iterator[Case]:
-    """Artifacts of another model, or of the same weights with other tokens, weight by weight."""
+    """Artifacts of another model, or of the same weights with other tokens."""
     for other in ("weights", "tokens", "layers", "wide"):
-        yield Case(
-            TOKENS,
-            f"fit_quality(maps, activations of {other})",
-            lambda other=other: lens.fit_quality(  # type: ignore[misc]
-                world.stream_maps, world.collected(other), progress=False
-            ),
-        )
-        yield Case(TOKENS, f"patched({other}, maps)", lambda other=other: _run(world, other))  # type: ignore[misc]
-        yield Case(
-            TOKENS,
-            f"Clusters.holding(values of {other})",
-            lambda other=other: world.clusters.holding(  # type: ignore[misc]
-                ffn.ValueVectors(world.load(other)), ["L0D1"]
-            ),
-            # The same weights have the same clusters, whatever the tokens are.
-            (lambda r: r == world.clusters.holding(world.values, ["L0D1"])) if other == "tokens" else None,
-        )
-        yield Case(TOKENS, f"collect into a folder of {other}", lambda other=other: _reopened(world, other))  # type: ignore[misc]
-        yield Case(TOKENS, f"Trace.run into a folder of {other}", lambda other=other: _retraced(world, other))  # type: ignore[misc]
-        yield Case(
-            TOKENS,
-            f"lift_scores(trace, {other})",
-            lambda other=other: ffn.lift_scores(  # type: ignore[misc]
-                world.trace, world.load(other)
-            ),
-        )
-        yield Case(
-            TOKENS,
-            f"collect(model, examples of {other})",
-            lambda other=other: _with_examples(world, other),  # type: ignore[misc]
-            # Of models with the same tokens the examples are the same.
-            None if other == "tokens" else lambda _: True,
-        )
-    yield Case(EDITED, "evaluate after an edit of the weights", lambda: _edited(world))
+        jobs: dict[str, Callable[[World, str], Any]] = {
+            "fit_quality(maps, activations of {})": _fit_quality,
+            "patched({}, maps)": _run,
+            "Clusters.holding(values of {})": _holding,
+            "collect into a folder of {}": _reopened,
+            "Trace.run into a folder of {}": _retraced,
+            "lift_scores(trace, {})": _lifted,
+            "collect(model, examples of {})": _with_examples,
+        }
+        # The same weights have the same clusters; and of the same tokens the examples are the same.
+        allowed = {
+            "Clusters.holding(values of {})": other == "tokens",
+            "collect(model, examples of {})": other != "tokens",
+        }
+        for name, job in jobs.items():
+            right = (lambda _: True) if allowed.get(name) else None
+            yield Case(TOKENS, name.format(other), partial(job, world, other), right)
+    yield Case(EDITED, "fit_quality after an edit of the weights", partial(_edited, world))
+
+
+def _fit_quality(world: World, other: str) -> Any:
+    return lens.fit_quality(world.stream_maps, world.collected(other), progress=False)
+
+
+def _holding(world: World, other: str) -> Any:
+    return world.clusters.holding(ffn.ValueVectors(world.load(other)), ["L0D1"])
+
+
+def _lifted(world: World, other: str) -> Any:
+    return ffn.lift_scores(world.trace, world.load(other))
 
 
 def _run(world: World, other: str) -> Any:

@@ -38,6 +38,14 @@ FIRST: list[Target] = [
     Target("Site.parse", {"text": "site", "n_layers": ""}, {"n_layers": lambda _: 3}),
     Target("Site.read", {"text": "site"}),
     Target("Site", {"kind": "text", "layer": "layer"}, {"kind": lambda _: "h"}),
+    Target(
+        "make_token_examples",
+        {"tokens": "object", "positions": "where", "attention_mask": "", "name": "", "corpus": ""},
+        {"tokens": lambda _: [[5, 6, 7], [8, 9, 10]]},
+    ),
+    Target("models.changes_of"),
+    Target("models.token_policy", {"tokenizer": "tokenizer"}),
+    Target("storage.verify", {"folder": "path read"}, {"folder": kept("maps")}),
     # Maps.
     Target(
         "LinearMap",

@@ -186,6 +186,8 @@ READING: list[Target] = [
     Target("lens.r2_matrix"),
     # Control.
     Target("control.controlled", {"value": "number"}, finish=run_in),
+    Target("control.added", {"number": "number"}, {"number": lambda _: 1.0}),
+    Target("control.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
     Target("control.continue_prompts", {}, {"n_tokens": lambda _: 2}),
     Target("control.sentence_losses"),
     Target("control.perplexity_estimate"),

@@ -36,7 +36,6 @@ FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens s
 _FEWEST = 3  # first tokens, and others, from which their norms are compared
 
 
-@checked
 class SinkWarning(UserWarning):
     """Sinks could not be told, or not all of them."""
 
@@ -90,7 +89,6 @@ def _doubt(samples: Activations, layers: list[str], sinks: Bool[Tensor, " n"]) -
     return None
 
 
-@checked
 def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
     """How many samples are sinks and where, for tables and their records.
 

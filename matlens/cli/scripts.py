@@ -147,7 +147,8 @@ def _named(default: str | Sequence[str], single: Any, several: Any) -> tuple[Any
 
 def _studies(chosen: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[Study]:
     """A study for each model and corpus, made when it is asked for; studies of one model load it once."""
-    models, corpora = (_listed(chosen.get(name)) or [None] for name in ("model", "corpus"))
+    models: list[str | None] = [*_listed(chosen.get("model"))] or [None]
+    corpora: list[str | None] = [*_listed(chosen.get("corpus"))] or [None]
     for model in models:
         load_model = cache(ModelOptions(model, chosen["device"]).load) if model is not None else None
         for corpus in corpora:

@@ -28,7 +28,6 @@ from matlens.models.changes import hanging, intervening
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.patching.contexts import SingleUse, TokenPlaces, find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -39,7 +38,6 @@ _WORDS = ("all", "not-first", "last", "new")
 _ACTIVE: WeakKeyDictionary[Any, set[ValueVector]] = WeakKeyDictionary()
 
 
-@checked
 @dataclass(frozen=True)
 class CoefficientChange:
     """What is made of a coefficient: another number, or its own with something added or multiplied.
@@ -60,13 +58,11 @@ class CoefficientChange:
         )
 
 
-@checked
 def added(number: float) -> CoefficientChange:
     """Add a number to a coefficient, whatever it is."""
     return CoefficientChange("added", require_number(number, "The number to add"))
 
 
-@checked
 def scaled(factor: float) -> CoefficientChange:
     """Multiply a coefficient by a factor: 0 turns the value vector off."""
     return CoefficientChange("scaled", require_number(factor, "The factor"))
@@ -227,7 +223,7 @@ class _ChosenTokens:
     def __call__(self) -> Tensor:
         """``[batch, length]``."""
         where = self._where
-        if not isinstance(where, str) or where not in ("last", "new"):
+        if isinstance(where, Tensor) or where == "all" or where == "not-first":
             return self.places.chosen(where)
         places = self.places.of_batch
         last = places.max(1, keepdim=True).values

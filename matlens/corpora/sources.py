@@ -66,6 +66,8 @@ def open_source(source: Source, field: str, split: str) -> Iterator[str]:
         The source is not there, or a line of it cannot be read.
     """
     require_kind(field, str, "field", way="Give the name of a field of JSON lines or of a dataset.")
+    if not field:
+        raise InputError("field is empty. Expected the name of a field of JSON lines or of a dataset.")
     require_kind(split, str, "split", way="Give the name of a split of a dataset, such as 'train'.")
     if not isinstance(source, str | os.PathLike):
         return _given_sentences(source, field)

@@ -18,7 +18,6 @@ from matlens.corpora.examples import (
     require_tokens,
 )
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -34,7 +33,6 @@ _NOT_READ = (
 )  # fmt: skip
 
 
-@checked
 def make_token_examples(
     model: TransformerBridge,
     tokens: TokenIds,

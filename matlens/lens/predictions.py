@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.arguments import require_whole, short
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.vocabulary import visible
@@ -65,6 +65,7 @@ def top_predictions(
     """
     require_whole(k, "k", least=1)
     maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
+    readout.require_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:
@@ -139,7 +140,7 @@ def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
 def predictions_table(table: pd.DataFrame, prompt: str) -> Table:
     """The table of `side_by_side`, for the terminal."""
     wide = side_by_side(table, prompt)
-    out = Table(*wide.columns, title=Text(f"Input: {prompt}"), title_justify="left")
+    out = Table(*wide.columns, title=Text(f"Input: {printable(prompt)}"), title_justify="left")
     for tokens in wide.itertuples(index=False):
         out.add_row(*(Text(token) for token in tokens))
     return out

@@ -12,7 +12,6 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
-from matlens.signatures import checked
 
 ENOUGH = 2  # samples for each coordinate; with fewer, least squares follows their noise
 
@@ -191,7 +190,6 @@ def are_few(n_samples: int, width: int) -> bool:
     return n_samples < ENOUGH * width
 
 
-@checked
 def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str | None:
     """Say what samples that are few for the width mean for a fit; ``None`` where they are enough.
 

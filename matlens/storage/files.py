@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from matlens.bounds import JSON, Bound, parse_json
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.storage.locks import locked
 
 SEAL = "digest"
@@ -96,7 +95,6 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                     temporary.unlink()
 
 
-@checked
 def require_writable(folder: Path) -> None:
     """Refuse, before any work, a folder that could not be made or written into.
 

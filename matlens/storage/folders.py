@@ -101,10 +101,10 @@ class Workplace:
             marker = self.folder / (CONFIG if self.finished else UNFINISHED)
             if marker.is_file():
                 self._require_same(marker, partly=True)
+            elif os.path.lexists(self.folder) and not self.folder.is_dir():
+                raise InputError(f"{self.folder} is no folder. Expected a new or empty folder.")
             elif self.folder.is_dir():
                 self._is_begun()
-            elif os.path.lexists(self.folder):
-                raise InputError(f"{self.folder} is no folder. Expected a new or empty folder.")
 
     def finish(self, files: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Make the folder a finished one.

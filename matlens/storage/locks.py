@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 
 LOCK = ".lock"
 """The file by which a folder is locked, there as long as somebody writes into the folder."""
@@ -80,10 +80,8 @@ def _acquire(folder: Path, made: list[Path]) -> int | None:
                 return descriptor
         except BlockingIOError:
             if not waiting:
-                print(
-                    f"{_holder(descriptor)} is at work in {folder}. Waiting until that has ended.",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                note = f"{_holder(descriptor)} is at work in {folder}. Waiting until that has ended."
+                print(printable(note, most=500), file=sys.stderr, flush=True)
             waiting = True
             time.sleep(wait)
             wait = min(1.5 * wait, _LONGEST_WAIT)

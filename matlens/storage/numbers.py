@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 
-from matlens.signatures import checked
-
 _LARGE = 1e6  # numbers from here on are written with an exponent
 
 
-@checked
 def number_text(value: float, digits: int = 3) -> str:
     """Write a number in a few characters that, read again, are the number to the digits shown.
 

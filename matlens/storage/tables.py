@@ -138,7 +138,6 @@ def read_table(
     return original_table(table)
 
 
-@checked
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
     """Spell out a table as CSV: what is written as CSV anywhere is written here.
 

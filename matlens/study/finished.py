@@ -14,13 +14,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from matlens.errors import InputError
 from matlens.models.places import locate
 from matlens.progress import waiting
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 from matlens.storage.folders import LAYOUT, command_line, software_versions
-from matlens.study.output import MAPS, RESULTS, RUN, TRAIN, VALIDATION
+from matlens.study.output import FIGURES, MAPS, RESULTS, RUN, TRAIN, VALIDATION
 
 PARTS = (TRAIN, VALIDATION, MAPS)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+)  # what damaged files can cause
 _MOST_FILES = 1000  # of a model's folder; more are no model alone
 _SAMPLES = ("wikipedia-sample", "news-sample")
 # What bundled samples are made from and by: they change with these alone.
@@ -42,22 +49,33 @@ class RunNote:
         self._path = folder / RUN
         self._folder, self._options = folder, json.loads(json.dumps(options))
         with waiting("looking at the files"):
-            self._asked = self._identities()
+            self._asked = self._told_apart()
 
     def answers(self) -> bool:
         """Whether the folder holds what the run would give."""
         try:
             note = require_seal(read_json(self._path), self._path)
             return self._asked is not None and note["run"] == self._asked and note["left"] == self._left()
-        except (OSError, ValueError, KeyError, TypeError):  # among these what is wrong with a file
+        except _UNREADABLE:
             return False
 
     def write(self) -> None:
         """Leave the note, unless the model or the corpus has changed meanwhile or cannot be told apart."""
         self._path.unlink(missing_ok=True)
-        if self._asked is not None and self._identities() == self._asked:
-            note = {"layout": LAYOUT, "run": self._asked, "left": self._left(), "command": command_line()}
-            write_json(self._path, sealed(note))
+        if self._asked is None or self._told_apart() != self._asked:
+            return
+        try:
+            left = self._left()
+        except _UNREADABLE:
+            return
+        note = {"layout": LAYOUT, "run": self._asked, "left": left, "command": command_line()}
+        write_json(self._path, sealed(note))
+
+    def _told_apart(self) -> dict[str, Any] | None:
+        try:
+            return self._identities()
+        except (OSError, InputError):  # whoever loads them says what is wrong with them
+            return None
 
     def _identities(self) -> dict[str, Any] | None:
         model = model_identity(self._options["model"], but=self._folder)
@@ -80,6 +98,7 @@ class RunNote:
             left[name] = hashlib.sha256(said.encode()).hexdigest()
         left[RESULTS] = _digest(self._folder / f"{RESULTS}.csv")
         require_seal(read_json(described := self._folder / f"{RESULTS}.json"), described)
+        left["figures"] = [name for name in FIGURES if (self._folder / name).is_file()]
         return left
 
 

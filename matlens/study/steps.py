@@ -24,7 +24,7 @@ from matlens.activations.collecting import collect
 from matlens.arguments import require_number, require_whole
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, is_masked, make_examples
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap
@@ -93,7 +93,9 @@ def collect_parts(
     for name, part in zip((TRAIN, VALIDATION), parts, strict=True):
         examples = make_examples(model, part, seed=seed, draw_special=draw_special)
         if examples.n_truncated:
-            tqdm.write(f"{examples.n_truncated} sentences of {part.name} were cut at the model's context.")
+            tqdm.write(
+                f"{examples.n_truncated} sentences of {printable(part.name)} were cut at the model's context."
+            )
         where: Positions = "drawn"
         if name == TRAIN:
             wanted = draw_special and positions == "auto" and _all_are_better(model, examples, Path(folder))

@@ -26,7 +26,7 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
@@ -151,7 +151,7 @@ class Study:
         sizes = fitting_sizes(len(self.corpus), *wanted, self.adjustable)
         if sizes != wanted:
             tqdm.write(
-                f"{self.corpus.name} has {len(self.corpus):,} sentences, fewer than {wanted[0]:,}+"
+                f"{printable(self.corpus.name)} has {len(self.corpus):,} sentences, fewer than {wanted[0]:,}+"
                 f"{wanted[1]:,} (training+validation): it is split into {sizes[0]:,}+{sizes[1]:,}.",
                 file=sys.stderr,
             )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -24,6 +29,7 @@ from matlens.annotation.concept_sheets import (
 )
 from matlens.annotation.concepts import SAMPLE_COLUMNS
 from matlens.models.vocabulary import visible
+from matlens.storage.cells import guarded_cell
 
 NASTY = (
     "</script>", "<!--", '"', "'", "a,b", "&lt;", "&amp;", "]]>", "=1+1", "007", "1/2", "nan", "$sheet", "‹",
@@ -311,3 +317,46 @@ def test_what_is_no_sheet_is_refused(file: str, content: bytes | None, folder: P
     if content is not None:
         (folder / file).write_bytes(content)
     assert re.search(rf"{file} (cannot be read as|is not) a filled sheet", refused(folder))
+
+
+def test_a_sheet_of_which_some_columns_were_sorted_is_refused(tmp_path: Path) -> None:
+    drawn = sized()
+    write_concept_sheets(drawn, tmp_path)
+    table = pd.read_csv(tmp_path / TOKENS_FILE, dtype="str", keep_default_na=False)
+    table.loc[[1, 2], "token"] = table.loc[[2, 1], "token"].to_numpy()
+    table.to_csv(tmp_path / TOKENS_FILE, index=False)
+    with pytest.raises(
+        InputError, match=r"line 3 \(item 1\): token is '‹t02›', and 1 more .*‹t01›, as it was"
+    ):
+        read_concept_sheets(tmp_path, drawn)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        sized()[:0], sized().drop(columns="token"), pd.concat([sized(), sized()]), sized().assign(token=1.0),
+        sized().assign(item="x"), pd.DataFrame(), None,
+    ],
+)  # fmt: skip
+def test_what_is_no_sample_is_told(table: Any, tmp_path: Path) -> None:
+    for work in (sheet_code, lambda table: write_concept_sheets(table, tmp_path)):
+        with pytest.raises(InputError):
+            work(table)
+
+
+def test_sheets_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "key.csv").write_text("")
+    with pytest.raises(InputError, match=r"holds other files, such as key\.csv"):
+        write_concept_sheets(sized(), tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script of the page")
+def test_the_page_guards_cells_as_the_tables_do() -> None:
+    line = next(line for line in render_page(sized()).splitlines() if "const formula" in line)
+    draw = random.Random(0)
+    texts = [
+        "".join(draw.choices("=+-@＝ \t'\"`;|,ab1\ufeff\u200b−", k=draw.randint(0, 9))) for _ in range(2000)
+    ]
+    code = f'{line}\nconsole.log(JSON.stringify({json.dumps(texts)}.map((t) => t.replace(formula, "\'"))))'
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [guarded_cell(text) for text in texts]

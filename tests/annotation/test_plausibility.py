@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -198,3 +200,52 @@ def test_awkward_tokens_come_back_from_a_sheet_as_they_went(token: str, ends: st
         assert back[column].tolist() == marked[column].tolist()
     rates = plausibility_rates(pd.concat([table, table.assign(method="mat")]), back)
     assert rates[(rates["metric"] == "tokens")]["value"].tolist() == [0.5] * 4
+
+
+def edited(tmp_path: Path, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> Path:
+    return written(edit(filled(make_plausibility_sheet(predictions()))), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda sheet: pd.concat([sheet, sheet[:1]]), "item is '1'.*each line of the sheet once"),
+        (
+            lambda sheet: pd.concat([sheet, sheet[:1].assign(item=99, plausible=1 - sheet["plausible"][:1])]),
+            "plausible is .*one mark for a token",
+        ),
+        (lambda sheet: sheet[:0], "has no lines"),
+    ],
+)
+def test_lines_that_contradict_each_other_are_told(edit: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        read_plausibility_sheet(edited(tmp_path, edit))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        predictions()[:0],
+        predictions().drop(columns="rank"),
+        predictions().assign(token=1),
+        pd.DataFrame(),
+        None,
+    ],
+)
+def test_what_are_no_predictions_is_told(table: Any) -> None:
+    sheet = filled(make_plausibility_sheet(predictions()))
+    for work in (make_plausibility_sheet, lambda table: plausibility_rates(table, sheet)):
+        with pytest.raises(InputError):
+            work(table)
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**63 - 1])
+def test_a_seed_can_be_large_and_draws_its_own_order(seed: int) -> None:
+    orders = [
+        make_plausibility_sheet(predictions(), seed=s)["token"].tolist() for s in (seed, seed, seed - 1)
+    ]
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(orders[2])
+    for wrong in (-1, 2**63, 0.5, "0"):
+        with pytest.raises(InputError, match="seed"):
+            make_plausibility_sheet(predictions(), seed=wrong)  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -131,3 +133,67 @@ def test_the_first_wrong_line_is_named_as_a_spreadsheet_counts_them(path: Path) 
     )
     with pytest.raises(InputError, match=r"sheet\.csv, line 5: item is '3', and 0 more"):
         refuse_lines(path, sheet[1:], sheet["item"][1:] == "3", "item", "another")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("item,text,mark\n1,a,x\n".encode("utf-16"), "it is in UTF-16, not in UTF-8"),
+        ("item,text,mark\n1,a,x\n".encode("utf-16-le"), "it is in UTF-16LE, not in UTF-8"),
+        ("item,text,mark\n1,é,x\n".encode("latin-1"), "'utf-8' codec can't decode"),
+        (b"PK\x03\x04workbook", "a workbook of a spreadsheet program, not CSV"),
+        (b"item,text,mark\n1,a\0b,x\n", "it has a NUL byte"),
+        (b"item,text,item\n1,a,x\n", "lacks the columns mark"),
+        (b"item,text,mark,item\n1,a,x,2\n", "it has the column item twice"),
+        (b"item,text,mark\n1,a,x\n\n2,a,b,c\n", "line 4 has 4 cells, and the heading 3"),
+        (b'item,text,mark\n1,"a"b,x\n', "cannot be read as a filled sheet"),
+        (b"", "it is empty"),
+    ],
+)
+def test_sheets_edited_by_other_means_are_told(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "sheet.csv").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_sheet(tmp_path / "sheet.csv", COLUMNS)
+
+
+def test_tabs_and_empty_cells_that_a_program_has_left_out_are_read(path: Path) -> None:
+    sheet = read_sheet(saved(path, "item\ttext\tmark\n1\ta\n2\tb\tx\t\t\n"), COLUMNS)
+    assert sheet.to_numpy().tolist() == [["1", "a", ""], ["2", "b", "x"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "-5", "@SUM(A1)", "\t=1", " +1", "'=1", "a;=cmd|' /C calc'!A0", "＝1"]
+)
+def test_cells_that_a_spreadsheet_would_run_are_guarded_and_read_as_they_were(text: str, path: Path) -> None:
+    write_sheet(path, pd.DataFrame({"item": ["1"], "text": [text], "mark": [""]}))
+    cell = path.read_bytes().decode("utf-8-sig").split("\r\n")[1].removeprefix('"1","').removesuffix('",""')
+    assert cell.startswith(("'", "a;'="))
+    assert read_sheet(path, COLUMNS, unchanged=["text"])["text"].tolist() == [text]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "folder"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "sheet.csv"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path)
+    else:
+        path.mkdir()
+    with pytest.raises(InputError):
+        read_sheet(path, COLUMNS)
+    with pytest.raises(InputError):
+        write_sheet(path, TABLE)
+
+
+@pytest.mark.parametrize("table", [TABLE[:0], pd.DataFrame(), None])
+def test_a_sheet_has_lines(table: Any, path: Path) -> None:
+    with pytest.raises(InputError):
+        write_sheet(path, table)
+
+
+def test_a_sheet_has_a_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sheet(path, TABLE.assign(text="x" * 2**19))
+    monkeypatch.setenv("MATLENS_MAX_SHEET_MIB", "1")
+    with pytest.raises(InputError, match="MATLENS_MAX_SHEET_MIB"):
+        read_sheet(path, COLUMNS)

@@ -88,3 +88,24 @@ def test_layers_have_a_line_each_and_what_is_not_there_is_a_dash(
 def test_paths_of_figures_are_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_figures([Path("a.png"), Path("b.pdf")])
     assert capsys.readouterr().out == "Figures: a.png, b.pdf\n"
+
+
+@pytest.mark.parametrize(
+    "foreign", ["\x1b[2J", "\x1b]0;owned\x07", "\u202e", "\x9b31m", "\r", "\x08", "\udcff"]
+)
+def test_what_others_wrote_does_nothing_to_the_terminal(
+    foreign: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printing.print_table(f"Of {foreign}", ("token", "other"), [(f"a{foreign}b", f"{foreign}:smile:")])
+    printing.print_line("Figures:", Path(f"a{foreign}.png"))
+    with pytest.raises(SystemExit):
+        printing.report_errors(lambda: refuse(f"The file {foreign} :smile: [red]"))
+    printed = "".join(capsys.readouterr())
+    assert foreign not in printed.replace("\r\n", "\n")
+    assert foreign.encode("unicode_escape").decode() in printed
+    assert printed.count(":smile:") == 2
+    assert "[red]" in printed
+
+
+def refuse(message: str) -> None:
+    raise InputError(message)

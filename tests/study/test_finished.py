@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
         config = {"layout": 3, "holds": part, "request": {"seed": 0}, "files": {"rows": {"bytes": 8}}}
         (out / part / "config.json").write_text(json.dumps(config))
     (out / "results.csv").write_text("value\n1.0\n")
+    (out / "r2.png").write_bytes(b"a figure")
     write_json(out / "results.json", sealed({"note": None}))
     note = RunNote(out, options(tmp_path))
     assert not note.answers()
@@ -85,6 +86,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "rows gone": lambda folder: (folder / "out/maps/rows").unlink(),
     "other maps": lambda folder: overwrite(folder / "out/maps/config.json", b'{"layout": 3, "holds": "mops"'),
     "unfinished": lambda folder: (folder / "out/validation/config.json").unlink(),
+    "no figure": lambda folder: (folder / "out/r2.png").unlink(),
     "no note": lambda folder: (folder / "out" / RUN).unlink(),
     "empty note": lambda folder: (folder / "out" / RUN).write_text(""),
     "another note": lambda folder: (folder / "out" / RUN).write_text("[3]"),
@@ -110,6 +112,15 @@ def test_what_changes_during_the_run_leaves_no_note(folder: Path) -> None:
     assert not (folder / "out" / RUN).exists()
     overwrite(folder / "words.txt", b"these")
     assert not answers(folder)
+
+
+def test_what_cannot_be_read_at_the_end_leaves_no_note(folder: Path) -> None:
+    for change in (folder / "out/train/config.json", folder / "words.txt"):
+        note = RunNote(folder / "out", options(folder))
+        change.unlink()
+        note.write()
+        assert not (folder / "out" / RUN).exists()
+        change.write_text("{}")
 
 
 def test_the_note_says_nothing_of_the_moment(folder: Path) -> None:
