@@ -207,7 +207,7 @@ def test_what_replaces_nothing_is_refused(small_model: Models) -> None:
     for wrong, message in (
         (replaced, "Expected a list"),
         (MapSet([replaced]), r"\('h.0', 'h.1'\) replaces nothing.*From a MapSet, choose the maps"),
-        ([replaced, "h.1"], "'h.1' replaces nothing"),
+        ([replaced, "h.1"], "each entry a Replacement or a LinearMap"),
     ):
         with refused(model, message), patched(model, wrong):
             pytest.fail("not refused")
