@@ -135,7 +135,7 @@ def small_load(small_models: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def small_world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_load: Callable[..., Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_load: Callable[..., Any], small_models: Path
 ) -> Iterator[Path]:
     """An empty folder to work in, where models and corpora of the documentation's names are small ones."""
     threads = torch.get_num_threads()
@@ -143,8 +143,9 @@ def small_world(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "analyses").symlink_to(PROJECT / "analyses")
     (tmp_path / "sentences.txt").write_text("\n".join(small_sentences()))
-    for home in (loading, matlens.models, matlens):  # a face keeps what it has given once
+    for home in (matlens, matlens.models, loading):  # a face keeps what it has given once, so faces go first
         monkeypatch.setattr(home, "load", small_load)
+    (tmp_path / "gpt2").symlink_to(small_models / "gpt2")  # the name is looked up before it is loaded
     monkeypatch.setattr("matlens.corpora.corpus.open_source", small_sentences)
     yield tmp_path
     torch.set_num_threads(threads)

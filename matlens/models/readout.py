@@ -14,6 +14,7 @@ from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
+from matlens.models.sites import require_finite
 from matlens.models.weights import require_finite_weights
 from matlens.signatures import checked
 
@@ -121,6 +122,7 @@ class Readout:
         last = Anatomy.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
             truth = model(tokens, return_type="logits").float()
+        require_finite(seen[0], f"h.{model.cfg.n_layers}")
         ours, self.d_vocab = self.logits(seen[0]), int(truth.shape[-1])
         # The model may compute in half precision what is done in float32 here.
         slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()

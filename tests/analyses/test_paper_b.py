@@ -187,7 +187,7 @@ def test_control_and_its_baselines_are_in_one_table(
         (["--banned", "absent.txt"], "There is no file 'absent.txt'"),
         (["--challenging"], "marks no prompt as challenging"),
         (["--announce", "wine"], "'wine' cannot be announced"),
-        (["--value", "nan"], "nan is no value for the coefficient"),
+        (["--value", "nan"], "coefficients of changes_to_compare is of the kind list, [nan]"),
     ],
 )
 def test_what_does_not_suit_control_is_told(

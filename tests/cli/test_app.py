@@ -136,7 +136,7 @@ def test_run_does_everything(run_matlens: Matlens, inputs: list[str], tmp_path: 
     outcome = run_matlens("run", *inputs, "--out", out, "--seed", 3)
     assert outcome.code == 0
 
-    arrays = {"tokens.npy", "offsets.npy", "positions.npy", "config.json"}
+    arrays = {"tokens.npy", "offsets.npy", "sentences.npy", "positions.npy", "config.json"}
     arrays |= {f"h.{layer}.npy" for layer in range(N_LAYERS + 1)}
     maps = {"config.json"} | {f"h.{layer}.safetensors" for layer in range(N_LAYERS)}
     expected = FIGURES | {"results.csv", "results.json", "run.json"}
@@ -583,7 +583,7 @@ def test_vectors_that_are_not_finite(run_matlens: Matlens, corpus: Path, gpt2: P
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     command = ["run", "--model", model, "--corpus", corpus, *sizes(), "--out", tmp_path / "out"]
     outcome = run_matlens(*command, "--dtype", "float16")
-    assert_refused(outcome, "h.2 are not finite", "float16", "bfloat16 or float32")
+    assert_refused(outcome, "are not finite", "float16", "bfloat16 or float32")
     assert state(tmp_path / "out") is None
     assert run_matlens(*command, "--dtype", "bfloat16").code == 0
 
@@ -732,7 +732,7 @@ def test_maps_that_are_damaged(
     outcome = run_matlens(command, *arguments)
     # Fitting alone does not mend it: a finished folder is left as it is.
     assert_refused(
-        outcome, str(path), "cannot be read as safetensors", f"removing the folder {finished / 'maps'}"
+        outcome, f"{path} has {path.stat().st_size:,} bytes, where", f"Remove the folder {finished / 'maps'} "
     )
     assert state(finished) == before
 
@@ -749,7 +749,7 @@ def test_collection_that_is_damaged(run_matlens: Matlens, finished: Path, name: 
     path.write_bytes(path.read_bytes()[:kept])
     before = state(finished)
     outcome = run_matlens("fit", finished)
-    assert_refused(outcome, str(finished / "train"), "is damaged", "remove it")
+    assert_refused(outcome, f"{path} has {path.stat().st_size} bytes, where", "changed or damaged", "anew")
     assert state(finished) == before
 
 
@@ -805,6 +805,11 @@ def test_table_that_is_damaged(run_matlens: Matlens, finished: Path, damage: Cal
     whole = path.read_text()
     path.write_text(damage(whole))
     assert path.read_text() != whole
+    before = state(finished)
+    assert_refused(run_matlens("plot", finished), f"{path} is not the table that results.json describes")
+    assert state(finished) == before
+
+    (finished / "results.json").unlink()
     before = state(finished)
     assert_refused(run_matlens("plot", finished), str(path), "'matlens evaluate' writes it")
     assert state(finished) == before

@@ -79,7 +79,8 @@ def test_prompts_of_different_lengths(
     model = small_model(name)
     prompts = [model.tokenizer(text)["input_ids"] for text in TEXTS]
     flags = ((False, True, True), (True, False, True), (True, True, False))
-    places = [submodule("ffn", 1, 11, (1, 0, 13)), submodule("attn", 1, 13, flags)]
+    to_come = tuple(tuple(place == chosen for place in range(30)) for chosen in (1, 0, 13))
+    places = [submodule("ffn", 1, 11, to_come), submodule("attn", 1, 13, flags)]
     for parts in (*SCHEMES.values(), [*places, jump_part(2, 3, 12, bias=False)]):
         padded, logits = generate(model, TEXTS, parts, use_past_kv_cache=cached)
         sequences = [row[-len(prompt) - N_NEW :] for row, prompt in zip(padded, prompts, strict=True)]
