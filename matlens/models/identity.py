@@ -157,15 +157,13 @@ class ModelIdentity:
         names = {written: key for key, written in _IN_JSON.items()}
         try:
             given = {names.get(key, key): value for key, value in values.items()}
+            for key, kinds in _KINDS.items():
+                if key in given and not isinstance(given[key], kinds):
+                    key, value = _IN_JSON.get(key, key), short(given[key])
+                    raise InputError(f"The record of a model is damaged: its {key} is {value}.")
             identity = cls(**given | {"changes": _read_changes(given.get("changes", 0))})
         except (TypeError, AttributeError) as error:
             raise InputError(f"The record of a model is damaged: {error}.") from error
-        for key, kinds in _KINDS.items():
-            if not isinstance(getattr(identity, key), kinds):
-                raise InputError(
-                    f"The record of a model is damaged: its {_IN_JSON.get(key, key)} is "
-                    f"{short(getattr(identity, key))}."
-                )
         LAYERS.check(identity.n_layers, "The record of a model")
         return identity
 

@@ -205,7 +205,7 @@ def test_what_cannot_be_wrapped_is_refused(model_folder: Callable[[str], Path], 
         ({"prepend_bos": True, "tokenizer": make_tokenizer()}, "either a tokenizer"),
         ({"prepend_bos": 1}, "prepend_bos of wrap is 1"),
         ({"prepend_bos": True}, "which the tokenizer cannot do: its BOS is"),  # it has none of its own
-        ({"tokenizer": "gpt2"}, "tokenizer is a str"),
+        ({"tokenizer": "gpt2"}, "tokenizer of wrap is 'gpt2'"),
     ]
     for options, told in attempts:
         with pytest.raises(InputError, match=told):

@@ -60,8 +60,9 @@ def test_fingerprint_changes_with_dtype(model_folder: Callable[[str], Path]) -> 
 def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any]) -> None:
     """Values that both precisions hold exactly are not enough to be the same model."""
 
-    class Bridge:
+    class Bridge(torch.nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
             self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
             torch.nn.init.ones_(self.original_model.weight)
             self.original_model.config = transformers.PretrainedConfig()
@@ -73,8 +74,9 @@ def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any])
 def test_fingerprint_changes_with_names_and_shapes() -> None:
     """The same numbers in other places are another model."""
 
-    class Bridge:
+    class Bridge(torch.nn.Module):
         def __init__(self, **shapes: tuple[int, int]) -> None:
+            super().__init__()
             self.original_model = torch.nn.ParameterDict(
                 {name: torch.ones(shape) for name, shape in shapes.items()}
             )
@@ -85,7 +87,7 @@ def test_fingerprint_changes_with_names_and_shapes() -> None:
 
 
 def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
-    class Bridge:
+    class Bridge(torch.nn.Module):
         original_model = torch.nn.Linear(3000, 700, bias=False)
         original_model.config = transformers.PretrainedConfig()
 
@@ -111,10 +113,11 @@ def test_fingerprint_changes_with_the_configuration(
     assert first != second
 
 
-class Holder:
+class Holder(torch.nn.Module):
     """What a fingerprint is taken of: a module with a configuration."""
 
     def __init__(self, module: torch.nn.Module, **config: Any) -> None:
+        super().__init__()
         self.original_model: Any = module
         self.original_model.config = transformers.PretrainedConfig(**config)
 
