@@ -223,7 +223,7 @@ class _ChosenTokens:
     def __call__(self) -> Tensor:
         """``[batch, length]``."""
         where = self._where
-        if not isinstance(where, str) or where not in ("last", "new"):
+        if isinstance(where, Tensor) or where == "all" or where == "not-first":
             return self.places.chosen(where)
         places = self.places.of_batch
         last = places.max(1, keepdim=True).values

@@ -279,6 +279,7 @@ def cluster_table(
     InputError
         There is no such cluster, the clusters are those of another model, or ``n_tokens`` is less than 1.
     """
+    projection.require_same(values.identity)
     directions = clusters.directions(values, numbers)
     top = projection.top(directions, n_tokens).ids.tolist()
     rows = []

@@ -196,6 +196,7 @@ def cluster_activity(
     InputError
         The clusters are those of another model.
     """
+    projection.require_same(values.identity)
     labelled = sub_updates_by_cluster(sub_updates, clusters)
     labelled = labelled.assign(sink=trace.sinks[sub_updates.example].numpy())
     table = labelled.groupby(["cluster", "sign"]).agg(

@@ -19,8 +19,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens import metrics
+from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVectors, unembedding
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -56,11 +59,14 @@ class Projection:
         The tokenizer of the model.
     norm
         What vectors go through first: nothing, or the model's final norm.
+    identity
+        The model whose vocabulary it is; ``None`` where that is not known.
     """
 
     unembedding: Float[Tensor, "d_vocab d_model"]
     tokenizer: Any
     norm: nn.Module | None = None
+    identity: ModelIdentity | None = None
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Projection:
@@ -71,7 +77,7 @@ class Projection:
         InputError
             The model has no unembedding.
         """
-        return cls(unembedding(model), model.tokenizer)
+        return cls(unembedding(model), model.tokenizer, identity=_identity(model))
 
     @classmethod
     def after_norm(cls, model: TransformerBridge) -> Projection:
@@ -86,11 +92,30 @@ class Projection:
         if not hasattr(model, "ln_final"):
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
         norm = copy.deepcopy(model.ln_final.original_component).float()
-        return cls(plain, model.tokenizer, norm)
+        return cls(plain, model.tokenizer, norm, _identity(model))
+
+    def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
+        """Refuse vectors of another model; where one of the models is not known they are taken.
+
+        Raises
+        ------
+        InputError
+            The models differ; see `Provenance.require_same`.
+        """
+        model = other.model if isinstance(other, Provenance) else other
+        if self.identity is not None and model is not None:
+            Provenance(self.identity).require_same(other, ours="the projection", theirs=theirs)
 
     @torch.inference_mode()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
-        """Score of every token for each vector."""
+        """Score of every token for each vector.
+
+        Raises
+        ------
+        InputError
+            The vectors are of another width, or not finite.
+        """
+        require_vectors(vectors, self.unembedding.shape[1])
         inputs = vectors.to(self.unembedding.device, torch.float32)
         return (self.norm(inputs) if self.norm is not None else inputs) @ self.unembedding.T
 
@@ -119,9 +144,10 @@ class Projection:
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
-        d_vocab = len(self.unembedding)
-        if not 1 <= k <= d_vocab:
-            raise InputError(f"{k} tokens were asked for. Expected 1 to {d_vocab}, the whole vocabulary.")
+        k = require_whole(k, "The number of tokens", least=1, most=len(self.unembedding))
+        require_vectors(vectors, self.unembedding.shape[1], n_axes=2)
+        if not len(vectors):
+            raise InputError("There are no vectors. Expected at least one.")
         scores, ids = zip(*(pick(self.scores(block)) for block in self.blocks(vectors)), strict=True)
         return TopTokens(torch.cat(ids).cpu(), torch.cat(scores).cpu())
 
@@ -148,6 +174,7 @@ def top_tokens_of_all(
     InputError
         ``k`` is less than 1, or more than the vocabulary has.
     """
+    projection.require_same(values.identity)
     layers = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
     ids, scores = zip(*layers, strict=True)
     return TopTokens(torch.cat(ids), torch.cat(scores))
@@ -179,8 +206,8 @@ def values_promoting(
     InputError
         A word is not one token; or ``n`` is less than 1, or more than the model has value vectors.
     """
-    if not 1 <= n <= len(values):
-        raise InputError(f"{n} value vectors were asked for. Expected 1 to {len(values)}.")
+    n = require_whole(n, "The number of value vectors", least=1, most=len(values))
+    projection.require_same(values.identity)
     embedding = projection.unembedding[word_tokens(projection.tokenizer, words)].mean(0)
     score_and_lift = torch.stack([embedding, embedding - projection.unembedding.mean(0)])
     words_alone = Projection(score_and_lift, projection.tokenizer, projection.norm)
@@ -214,6 +241,7 @@ def values_with_tokens(
     InputError
         A word is not one token, or the top tokens are not those of all the value vectors.
     """
+    projection.require_same(values.identity)
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
@@ -254,6 +282,7 @@ def token_table(
         There are no names, one does not exist in this model, or ``k`` is less than 1 or more than the
         vocabulary has.
     """
+    projection.require_same(values.identity)
     chosen, vectors = [values.resolve(name) for name in names], values.vectors(names)
     rows: list[tuple[Any, ...]] = []
     for side, tokens in (("top", projection.top(vectors, k)), ("bottom", projection.bottom(vectors, k))):
@@ -274,6 +303,10 @@ def name_columns(values: ValueVectors, rows: Iterable[int]) -> pd.DataFrame:
             "index": [name.index for name in names],
         }
     )
+
+
+def _identity(model: TransformerBridge) -> ModelIdentity:
+    return ModelIdentity.from_model(model, hash_unembedding=False).of_weights
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
@@ -327,6 +360,7 @@ def norm_overlap(
         The model has no value vectors, no unembedding or no final norm, or ``n_random`` or ``k`` is less
         than 1.
     """
+    n_random = require_whole(n_random, "The number of random vectors", least=1)
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     rows = []
     layers = range(values.n_layers)

@@ -197,6 +197,7 @@ def dominant_table(
     """
     if not 0 <= row < updates.activations.n_rows:
         raise InputError(f"Row {row} was asked for. Expected 0 to {updates.activations.n_rows - 1}.")
+    projection.require_same(updates.activations.provenance, theirs="the updates")
     rows = []
     for layer in updates.layers:
         dominant = updates.dominant(layer, k)[row]

@@ -73,6 +73,7 @@ def scheme_quality(
     InputError
         There is not a map for every pair of layers.
     """
+    readout.require_same(validation.provenance)
     named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
     last = data.provenance.identity.n_layers
     pairs = [pair for _, scheme in named for pair in scheme.jumps]

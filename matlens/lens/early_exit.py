@@ -169,6 +169,7 @@ def exit_sweep(
     """
     last = validation.provenance.identity.n_layers
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    readout.require_same(validation.provenance)
     absent = [layer for layer in range(1, last) if (layer, last) not in maps]
     if absent:
         raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")

@@ -65,6 +65,7 @@ def top_predictions(
     """
     require_whole(k, "k", least=1)
     maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
+    readout.require_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:

@@ -71,6 +71,7 @@ def prediction_quality(
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    readout.require_same(validation.provenance)
     for method in methods:
         require_choice(method, METHODS, "A method")
     if not methods:

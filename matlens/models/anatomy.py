@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
@@ -303,7 +304,14 @@ def _carried(fired: list[tuple[int, Any]], tokens: tuple[int, ...]) -> tuple[int
 
 @checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
-    """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``."""
+    """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``.
+
+    Raises
+    ------
+    InputError
+        There is no such block.
+    """
+    layer = require_whole(layer, "layer", least=0, most=model.cfg.n_layers - 1)
     return model.blocks[layer].mlp.out.original_component
 
 

@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from matlens.arguments import require_kind, require_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import reading
-from matlens.models.identity import require_raw
+from matlens.models.identity import ModelIdentity, Provenance, require_raw
+from matlens.models.weights import require_finite_weights
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -32,6 +34,15 @@ class Readout:
     ------
     InputError
         The model has no head, or read out this way ``h^L`` does not give the model's own logits.
+
+    Attributes
+    ----------
+    identity
+        The model whose weights these are.
+    tokenizer, device
+        The model's own.
+    d_model, d_vocab
+        The width of the vectors that are read, and the number of tokens.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
@@ -41,26 +52,64 @@ class Readout:
                 "This model has no unembedding, so there is nothing to read out. Load it with its "
                 "language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
             )
+        require_finite_weights(model)
+        self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
         self.tokenizer = model.tokenizer
         self.device = torch.device(model.cfg.device)
+        self.d_model = int(model.cfg.d_model)
         self._head = nn.Sequential(*(_float32(module) for module in _head_modules(model)))
         self._scale, self._cap = _scaling(model)
         self._agrees_with(model)
 
+    def require_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
+        """Refuse vectors of another model; those of which no model is known are taken.
+
+        Raises
+        ------
+        InputError
+            The models differ; see `Provenance.require_same`.
+        """
+        if isinstance(other, ModelIdentity) or other.model is not None:
+            Provenance(self.identity).require_same(other, ours="the read-out", theirs=theirs)
+
     @torch.inference_mode()
     def logits(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
-        """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device."""
+        """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device.
+
+        Raises
+        ------
+        InputError
+            The vectors are of another width, or not finite.
+        """
+        require_vectors(h, self.d_model)
         logits = self._head(h.to(self.device, torch.float32))
         if self._scale != 1:
             logits = logits * self._scale
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def log_probs(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
-        """Natural logarithms of ``delta(h)``."""
+        """Natural logarithms of ``delta(h)``.
+
+        Raises
+        ------
+        InputError
+            The vectors are of another width, or not finite.
+        """
         return self.logits(h).log_softmax(-1)
 
     def top_tokens(self, h: Float[Tensor, " d_model"], k: int = 5) -> list[tuple[str, float]]:
-        """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first."""
+        """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first.
+
+        Raises
+        ------
+        InputError
+            It is not one vector of the model's width, is not finite, ``k`` is more than there are tokens, or
+            the model has no tokenizer.
+        """
+        k = require_whole(k, "The number of tokens", least=1, most=self.d_vocab)
+        if self.tokenizer is None:
+            raise InputError("The model of this read-out has no tokenizer. Read its logits instead.")
+        require_vectors(h, self.d_model, n_axes=1)
         probability, token = self.log_probs(h).exp().topk(k)
         return [
             (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)
@@ -72,14 +121,49 @@ class Readout:
         last = Anatomy.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
             truth = model(tokens, return_type="logits").float()
-        ours = self.logits(seen[0])
+        ours, self.d_vocab = self.logits(seen[0]), int(truth.shape[-1])
         # The model may compute in half precision what is done in float32 here.
         slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
-        if ours.shape != truth.shape or (ours - truth).abs().max() > slack:
+        if ours.shape != truth.shape or not (ours - truth).abs().max() <= slack:
             raise InputError(
                 f"The read-out of {model.cfg.architecture} is not known: final norm and unembedding do "
                 "not give the model's own logits. Please report the model."
             )
+
+
+def require_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> None:
+    """Refuse what is no tensor of finite vectors of this width.
+
+    Parameters
+    ----------
+    vectors
+        What the user gave, a vector along the last axis.
+    width
+        How many coordinates a vector has.
+    n_axes
+        How many axes there are, by default any number from one.
+
+    Raises
+    ------
+    InputError
+        It is something else; the message says what.
+    """
+    way = "Give torch.as_tensor(...) of it, with a vector along the last axis."
+    require_kind(vectors, Tensor, "vectors", way=way)
+    expected = (
+        f"Expected {'one vector' if n_axes == 1 else 'vectors'} of {width} coordinates, the model's width"
+    )
+    if vectors.ndim < 1 or vectors.shape[-1] != width or n_axes not in (None, vectors.ndim):
+        raise InputError(
+            f"The vectors have the shape {tuple(vectors.shape)}. {expected}, along the last axis."
+        )
+    if not vectors.is_floating_point():
+        raise InputError(f"The vectors are of {vectors.dtype}. {expected}, in float32 or another precision.")
+    if not bool(vectors.isfinite().all()):
+        raise InputError(
+            "The vectors hold NaN or infinity, so no token can be read from them. Expected finite numbers; "
+            "vectors mapped by a fit of too few samples can overflow."
+        )
 
 
 def _head_modules(model: TransformerBridge) -> list[nn.Module]:

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+from matlens.arguments import require_kind, require_whole, short
 from matlens.errors import InputError
 from matlens.signatures import checked
 
 _SPACE, _PIECE = "␣", "▁"  # as people see a leading space here, and as SentencePiece writes it
 _BROKEN = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a byte that is no character by itself
+_PARTS, _LONGEST = 12, 60  # tokens and characters of a word that a message shows
+_LARGEST = 2**31 - 1  # token ids are kept in as many bits by tokenizers
 
 
 @checked
 def token_texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
     r"""What each token stands for in a text, its leading space kept.
 
-    A token that is a part of a character only is written by its bytes: ``\xe2\x80``.
+    A token that is a part of a character only is written by its bytes: ``\xe2\x80``. A token that the
+    vocabulary does not hold, as rows of an unembedding can be, is written by its number: ``<50300>``.
+
+    Raises
+    ------
+    InputError
+        A token is no whole number from 0, or there is no tokenizer.
     """
-    return [_text(tokenizer, int(token)) for token in tokens]
+    _require_tokenizer(tokenizer)
+    return [
+        _text(tokenizer, require_whole(_plain(token), "A token", least=0, most=_LARGEST)) for token in tokens
+    ]
+
+
+def _plain(token: Any) -> Any:
+    """The number in a tensor of one."""
+    return token.item() if getattr(token, "ndim", None) == 0 else token
+
+
+def _require_tokenizer(tokenizer: Any) -> None:
+    if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
+        raise InputError(f"tokenizer is {short(tokenizer)}. Expected the model's own, model.tokenizer.")
 
 
 def _text(tokenizer: Any, token: int) -> str:
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:  # a row of the unembedding that the tokenizer has no use for
         return f"<{token}>"
+    if byte := _BYTE.fullmatch(piece):
+        value = int(byte[1], 16)
+        return chr(value) if value < 0x80 else f"\\x{value:02x}"
     text = tokenizer.decode([token])
     if _BROKEN in text:
         return _bytes(piece)
@@ -61,6 +88,8 @@ def word_token(tokenizer: Any, word: str) -> int:
         The word is several tokens, or unknown to the tokenizer. The message says which tokens and offers
         what can be had, such as the word with a space before it.
     """
+    _require_tokenizer(tokenizer)
+    require_kind(word, str, "A word", way="Give it as text, such as ' tea'.")
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
     if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id:
@@ -70,7 +99,8 @@ def word_token(tokenizer: Any, word: str) -> int:
             f"The word {_quoted(text)} is not in the model's vocabulary, not even in parts. Expected a word "
             "that the tokenizer knows."
         )
-    parts = ", ".join(_quoted(part) for part in token_texts(tokenizer, tokens))
+    parts = ", ".join(_quoted(part) for part in token_texts(tokenizer, tokens[:_PARTS]))
+    parts += f" and {len(tokens) - _PARTS} more" if len(tokens) > _PARTS else ""
     bare = text.strip()
     others = dict.fromkeys((f" {bare}", bare, f" {bare.lower()}", bare.lower(), f" {bare.capitalize()}"))
     single = [other for other in others if other != text and _is_token(tokenizer, other)]
@@ -90,7 +120,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:
     InputError
         There are no words, or one is not a single token.
     """
-    if not words or isinstance(words, str):
+    if isinstance(words, str) or not isinstance(words, Sequence) or not words:
         raise InputError("No words are given. Expected a list with at least one, such as [' tea'].")
     return list(dict.fromkeys(word_token(tokenizer, word) for word in words))
 
@@ -105,7 +135,7 @@ def _is_token(tokenizer: Any, text: str) -> bool:
 
 
 def _quoted(text: str) -> str:
-    return f"'{visible(text)}'"
+    return f"'{visible(text if len(text) <= _LONGEST else text[:_LONGEST] + '...')}'"
 
 
 @checked

@@ -103,8 +103,8 @@ class Workplace:
                 self._require_same(marker, partly=True)
             elif os.path.lexists(self.folder) and not self.folder.is_dir():
                 raise InputError(f"{self.folder} is no folder. Expected a new or empty folder.")
-            else:
-                self._require_usable()
+            elif self.folder.is_dir():
+                self._is_begun()
 
     def finish(self, files: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Make the folder a finished one.

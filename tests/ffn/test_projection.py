@@ -109,7 +109,9 @@ def test_all_scores_are_never_held(
 @pytest.mark.parametrize("k", [0, -1, D_VOCAB + 1])
 def test_more_tokens_than_there_are_are_refused(k: int, small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
-    with pytest.raises(InputError, match=f"{k} tokens were asked for. Expected 1 to {D_VOCAB}"):
+    with pytest.raises(
+        InputError, match=f"The number of tokens is {k}. Expected a whole number from 1 to {D_VOCAB}"
+    ):
         Projection.from_model(model).top(torch.zeros(2, D_MODEL), k)
 
 
@@ -195,7 +197,9 @@ def test_a_word_in_no_list_gives_an_empty_table(small_model: Callable[[str], Any
 @pytest.mark.parametrize("n", [0, 10_000])
 def test_more_vectors_than_there_are_are_refused(n: int, small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
-    with pytest.raises(InputError, match=f"{n} value vectors were asked for. Expected 1 to 144"):
+    with pytest.raises(
+        InputError, match=f"The number of value vectors is {n}. Expected a whole number from 1 to 144"
+    ):
         values_promoting(ValueVectors(model), Projection.from_model(model), ["w7"], n=n)
 
 

@@ -31,12 +31,13 @@ from matlens.lens.quality import (
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import Readout
 
 L, D, VOCAB, N = 3, 5, 14, 23
 MODEL = make_identity("small", n_layers=L, d_model=D)
 
 
-class Head:
+class Head(Readout):
     """A read-out that is linear and nothing else."""
 
     device = torch.device("cpu")
@@ -51,6 +52,9 @@ class Head:
 
     def log_probs(self, h: Tensor) -> Tensor:
         return self.logits(h).log_softmax(-1)
+
+    def require_same(self, other: Provenance | ModelIdentity, *, theirs: str = "") -> None:
+        """It is of no model, so that the vectors may be of any."""
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -140,7 +144,7 @@ def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> N
 
 def test_prediction_quality_is_what_a_loop_over_examples_counts() -> None:
     maps, data, head = mapset(ALL + INSIDE), activations(), Head()
-    table = prediction_quality(head, maps, data, progress=False)  # type: ignore[arg-type]
+    table = prediction_quality(head, maps, data, progress=False)
     assert list(table.columns) == COLUMNS
     assert len(table) == (L + 1) * 2 * 4
     values = set()
@@ -176,7 +180,7 @@ def test_prediction_quality_is_what_a_loop_over_examples_counts() -> None:
 @pytest.mark.parametrize("scale", [0.01, 2.0, 30.0])
 def test_at_the_last_layer_both_methods_are_right_and_as_surprised_as_the_model_itself(scale: float) -> None:
     data, head = activations(), Head(scale)
-    table = prediction_quality(head, mapset(ALL), data, progress=False)  # type: ignore[arg-type]
+    table = prediction_quality(head, mapset(ALL), data, progress=False)
     expected = np.mean([-math.log(max(distribution(head, h))) for h in data[L].tolist()])
     for method in ("mat", "id"):
         for k in (1, 5, 10):
@@ -190,17 +194,17 @@ def test_results_do_not_depend_on_how_many_examples_are_read_at_once(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, maps, data = Head(), mapset(ALL), activations()
-    whole = prediction_quality(head, maps, data, progress=False)  # type: ignore[arg-type]
+    whole = prediction_quality(head, maps, data, progress=False)
     monkeypatch.setattr(quality, "_ROWS", rows)
     head.largest = 0
-    parts = prediction_quality(head, maps, data, progress=False)  # type: ignore[arg-type]
+    parts = prediction_quality(head, maps, data, progress=False)
     assert head.largest == min(rows, N)
     pd.testing.assert_frame_equal(parts, whole, rtol=1e-5)
 
 
 def test_only_layers_with_a_map_to_the_last_are_shown() -> None:
     maps = mapset([("h.0", "h.2"), ("h.1", "h.3")])
-    table = prediction_quality(Head(), maps, activations(), progress=False)  # type: ignore[arg-type]
+    table = prediction_quality(Head(), maps, activations(), progress=False)
     assert sorted(set(table["layer"])) == [1, 3]
     assert set(table["target"]) == {3}
 
@@ -210,7 +214,7 @@ def test_without_a_map_to_the_last_layer_there_is_nothing_to_predict_from(
     pairs: list[tuple[str, str]],
 ) -> None:
     with pytest.raises(InputError, match=r"no map to the last layer h\.3"):
-        prediction_quality(Head(), mapset(pairs), activations(), progress=False)  # type: ignore[arg-type]
+        prediction_quality(Head(), mapset(pairs), activations(), progress=False)
 
 
 def test_maps_of_another_model_are_refused() -> None:
@@ -219,11 +223,11 @@ def test_maps_of_another_model_are_refused() -> None:
     with pytest.raises(InputError, match=models):
         fit_quality(maps, activations(), progress=False)
     with pytest.raises(InputError, match=models):
-        prediction_quality(Head(), maps, activations(), progress=False)  # type: ignore[arg-type]
+        prediction_quality(Head(), maps, activations(), progress=False)
 
 
 def test_one_example_gives_a_prediction_without_an_interval_of_its_surprisal() -> None:
-    table = prediction_quality(Head(), mapset(ALL), activations(1), progress=False)  # type: ignore[arg-type]
+    table = prediction_quality(Head(), mapset(ALL), activations(1), progress=False)
     assert table[table["metric"] == "surprisal"][["low", "high"]].isna().all(axis=None)
     assert table[table["metric"] == "precision"][["low", "high"]].notna().all(axis=None)
 
@@ -272,7 +276,7 @@ def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float
     lost = torch.zeros(N, dtype=torch.bool)
     lost[[0, 7, N - 1]] = True
     given = {"broken": as_substitute(broken), "whole": as_substitute(whole)}
-    judged = judge_predictions(head, truth, given, progress=False)  # type: ignore[arg-type]
+    judged = judge_predictions(head, truth, given, progress=False)
     for part, of_lost in (("rank", VOCAB), ("surprisal", math.inf)):
         ours, theirs = (getattr(judged[key], part) for key in ("broken", "whole"))
         assert torch.equal(ours[~lost], theirs[~lost])
@@ -289,7 +293,7 @@ def test_a_truth_that_is_not_finite_is_refused() -> None:
     truth = random(N, D, seed=1)
     truth[3, 2] = math.inf
     with pytest.raises(InputError, match="vectors at the read-out are not finite"):
-        judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=False)  # type: ignore[arg-type]
+        judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=False)
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -302,8 +306,8 @@ def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(quality, "Bar", bar)
     truth = random(N, D, seed=1)
-    judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=progress)  # type: ignore[arg-type]
-    prediction_quality(Head(), mapset(ALL), activations(), progress=progress)  # type: ignore[arg-type]
+    judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=progress)
+    prediction_quality(Head(), mapset(ALL), activations(), progress=progress)
     assert hidden == [not progress] * 2
 
 
@@ -337,7 +341,7 @@ def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
 
 def both() -> pd.DataFrame:
     maps, data = mapset(ALL), activations()
-    tables = [fit_quality(maps, data, progress=False), prediction_quality(Head(), maps, data, progress=False)]  # type: ignore[arg-type]
+    tables = [fit_quality(maps, data, progress=False), prediction_quality(Head(), maps, data, progress=False)]
     return pd.concat([table.astype({"k": "Int64"}) for table in tables], ignore_index=True)
 
 

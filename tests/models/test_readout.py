@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -25,10 +26,11 @@ from conftest import (
 from torch import Tensor, nn
 
 import matlens
-from matlens import InputError, Readout, collect, make_examples
+from matlens import InputError, MapSet, Readout, collect, ffn, lens, make_examples, make_prompts
 from matlens.activations.collecting import stream
 from matlens.corpora.corpus import Corpus
 from matlens.models import readout
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.weights import unembed_hash
 
 DECODERS = tuple(name for name in ARCHITECTURES if name not in MASKED)
@@ -234,18 +236,87 @@ def test_a_model_without_an_unembedding_is_refused(
 
 
 def test_a_head_that_is_not_known_is_refused_in_words(small_model: Callable[[str], Any]) -> None:
-    """RoBERTa's masked-LM head has other names than BERT's: either it is read out right, or refused."""
-    try:
-        ours = Readout(small_model("roberta"))
-    except InputError:
-        return
-    model = small_model("roberta")
-    tokens = random_tokens() % 40 + 3
-    h: list[Tensor] = []
-    hook = matlens.models.Anatomy.from_model(model).hook(N_LAYERS)
-    with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x))]):
-        logits = model(tokens, return_type="logits")
-    assert_near(ours.logits(h[0]), logits, 2e-6)
+    """RoBERTa's masked-LM head has other names than BERT's."""
+    with pytest.raises(
+        InputError, match=r"^The masked-LM head of RobertaForMaskedLM is not known; BERT's is\.$"
+    ):
+        Readout(small_model("roberta"))
+
+
+def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
+    gpt2, llama = Readout(small_model("gpt2")), Readout(small_model("llama"))
+    assert gpt2.identity == ModelIdentity.from_model(small_model("gpt2"), hash_unembedding=False).of_weights
+    assert (gpt2.d_model, gpt2.d_vocab) == (D_MODEL, 60)
+    gpt2.require_same(Provenance(gpt2.identity))
+    gpt2.require_same(Provenance())  # nothing is known of it
+    for other in (llama.identity, Provenance(llama.identity)):
+        with pytest.raises(InputError, match=r"^The read-out and the activations do not belong together"):
+            gpt2.require_same(other)
+
+
+def test_vectors_of_another_model_are_refused_by_everything_that_reads_out(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    """Models of the same width and depth: the numbers would look right."""
+    model = small_model("gpt2")
+    activations = collect(model, make_examples(model, sentences), progress=False)
+    maps = MapSet.fit(activations, ridge=1.0, progress=False)
+    prompts = collect(model, make_prompts(model, [WORDS[0]]), progress=False)
+    attempts: list[Callable[[Readout], Any]] = [
+        lambda other: lens.prediction_quality(other, maps, activations, progress=False),
+        lambda other: lens.exit_sweep(other, maps, activations, progress=False),
+        lambda other: lens.top_predictions(other, maps, prompts, [1]),
+    ]
+    for attempt in attempts:
+        attempt(Readout(model))
+        with pytest.raises(InputError, match=r"^The read-out and the activations do not belong together"):
+            attempt(Readout(small_model("llama")))
+
+
+WRONG_VECTORS: dict[str, tuple[Any, str]] = {
+    "narrow": (
+        torch.zeros(4, D_MODEL - 1),
+        rf"shape \(4, {D_MODEL - 1}\)\. Expected .* of {D_MODEL} coordinates",
+    ),
+    "wide": (torch.zeros(2, 4, D_MODEL + 1), rf"Expected .* of {D_MODEL} coordinates"),
+    "empty": (torch.zeros(4, 0), r"shape \(4, 0\)"),
+    "a number": (torch.tensor(3.0), r"shape \(\)"),
+    "a list": ([0.0] * D_MODEL, r"is of the kind list.*Expected a"),
+    "an array": (np.zeros((4, D_MODEL)), r"is of the kind ndarray.*Expected a"),
+    "nothing": (None, r"is None\. Expected a"),
+    "whole numbers": (torch.zeros(4, D_MODEL, dtype=torch.int64), r"of torch\.int64|int64 of the shape"),
+    "NaN": (torch.full((4, D_MODEL), float("nan")), r"hold NaN or infinity"),
+    "infinity": (torch.full((4, D_MODEL), float("inf")), r"hold NaN or infinity"),
+}
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("case", WRONG_VECTORS)
+def test_vectors_that_cannot_be_read_are_refused_in_words(
+    case: str, small_model: Callable[[str], Any]
+) -> None:
+    vectors, told = WRONG_VECTORS[case]
+    ours, projection = Readout(small_model("gpt2")), ffn.Projection.from_model(small_model("gpt2"))
+    one = vectors[0] if case in ("whole numbers", "NaN", "infinity") else vectors
+    for attempt in (ours.logits, ours.log_probs, projection.scores, projection.top):
+        with pytest.raises(InputError, match=rf"{told}|of Projection\.top is "):
+            attempt(vectors)
+    with pytest.raises(InputError, match=rf"{told}|of Readout\.top_tokens is "):
+        ours.top_tokens(one)
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("k", [0, -1, 61, 10**40])
+def test_a_number_of_tokens_that_there_are_not_is_refused(k: Any, small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    ours, projection = Readout(model), ffn.Projection.from_model(model)
+    with pytest.raises(InputError, match=r"^The number of tokens is .* whole number from 1 to 60"):
+        ours.top_tokens(torch.zeros(D_MODEL), k)
+    for attempt in (projection.top, projection.bottom):
+        with pytest.raises(InputError, match=r"^The number of tokens is .* whole number from 1 to 60"):
+            attempt(torch.zeros(2, D_MODEL), k)
+    with pytest.raises(InputError, match=r"of the shape \(2, 32\)\. Expected"):
+        ours.top_tokens(torch.zeros(2, D_MODEL))
 
 
 def test_no_hook_is_left(small_model: Callable[[str], Any]) -> None:

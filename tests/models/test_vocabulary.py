@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from matlens import InputError
-from matlens.models.vocabulary import token_texts, word_token, word_tokens
+from matlens.models.vocabulary import _byte_of, token_texts, word_token, word_tokens
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -75,3 +75,43 @@ def test_words_that_are_not_there_are_told() -> None:
             word_tokens(make_tokenizer(), none)
     with pytest.raises(InputError, match="'w1 w2' is 2 tokens: 'w1', 'w2'"):
         word_token(make_tokenizer(), "w1 w2")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A vocabulary of SentencePiece with a piece for every byte, as Llama 2's and Gemma's."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁tea", "é"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_bytes_are_written_alike_in_all_vocabularies() -> None:
+    level, fallback = byte_level(), byte_fallback()
+    for byte in (0x80, 0xA5, 0xE2, 0xFF, 0x0A, 0x00, 0x20, 0x41, 0x7F):
+        piece = next(piece for piece, value in _byte_of().items() if value == byte)
+        (ours,) = token_texts(level, level.convert_tokens_to_ids([piece]))
+        (theirs,) = token_texts(fallback, fallback.convert_tokens_to_ids([f"<0x{byte:02X}>"]))
+        assert ours == theirs == (chr(byte) if byte < 0x80 else f"\\x{byte:02x}")
+    assert token_texts(fallback, fallback.convert_tokens_to_ids(["▁tea", "é"])) == [" tea", "é"]
+    # In a vocabulary that has such pieces without a decoder of bytes, too.
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<0xE2>": 0}, unk_token="a"))
+    )
+    assert token_texts(plain, [0]) == [r"\xe2"]
+
+
+@pytest.mark.refused
+def test_what_are_no_tokens_is_refused() -> None:
+    for token in (-1, 10**40, 1.5, "a", None):
+        with pytest.raises(InputError, match=r"A token is|tokens of token_texts"):
+            token_texts(byte_level(), [token])  # type: ignore[list-item]
+    for attempt in (lambda: token_texts(b"x", [1]), lambda: word_token(None, "tea")):
+        with pytest.raises(InputError, match=r"tokenizer is .*Expected the model's own"):
+            attempt()
+    with pytest.raises(InputError, match=r"word of word_token is 3"):
+        word_token(byte_level(), 3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"is 100000 tokens: .* and 99988 more") as caught:
+        word_token(byte_level(), "x" * 100_000)
+    assert len(str(caught.value)) < 500
