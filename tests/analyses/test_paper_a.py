@@ -68,6 +68,8 @@ def finished(
             options += ["--prompt", f"w1 w2 w3{mask}", "--prompt", f"w4{mask} w5"]
         if "patched" in OPTIONS[name]:
             options += ["--patched", N_PATCHED]
+        if name == "submodule_positions":
+            options += ["--every", 1]
         run(name, *options, *sizes(), "--out", out)
         done.add((name, model))
         return out
@@ -174,13 +176,13 @@ def test_submodules_are_those_replaced_by_hand(finished: Finished, by_hand: ByHa
 
 def test_positions_of_stand_ins_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
     table, study = read(finished, "submodule_positions"), by_hand()
-    vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in (0, 2)}
+    vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in range(N_LAYERS)}
     for method, fit, place in itertools.product(
         ("mat_ffn", "mat_ln1_ln2"),
         ("all", "not-first", "not-sink"),
         ("all", "not-first", "not-sink", "predicted"),
     ):
-        for layer in (0, 2):
+        for layer in range(N_LAYERS):
             name = f"{method}, fit {fit}, replace {place}"
             vectors[name, layer] = study.submodules(method, fit, place, layer, N_PATCHED)
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
