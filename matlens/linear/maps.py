@@ -39,6 +39,13 @@ class LinearMap:
     target: str
     provenance: Provenance = field(default_factory=Provenance, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+            raise InputError(
+                f"A bias of the shape {tuple(self.bias.shape)} does not fit a weight of "
+                f"{tuple(self.weight.shape)}. Expected {self.weight.shape[0]} numbers, one for each row."
+            )
+
     @classmethod
     def from_solution(
         cls,
