@@ -101,7 +101,7 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
         There are no values.
     """
     _require_some(values)
-    sample = values.double().cpu().numpy()
+    sample = values.double().cpu().numpy().reshape(-1)
     if np.isinf(sample).any():
         return Estimate(float(np.mean(sample)), float("nan"), float("nan"), len(sample))
     centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")

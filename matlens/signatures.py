@@ -141,7 +141,7 @@ def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
             parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
         ):  # fmt: skip
             continue
-        if name in _CHECKED_BY_FUNCTIONS:
+        if name in _CHECKED_BY_FUNCTIONS and "Activations" not in str(parameter.annotation):
             continue
         kind = _BY_NAME.get(name) or _kind(_evaluated(parameter.annotation, known))
         if name in _BY_NAME and parameter.default is None:

@@ -134,7 +134,7 @@ def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | 
             f"{model.cfg.architecture} predicts masked tokens, not the next one, so it continues no prompts. "
             "Expected a decoder."
         )
-    if isinstance(prompts, str) or not prompts:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError("No prompts are given. Expected a list with at least one.")
     for name, number in numbers.items():
         if number is not None and number < 1:

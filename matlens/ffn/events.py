@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
+from matlens.arguments import require_kind, short
 from matlens.errors import InputError
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors, unembedding
@@ -86,9 +87,19 @@ class Events(NamedTuple):
     reference: str
 
     def among(self, rows: Bool[Tensor, " n"] | None) -> Events:
-        """The events in the chosen examples; in all of them where ``rows`` is None."""
+        """The events in the chosen examples; in all of them where ``rows`` is None.
+
+        Raises
+        ------
+        InputError
+            ``rows`` is no tensor of truth values, or has fewer than there are examples.
+        """
         if rows is None:
             return self
+        require_kind(rows, Tensor, "rows", way="Give a truth value for each example.")
+        least = int(self.example.max()) + 1 if len(self.example) else 0
+        if rows.dtype != torch.bool or rows.ndim != 1 or len(rows) < least:
+            raise InputError(f"rows is {short(rows)}. Expected a truth value for each of the examples.")
         chosen = rows[self.example]
         return Events(self.example[chosen], self.layer[chosen], self.reference)
 

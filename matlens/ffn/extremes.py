@@ -73,6 +73,10 @@ class SubUpdates(NamedTuple):
 @checked
 def default_threshold(scores: TraceScores) -> float:
     """The threshold that the size of a score passes in one of a hundred dominant sub-updates."""
+    if ("dominant", "before") not in scores:
+        raise InputError(
+            "There are no scores of dominant sub-updates for the top candidate. Expected those of a Trace."
+        )
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 

@@ -186,8 +186,22 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     def held(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None
     ) -> MapSet:
-        """These maps, by default all, in memory and on a device: each is read once, however often used."""
-        chosen = [self[pair] for pair in (self if pairs is None else dict.fromkeys(pairs))]
+        """These maps, by default all, in memory and on a device: each is read once, however often used.
+
+        Raises
+        ------
+        InputError
+            There is no such map, or no pair is given.
+        """
+        if pairs is None:
+            chosen = list(self.values())
+        else:
+            if isinstance(pairs, str) or not isinstance(pairs, Iterable) or not (wanted := [*pairs]):
+                raise InputError(f"pairs is {short(pairs)}. Expected pairs of sites, such as [(3, 30)].")
+            try:
+                chosen = [self[source, target] for source, target in dict.fromkeys(map(self._names, wanted))]
+            except KeyError as error:
+                raise InputError(f"{error.args[0]}.") from None
         return MapSet(
             chosen if device is None else [linear.to(device) for linear in chosen], provenance=self.provenance
         )

@@ -376,6 +376,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         raise InputError(
             f"The device {device!s} cannot be used here: {error}. Expected cpu, cuda or mps."
         ) from error
+    if chosen.type == "meta":
+        raise InputError("The device meta holds no numbers. Expected cpu, cuda or mps.")
     return chosen
 
 

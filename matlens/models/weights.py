@@ -47,6 +47,8 @@ def fingerprint(model: TransformerBridge) -> str:
         It is no model.
     """
     require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
+    if not hasattr(model, "original_model"):
+        raise InputError(f"The model is a plain {type(model).__name__}. Load it with matlens.load.")
     return _digest(model, None)
 
 
@@ -86,7 +88,13 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
 
     Models that share it, with their final norm, can share a read-out.
+
+    Raises
+    ------
+    InputError
+        It is no model.
     """
+    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
     if not hasattr(model, "unembed"):
         return None
     weight = model.unembed.original_component.weight.detach().cpu().contiguous()
