@@ -143,9 +143,10 @@ def judge_predictions(
         require_finite(true, "the read-out")
         for key, substitute in substitutes.items():
             h = substitute(part).float()
-            logits = readout.logits(h)
             # A norm whose squares overflow would make something of it all the same.
-            sound = logits.isfinite().all(-1) & h.square().sum(-1).isfinite().to(logits.device)
+            readable = h.square().sum(-1).isfinite()
+            logits = readout.logits(h.where(readable[:, None], torch.zeros_like(h)))
+            sound = logits.isfinite().all(-1) & readable.to(logits.device)
             token = logits.argmax(-1)
             rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
             judged[key].rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
