@@ -289,6 +289,17 @@ def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float
     assert surprisal[["low", "high"]].isna().all()
 
 
+def test_a_read_out_of_a_model_judges_what_overflowed(small_model: Callable[[str], Any]) -> None:
+    """Read-outs refuse vectors that are not finite; what stand-ins make of a sentence counts as wrong."""
+    model = small_model("llama")
+    truth = random(N, model.cfg.d_model, seed=1)
+    broken = truth.clone()
+    broken[3, 2] = math.inf
+    judged = judge_predictions(Readout(model), truth, {"x": as_substitute(broken)}, progress=False)["x"]
+    assert judged.rank.tolist() == [0] * 3 + [model.cfg.d_vocab] + [0] * (N - 4)
+    assert judged.surprisal.isinf().nonzero().tolist() == [[3]]
+
+
 def test_a_truth_that_is_not_finite_is_refused() -> None:
     truth = random(N, D, seed=1)
     truth[3, 2] = math.inf
