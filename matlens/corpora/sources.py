@@ -30,12 +30,13 @@ from matlens.storage.files import open_regular
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 """What sentences are read from."""
 
-_SAMPLES: dict[str, Callable[[], Iterator[str]]] = {
+SAMPLES: dict[str, Callable[[], Iterator[str]]] = {
     "wikipedia-sample": wikipedia_sample,
     "news-sample": news_sample,
 }
+"""The samples that come with packages, by their names."""
 _CHOICES = (
-    f"Give one of the samples ({', '.join(_SAMPLES)}), the path of a text file with one sentence a line, "
+    f"Give one of the samples ({', '.join(SAMPLES)}), the path of a text file with one sentence a line, "
     "of a .jsonl file or of a Leipzig corpus, or the id of a dataset on the Hugging Face Hub (name or "
     "name:config)."
 )
@@ -75,8 +76,8 @@ def open_source(source: Source, field: str, split: str) -> Iterator[str]:
     if path is not None:
         return _file_sentences(path, field)
     source = os.fspath(source)
-    if source in _SAMPLES:
-        return _SAMPLES[source]()
+    if source in SAMPLES:
+        return SAMPLES[source]()
     path = Path(source).expanduser() if source.startswith("~/") else Path(source)
     # The id of a dataset has one slash at most; what looks more like a path is not sent to the hub.
     looks_like_path = source.startswith((".", "/", "~")) or "\\" in source or source.count("/") > 1
@@ -95,7 +96,7 @@ def file_of_source(source: Source) -> Path | None:
     InputError
         It is there and no file that can be read: a pipe, a device, or denied.
     """
-    if not isinstance(source, str | os.PathLike) or source in _SAMPLES:
+    if not isinstance(source, str | os.PathLike) or source in SAMPLES:
         return None
     try:
         text = os.fspath(source)

@@ -46,9 +46,7 @@ def fingerprint(model: TransformerBridge) -> str:
     InputError
         It is no model.
     """
-    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
-    if not hasattr(model, "original_model"):
-        raise InputError(f"The model is a plain {type(model).__name__}. Load it with matlens.load.")
+    _require_bridge(model)
     return _digest(model, None)
 
 
@@ -94,7 +92,7 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     InputError
         It is no model.
     """
-    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
+    _require_bridge(model)
     if not hasattr(model, "unembed"):
         return None
     weight = model.unembed.original_component.weight.detach().cpu().contiguous()
@@ -122,6 +120,12 @@ def require_finite_weights(model: TransformerBridge) -> None:
         raise InputError(
             f"The weights of {model.cfg.model_name} are not finite: {place} holds {value}. {reason}"
         )
+
+
+def _require_bridge(model: Any) -> None:
+    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
+    if not hasattr(model, "original_model"):
+        raise InputError(f"The model is a plain {type(model).__name__}. Load it with matlens.load.")
 
 
 def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:

@@ -176,7 +176,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with the hash of its own content, as JSON gives it back."""
     content = json.loads(json.dumps(record))
     content.pop(SEAL, None)
-    return {**content, SEAL: _content_hash(content)}
+    return {**content, SEAL: content_hash(content)}
 
 
 def require_seal(record: Any, path: Path) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def require_seal(record: Any, path: Path) -> dict[str, Any]:
     InputError
         It has been changed, or was never sealed.
     """
-    if not isinstance(record, dict) or record.get(SEAL) != _content_hash(
+    if not isinstance(record, dict) or record.get(SEAL) != content_hash(
         {key: value for key, value in record.items() if key != SEAL}
     ):
         raise damaged(path, "does not hold what matlens has written into it")
@@ -211,6 +211,7 @@ def hash_file(file: BinaryIO) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def _content_hash(content: Mapping[str, Any]) -> str:
+def content_hash(content: Mapping[str, Any], *, before: str = "") -> str:
+    """The SHA-256 of a record, whatever the order of its keys; ``before`` is the hash of what it follows."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(f"{before}{canonical}".encode()).hexdigest()

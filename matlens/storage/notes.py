@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.bounds import JSON, parse_json
-from matlens.storage.files import damaged, read_bounded
+from matlens.storage.files import content_hash, damaged, read_bounded
 
 NOTES = "progress.jsonl"
 """The file of an unfinished folder that the notes are in."""
@@ -40,7 +39,7 @@ class Notes:
             note = parse_json(line.decode("ascii", "replace"), f"line {number} of {self._path}")
             if not isinstance(note, dict) or not isinstance(note.get("note"), dict):
                 raise damaged(self._path, f"holds no note in line {number}")
-            self._hash = _chained(self._hash, note["note"])
+            self._hash = content_hash(note["note"], before=self._hash)
             if note.get("digest") != self._hash:
                 raise damaged(self._path, f"does not hold what was noted in line {number}")
             self.records.append(note["note"])
@@ -48,7 +47,7 @@ class Notes:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Note what has been done, once it is on the disk."""
-        self._hash = _chained(self._hash, record)
+        self._hash = content_hash(record, before=self._hash)
         line = json.dumps({"note": record, "digest": self._hash}, separators=(",", ":")) + "\n"
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         # The descriptor is closed by the file, also where the disk is full.
@@ -65,8 +64,3 @@ class Notes:
         """Forget all that was done."""
         self._path.unlink(missing_ok=True)
         self.records, self._hash, self._size = [], "", 0
-
-
-def _chained(before: str, record: Mapping[str, Any]) -> str:
-    canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{before}{canonical}".encode()).hexdigest()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from matlens.corpora.sources import SAMPLES
 from matlens.errors import InputError
 from matlens.models.places import locate
 from matlens.progress import waiting
@@ -22,14 +23,8 @@ from matlens.storage.folders import LAYOUT, command_line, software_versions
 from matlens.study.output import FIGURES, MAPS, RESULTS, RUN, TRAIN, VALIDATION
 
 PARTS = (TRAIN, VALIDATION, MAPS)
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-)  # what damaged files can cause
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what damaged files can cause
 _MOST_FILES = 1000  # of a model's folder; more are no model alone
-_SAMPLES = ("wikipedia-sample", "news-sample")
 # What bundled samples are made from and by: they change with these alone.
 _MAKERS = ("gensim", "mwparserfromhell", "sentencex")
 
@@ -119,7 +114,7 @@ def model_identity(options: Mapping[str, Any], *, but: Path) -> dict[str, Any] |
 
 def corpus_identity(name: str) -> dict[str, Any] | None:
     """The digest of a corpus file, or what a sample is made by; None for what only reading it can tell."""
-    if name in _SAMPLES:
+    if name in SAMPLES:
         return {"sample": {package: _version(package) for package in _MAKERS}}
     path = Path(os.path.expanduser(name))
     return {"file": _digest(path)} if os.path.isfile(path) else None
