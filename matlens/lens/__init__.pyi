@@ -1,3 +1,4 @@
+from .alternation import best_schemes as best_schemes
 from .alternation import named_schemes as named_schemes
 from .alternation import scheme_quality as scheme_quality
 from .early_exit import ExitConfidence as ExitConfidence

@@ -139,6 +139,20 @@ def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> N
             assert row[["k", "low", "high"]].isna().all()
 
 
+def test_fit_quality_is_taken_on_the_rows_that_count() -> None:
+    maps, data = mapset(ALL), activations()
+    rows = torch.arange(N) % 3 > 0
+    table = fit_quality(maps, data, rows=rows, progress=False)
+    for source, target in ALL:
+        mapped = maps[source, target](data[source])[rows].double().numpy()
+        row = only_row(table, method="mat", layer=int(source[2:]), target=int(target[2:]))
+        expected = r2_score(data[target][rows].double().numpy(), mapped)
+        assert (row["value"], row["n"]) == (pytest.approx(expected, abs=1e-5), int(rows.sum()))
+    for wrong in (rows[1:], torch.arange(N) < 1):
+        with pytest.raises(InputError, match=f"truth value for each of the {N} examples"):
+            fit_quality(maps, data, rows=wrong)
+
+
 # Quality of prediction
 
 
