@@ -48,7 +48,10 @@ OPTIONS = {
     ],
     EXITS: [*SENTENCES_OF, "dominant", "clusters", "splits", "folds", "fewest", "strength", "lasso"],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    "sample_sizes": MAPS,
+    "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip
 
