@@ -47,7 +47,9 @@ OPTIONS = {
         *SENTENCES_OF, "prompts", "challenging", "field", "limit", "grader", "value", "vector", "word", "n",
         "banned", "announce", "samples",
     ],
-    EXITS: [*SENTENCES_OF, "dominant", "clusters", "splits", "folds", "fewest", "strength", "lasso"],
+    EXITS: [
+        *SENTENCES_OF, "dominant", "clusters", "beside", "splits", "folds", "fewest", "strength", "lasso",
+    ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
     "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
