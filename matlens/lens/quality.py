@@ -50,36 +50,31 @@ def fit_quality(
     validation
         Vectors at layers that the maps come from and go to.
     rows
-        True for the examples that count, by default all: ``~sink_rows(validation)`` leaves sinks out.
+        True for the examples that count, by default all.
     progress
-        Whether to show a progress bar.
+        Whether to show a bar.
 
     Raises
     ------
     InputError
-        The maps are of another model, ``rows`` has another length than the examples, or fewer than two
-        examples are left.
+        The maps or the rows are not those of the examples, or fewer than two rows are left.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
-    kept = slice(None) if rows is None else _kept_rows(rows, validation.n_rows)
+    if rows is not None and (rows.shape != (validation.n_rows,) or int(rows.sum()) < 2):
+        raise InputError(
+            f"rows is {short(rows)}. Expected True or False for each of the {validation.n_rows} examples, "
+            "and True for two or more."
+        )
+    counted = slice(None) if rows is None else rows
     table = []
     pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
     for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
-        h, truth = validation[source][kept], validation[target][kept]
+        h, truth = validation[source][counted], validation[target][counted]
         for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
             table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
     return result_table(table)
-
-
-def _kept_rows(rows: Tensor, n: int) -> Tensor:
-    if rows.shape != (n,) or rows.dtype != torch.bool or int(rows.sum()) < 2:
-        raise InputError(
-            f"The rows that count are {short(rows)}. Expected a truth value for each of the {n} examples, "
-            "of which two or more are true."
-        )
-    return rows.cpu()
 
 
 @checked

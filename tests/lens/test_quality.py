@@ -123,6 +123,24 @@ def distribution(head: Head, h: list[float]) -> list[float]:
 # Quality of fit
 
 
+def test_only_the_rows_that_are_named_count_in_r2() -> None:
+    maps, data = mapset([("h.0", "h.2")]), activations()
+    rows = torch.arange(N) % 3 != 1
+    table = fit_quality(maps, data, rows=rows, progress=False)
+    truth, source = (data[site].double().numpy()[rows.numpy()] for site in ("h.2", "h.0"))
+    assert only_row(table, method="id")["value"] == pytest.approx(r2_score(truth, source), abs=1e-5)
+    mapped = np.array([apply(maps["h.0", "h.2"], h) for h in source.tolist()])
+    assert only_row(table, method="mat")["value"] == pytest.approx(r2_score(truth, mapped), abs=1e-5)
+    assert set(table["n"]) == {int(rows.sum())}
+
+
+@pytest.mark.refused
+def test_rows_of_other_examples_are_refused() -> None:
+    for rows in (torch.ones(N - 1, dtype=torch.bool), torch.arange(N) < 1):
+        with pytest.raises(InputError, match=r"rows is .* for each of the \d+ examples"):
+            fit_quality(mapset([("h.0", "h.2")]), activations(), rows=rows, progress=False)
+
+
 def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> None:
     maps, data = mapset(ALL + INSIDE), activations()
     table = fit_quality(maps, data, progress=False)
@@ -137,20 +155,6 @@ def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> N
             assert (row["experiment"], row["model"], row["corpus"]) == ("fit_quality", "small", "words")
             assert (row["metric"], row["n"]) == ("r2", N)
             assert row[["k", "low", "high"]].isna().all()
-
-
-def test_fit_quality_is_taken_on_the_rows_that_count() -> None:
-    maps, data = mapset(ALL), activations()
-    rows = torch.arange(N) % 3 > 0
-    table = fit_quality(maps, data, rows=rows, progress=False)
-    for source, target in ALL:
-        mapped = maps[source, target](data[source])[rows].double().numpy()
-        row = only_row(table, method="mat", layer=int(source[2:]), target=int(target[2:]))
-        expected = r2_score(data[target][rows].double().numpy(), mapped)
-        assert (row["value"], row["n"]) == (pytest.approx(expected, abs=1e-5), int(rows.sum()))
-    for wrong in (rows[1:], torch.arange(N) < 1):
-        with pytest.raises(InputError, match=f"truth value for each of the {N} examples"):
-            fit_quality(maps, data, rows=wrong)
 
 
 # Quality of prediction
