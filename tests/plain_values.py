@@ -19,11 +19,29 @@ D_MLP = {name: 128 if name in ("gpt2", "gptj") else 48 for name in ARCHITECTURES
 D_VOCAB = 60
 
 
-def plain_values(name: str, plain: Any, layer: int) -> Tensor:
+NORM_BEHIND = ("gemma2", "gemma3")  # whose FFNs write into the stream through a norm
+
+
+def plain_matrix(name: str, plain: Any, layer: int) -> Tensor:
     """Rows of a layer's output matrix: Conv1D keeps it as it multiplies, Linear transposed."""
     block = plain.get_submodule(LAYERS[name][0])[layer]
     weight = block.get_submodule(SITE_MODULES[name]["ffn_post"][0]).weight.detach()
     return weight if name == "gpt2" else weight.T
+
+
+def plain_values(name: str, plain: Any, layer: int) -> Tensor:
+    """These rows, and in Gemma times the gain of the norm that follows, ``1 + weight``."""
+    rows = plain_matrix(name, plain, layer)
+    if name not in NORM_BEHIND:
+        return rows
+    return rows * (1 + plain.model.layers[layer].post_feedforward_layernorm.weight.detach())
+
+
+def plain_scale(name: str, plain: Any, ffn_out: Tensor) -> float:
+    """One over the size of what the norm behind the FFN is given, by its formula; 1 where there is none."""
+    if name not in NORM_BEHIND:
+        return 1.0
+    return float((ffn_out.double().square().mean() + plain.config.rms_norm_eps).rsqrt())
 
 
 def plain_unit_vectors(name: str, plain: Any) -> np.ndarray:

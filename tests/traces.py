@@ -34,7 +34,7 @@ def make_trace(
         return torch.randn(n, n_layers * k, generator=generator)
 
     rows = {"before": before.float(), "after": after.float(), "rank": rank.float()}
-    rows |= {"norm": torch.ones(n, n_layers) if norm is None else norm}
+    rows |= {"norm": torch.ones(n, n_layers) if norm is None else norm, "scale": torch.ones(n, n_layers)}
     for group in GROUPS:
         rows |= {f"index.{group}": random().abs().floor(), f"coefficient.{group}": random()}
         rows |= {f"score.{group}.{reference}": random() for reference in REFERENCES}
@@ -56,6 +56,7 @@ def make_trace_of_model(
     norm[:n_sinks, 1] = 1000
     rank = torch.randint(0, 2, shape, generator=generator).float()
     rows = {"before": torch.zeros(shape), "after": torch.zeros(shape), "rank": rank, "norm": norm}
+    rows["scale"] = torch.ones(shape)
     for group in GROUPS:
         index = torch.rand(*shape, values.d_mlp, generator=generator).topk(k).indices
         rows |= {f"index.{group}": index.flatten(1).float(), f"coefficient.{group}": random().flatten(1)}
@@ -67,7 +68,7 @@ def make_trace_of_model(
 def make_trace_of_dominant(dominant: np.ndarray, fingerprint: str) -> Trace:
     """A trace with these dominant sub-updates, ``[n, n_layers, k]``, and nothing else to see."""
     n, n_layers, k = dominant.shape
-    rows = {name: torch.zeros(n, n_layers) for name in ("before", "after", "rank", "norm")}
+    rows = {name: torch.zeros(n, n_layers) for name in ("before", "after", "rank", "norm", "scale")}
     for group in GROUPS:
         rows |= {f"{name}.{group}": torch.zeros(n, n_layers * k) for name in ("index", "coefficient")}
         rows |= {f"score.{group}.{reference}": torch.zeros(n, n_layers * k) for reference in REFERENCES}

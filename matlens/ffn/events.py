@@ -392,6 +392,6 @@ def _relative_scores(
         for (group, reference), scores in trace.score.items():
             chosen = vectors[trace.index[group][:, layer].to(values.device)]
             static = torch.einsum("nkd,nd->nk", chosen, baseline(reference, layer)).cpu()
-            coefficient = trace.coefficient[group][:, layer]
-            relative[group, reference][:, layer] = scores[:, layer] - coefficient * static
+            scaled = trace.scale[:, layer, None] * trace.coefficient[group][:, layer]
+            relative[group, reference][:, layer] = scores[:, layer] - scaled * static
     return relative

@@ -21,7 +21,7 @@ from matlens.activations.collecting import Rows, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
 from matlens.corpora.examples import ARRAYS, Examples
 from matlens.errors import InputError
-from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
+from matlens.ffn.updates import DOMINANT, FFN_OUT, random_sub_updates, require_count
 from matlens.ffn.values import ValueVectors, unembedding
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
@@ -54,12 +54,15 @@ class Trace:
         stays on top.
     norm
         ``[n, n_layers]``, the length of ``x~``, by which attention sinks are known.
+    scale
+        ``[n, n_layers]``, the positive number by which a norm after the FFN multiplies the update; 1 where
+        there is none.
     index, coefficient
         By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, the index of each sub-update's value
         vector in its layer, and its coefficient ``m_i``.
     score
         By group and reference, such as ``("dominant", "before")``: ``[n, n_layers, k]``, the scores
-        ``e_w . m_i v_i`` of the reference token.
+        ``e_w . m_i v_i`` of the reference token, the scale included.
     examples
         The examples that the model was run on.
     provenance
@@ -72,7 +75,7 @@ class Trace:
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
         self.before, self.after, self.rank = (rows[name].long() for name in ("before", "after", "rank"))
-        self.norm = rows["norm"]
+        self.norm, self.scale = rows["norm"], rows["scale"]
         self.index = {group: self._by_layer(rows[f"index.{group}"]).long() for group in GROUPS}
         self.coefficient = {group: self._by_layer(rows[f"coefficient.{group}"]) for group in GROUPS}
         self.score = {
@@ -201,14 +204,16 @@ class _BatchReader:
         self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
         before = {site for sites in self._before for site in sites}
-        self.sites = sorted(before | {*self._after, *self._coefficients})
+        self._outputs = [str(Site(FFN_OUT, layer)) for layer in layers]
+        outputs = self._outputs if self._values.output_kind != FFN_OUT else []  # where they pass a norm
+        self.sites = sorted(before | {*self._after, *self._coefficients, *outputs})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
         self._drawn = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
         n = self._values.n_layers
         scores = [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
         self.columns = {
             **dict.fromkeys(("before", "after", "rank"), Column(n, "int32")),
-            "norm": Column(n),
+            **dict.fromkeys(("norm", "scale"), Column(n)),
             **dict.fromkeys([f"index.{group}" for group in GROUPS], Column(n * k, "int32")),
             **dict.fromkeys([f"coefficient.{group}" for group in GROUPS], Column(n * k)),
             **dict.fromkeys(scores, Column(n * k)),
@@ -236,6 +241,9 @@ class _BatchReader:
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]
             contribution = m.abs() * self._norms[layer]
+            outputs = batch.vectors.get(self._outputs[layer], torch.zeros(n, self._values.d_model))
+            scale = self._values.scale(layer, outputs).cpu()
+            columns["scale"][:, layer, 0] = scale
             index = {
                 "dominant": contribution.topk(self._k).indices,
                 "random": self._drawn[layer][torch.from_numpy(batch.index)],
@@ -245,9 +253,10 @@ class _BatchReader:
                 coefficient = m.gather(1, of_group)
                 columns[f"index.{group}"][:, layer] = of_group
                 columns[f"coefficient.{group}"][:, layer] = coefficient
+                scaled = scale[:, None] * coefficient
                 vectors = self._values.layer(layer)[of_group.to(self._values.device)]
                 for reference, token in tokens.items():
                     e = self._embedding[token.to(self._embedding.device)]
                     static = torch.einsum("nkd,nd->nk", vectors, e).cpu()
-                    columns[f"score.{group}.{reference}"][:, layer] = coefficient * static
+                    columns[f"score.{group}.{reference}"][:, layer] = scaled * static
         return {name: values.flatten(1) for name, values in columns.items()}

@@ -2,7 +2,8 @@
 
 The FFN of a layer writes ``sum_i m_i v_i + b``. The sub-update ``m_i v_i`` promotes tokens by its own scores
 ``E m_i v_i``; where its coefficient is negative, those that ``v_i`` itself demotes. A few sub-updates do
-most: the contribution of one is ``|m_i| ||v_i||``, its share that over the sum of all (paper B, A.3).
+most: the contribution of one is ``|m_i| ||v_i||``, its share that over the sum of all (paper B, A.3). Where a
+norm follows the FFN, all of it is as it reaches the stream, see `matlens.ffn.values`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Updates:
     values
         The model's value vectors.
     activations
-        ``ffn_post`` and ``ffn_out`` of each layer that is asked for, ``n`` rows.
+        ``ffn_post`` and ``ffn_out`` of each layer that is asked for, ``n`` rows; and where a norm follows the
+        FFN, ``ln2_post_out``.
 
     Raises
     ------
@@ -91,7 +93,8 @@ class Updates:
         chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
         if not chosen:
             raise InputError("No layers are chosen. Expected at least one.")
-        sites = [Site(kind, layer) for layer in chosen for kind in (COEFFICIENTS, FFN_OUT)]
+        kinds = dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind))
+        sites = [Site(kind, layer) for layer in chosen for kind in kinds]
         return cls(values, collect(model, examples, sites, progress=progress))
 
     @property
@@ -105,11 +108,17 @@ class Updates:
         return self._of(COEFFICIENTS, layer)
 
     def outputs(self, layer: int) -> Float[Tensor, "n d_model"]:
-        """The outputs of a layer's FFN, as the model computed them."""
-        return self._of(FFN_OUT, layer)
+        """What a layer's FFN adds to the stream, as the model computed it, a norm behind the FFN included."""
+        return self._of(self.values.output_kind, layer)
+
+    def scales(self, layer: int) -> Float[Tensor, " n"]:
+        """By what the norm after the FFN multiplies the sub-updates of each row; 1 where no norm follows."""
+        return self.values.scale(layer, self._of(FFN_OUT, layer))
 
     def sub_updates(self, layer: int, row: int = 0) -> Float[Tensor, "d_mlp d_model"]:
-        """``m_i v_i`` of one position; their sum and ``values.bias(layer)`` are its row of `outputs`.
+        """``m_i v_i`` of one position as they reach the stream.
+
+        Their sum and ``scales(layer)[row] * values.bias(layer)`` are its row of `outputs`.
 
         Raises
         ------
@@ -117,11 +126,12 @@ class Updates:
             There is no such row.
         """
         require_whole(row, "row", least=0, most=self.activations.n_rows - 1)
-        return self.coefficients(layer)[row, :, None] * self.values.layer(layer)
+        scaled = self.scales(layer)[row] * self.coefficients(layer)[row]
+        return scaled[:, None] * self.values.layer(layer)
 
     def contributions(self, layer: int) -> Float[Tensor, "n d_mlp"]:
         """``|m_i| ||v_i||``, the length of each sub-update."""
-        return self.coefficients(layer).abs() * self.values.norms(layer)
+        return self.scales(layer)[:, None] * self.coefficients(layer).abs() * self.values.norms(layer)
 
     def shares(self, layer: int) -> Float[Tensor, "n d_mlp"]:
         """Contribution of each sub-update relative to the sum of all of them."""

@@ -3,10 +3,15 @@
 An FFN writes ``sum_i m_i v_i + b``: its coefficients ``m`` weigh the value vectors ``v_i``, the rows of its
 output matrix. There are ``n_layers x d_mlp`` of them, and each has a name: ``L3D12`` is the vector 12 of
 layer 3, both counted from 0. The weights are the model's own, in float32 whatever the model runs in.
+
+Where a norm follows the FFN before its output joins the stream (Gemma 2 and 3), what reaches the stream of
+``m_i v_i`` is ``s m_i (g * v_i)``: ``g`` is the norm's gain, and ``s`` one positive number for each token.
+There the value vectors are the rows ``g * v_i``. A norm over the whole stream (BERT) is no part of them.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +26,7 @@ from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy, output_layer
 from matlens.models.identity import ModelIdentity, require_raw
-from matlens.models.sites import COEFFICIENTS
+from matlens.models.sites import COEFFICIENTS, POST_NORM
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
 _MOST_RANDOM = 10**5  # vectors that are drawn at once
 _PROBES = 5  # value vectors of each layer that the layer itself is asked for
+_FFN_OUT, _NORMED_OUT = "ffn_out", "ln2_post_out"  # what joins the stream; the second where a norm follows
 
 
 @checked
@@ -67,13 +73,69 @@ class ValueVector:
 
 
 @checked
+@dataclass(frozen=True, eq=False)
+class NormGain:
+    """A norm without its scale and its bias: what it does to every addend of its input alike.
+
+    RMS norms and layer norms give ``gain * (x - mean(x)) / size(x) + bias``, RMS norms without the mean. So
+    an addend ``v`` of ``x`` reaches the output as ``gain * (v - mean(v))``, divided by the size of the whole.
+
+    Attributes
+    ----------
+    gain
+        What each coordinate is multiplied by, ``1 + weight`` in the norms of Gemma.
+    centred
+        Whether the mean is taken off.
+    """
+
+    gain: Float[Tensor, " d_model"]
+    centred: bool
+
+    @classmethod
+    @torch.inference_mode()
+    def from_module(cls, norm: nn.Module, width: int) -> NormGain:
+        """Find the gain of a norm by what it makes of a few vectors, however it keeps its weights.
+
+        Raises
+        ------
+        InputError
+            It is neither an RMS norm nor a layer norm.
+        """
+        norm = copy.deepcopy(norm).float()
+        device = next(norm.parameters()).device
+        # Coordinates far from 0, whose mean is 0, so large that what is added to their size does not count.
+        probe = torch.linspace(1, 2, width, device=device) * torch.ones(width, device=device)
+        probe[::2] *= -1
+        probe = 1000 * (probe - probe.mean())
+        bias = (norm(probe) + norm(-probe)) / 2
+        gain = (norm(probe) - bias) * probe.square().mean().sqrt() / probe
+        other = probe.roll(1) + torch.linspace(0, 1000, width, device=device)
+        for centred in (False, True):
+            candidate = cls(gain, centred)
+            rest = candidate(other) / (other.std(correction=0) if centred else other.square().mean().sqrt())
+            if torch.allclose(norm(other) - bias, rest, rtol=1e-3, atol=1e-4 * float(gain.abs().max())):
+                return candidate
+        raise InputError(
+            f"What the norm {type(norm).__name__} does is not known. Expected an RMS norm or a layer norm. "
+            "Please report the model."
+        )
+
+    def __call__(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """What becomes of addends, but for the size of the whole."""
+        return self.gain * (vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors)
+
+
+@checked
 class ValueVectors:
-    """All value vectors of a model (paper B, section 2).
+    """All value vectors of a model, as they reach its stream (paper B, section 2).
 
     Attributes
     ----------
     n_layers, d_mlp, d_model
         There are ``n_layers x d_mlp`` vectors of ``d_model`` coordinates.
+    output_kind
+        Kind of the site at which what an FFN writes joins the stream: ``ffn_out``, or ``ln2_post_out`` where
+        a norm follows the FFN.
     identity
         The model's name, the fingerprint of its weights, and what else tells it from others.
     device
@@ -82,7 +144,8 @@ class ValueVectors:
     Raises
     ------
     InputError
-        The blocks have no FFN whose output is a matrix times coefficients, as far as is known.
+        The blocks have no FFN whose output is a matrix times coefficients, as far as is known; or a norm
+        follows it that is not known.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
@@ -99,6 +162,12 @@ class ValueVectors:
         shape = (self.d_mlp, self.d_model)
         self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
         self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
+        self.output_kind = _NORMED_OUT if _NORMED_OUT in anatomy.kinds else _FFN_OUT
+        self._norms: list[nn.Module] = []
+        self._gains: list[NormGain] = []
+        if self.output_kind == _NORMED_OUT:
+            self._norms = [norm_after_ffn(model, layer) for layer in range(self.n_layers)]
+            self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
 
     def __len__(self) -> int:
         return self.n_layers * self.d_mlp
@@ -146,14 +215,38 @@ class ValueVectors:
         require_whole(row, "row", least=0, most=len(self) - 1)
         return ValueVector(*divmod(row, self.d_mlp))
 
+    def matrix(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
+        """The rows of a layer's output matrix as they are, without the gain of a norm that follows."""
+        return self._matrices[self.resolve_layer(layer)].float()
+
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
-        return self._matrices[self.resolve_layer(layer)].float()
+        return self._reaching(layer, self.matrix(layer))
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
         """The output bias of a layer, added whatever the coefficients are; zeros where the model has none."""
         bias = self._biases[self.resolve_layer(layer)]
-        return torch.zeros(self.d_model, device=self.device) if bias is None else bias.detach().float()
+        if bias is None:
+            return torch.zeros(self.d_model, device=self.device)
+        return self._reaching(layer, bias.detach().float())
+
+    @torch.inference_mode()
+    def scale(self, layer: int, outputs: Float[Tensor, "n d_model"]) -> Float[Tensor, " n"]:
+        """The positive number by which a norm after the FFN multiplies all sub-updates of a token.
+
+        It is 1 where no norm follows. ``outputs`` is what the FFN of the layer gives before the norm, the
+        vectors of ``ffn_out``.
+        """
+        if not self._norms:
+            return torch.ones(len(outputs), device=self.device)
+        outputs = outputs.to(self.device, torch.float32)
+        normed, unscaled = self._norms[self.resolve_layer(layer)](outputs), self._reaching(layer, outputs)
+        size = unscaled.square().sum(1)
+        return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
+
+    def _reaching(self, layer: int, vectors: Tensor) -> Tensor:
+        """What reaches the stream of addends of an FFN's output, but for the scale of the token."""
+        return self._gains[self.resolve_layer(layer)](vectors) if self._gains else vectors
 
     def vectors(self, names: Iterable[ValueName]) -> Float[Tensor, "n d_model"]:
         """Value vectors by name, one row each.
@@ -166,7 +259,9 @@ class ValueVectors:
         values = [self.resolve(name) for name in _listed(names)]
         if not values:
             raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
-        return torch.stack([self._matrices[value.layer][value.index].float() for value in values])
+        return torch.stack(
+            [self._reaching(v.layer, self._matrices[v.layer][v.index].float()) for v in values]
+        )
 
     def norms(self, layer: int) -> Float[Tensor, " d_mlp"]:
         """Length of each value vector of a layer."""
@@ -201,6 +296,23 @@ def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:
     if isinstance(names, str | ValueVector):
         raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
     return names
+
+
+def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
+    """The norm that what an FFN gives goes through next, in float32: its own one, or the stream's in BERT.
+
+    Raises
+    ------
+    InputError
+        No norm follows the FFNs of this model.
+    """
+    block = model.blocks[layer]
+    kinds, family = Anatomy.from_model(model).kinds, Anatomy.from_model(model).family
+    if _NORMED_OUT in kinds:
+        return copy.deepcopy(block.ln2_post.original_component).float()
+    if family is POST_NORM:
+        return copy.deepcopy(block.ln2.original_component).float()
+    raise InputError(f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {family.name}).")
 
 
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:

@@ -189,15 +189,13 @@ def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
     """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what.
 
-    The JSON holds the hash of the table, by which `read_table` sees that it is still this one.
+    The JSON holds the hash of the table, by which `read_table` sees that it is still this one. The versions
+    and the command are those of this run, unless the origin has its own: a table made from another keeps
+    its.
     """
     content = csv_text(table).encode()
-    described = {
-        **origin,
-        "software": software_versions(),
-        "command": command_line(),
-        TABLE: _describe(f"{name}.csv", content),
-    }
+    made = {"software": software_versions(), "command": command_line()}
+    described = made | dict(origin) | {TABLE: _describe(f"{name}.csv", content)}
     with system_errors(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_together(

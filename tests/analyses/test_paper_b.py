@@ -414,13 +414,14 @@ def test_ways_of_leaving_early_are_those_of_the_options(
 ) -> None:
     options = [
         "--sentences", 40, "--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--fewest", 2,
-        "--strength", 0.01, "--ridge-only",
+        "--strength", 0.01, "--ridge-only", "--beside", 30,
     ]  # fmt: skip
     workbench.run(EXITS, "gpt2", *options)
     model, examples = job("gpt2", 40)
+    trace = ffn.Trace.run(model, examples, k=3, progress=False)
+    clusters = [ffn.Clusters.fit(ffn.ValueVectors(model), n) for n in (20, 30)]
     comparison = ffn.compare_exits(
-        model, ffn.Trace.run(model, examples, k=3, progress=False),
-        ffn.Clusters.fit(ffn.ValueVectors(model), 20),
+        model, trace, clusters[0],
         matlens.collect(model, examples, ffn.classifier_sites(model), progress=False),
         seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[ffn.RIDGE], progress=False,
     )  # fmt: skip
@@ -428,6 +429,8 @@ def test_ways_of_leaving_early_are_those_of_the_options(
     table = workbench.table(EXITS)
     pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
     assert workbench.origin(EXITS)["penalties"] == comparison.penalties
+    readings, expected = workbench.table("paper_b_sec6_readings"), ffn.compare_readings(trace, clusters)
+    pd.testing.assert_frame_equal(readings[list(expected)], expected, check_dtype=False)
 
 
 def test_concepts_that_are_found_are_those_of_the_search(

@@ -297,7 +297,8 @@ def test_lift_and_odds_are_differences_of_the_projections_scores(
             final = int(trace.final[example])
             for group in GROUPS:
                 vectors = values.layer(layer)[trace.index[group][place]]
-                of_all = projection.scores(trace.coefficient[group][place][:, None] * vectors).double()
+                m = trace.scale[place] * trace.coefficient[group][place]
+                of_all = projection.scores(m[:, None] * vectors).double()
                 scale = 1e-5 * float(of_all.abs().max())
                 for reference, token, rival in (("before", before, after), ("final", final, before)):
                     expected = (of_all[:, token] - of_all.mean(1), of_all[:, token] - of_all[:, rival])

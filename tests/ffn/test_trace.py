@@ -24,7 +24,7 @@ from conftest import (
     plain_vectors,
     save_model,
 )
-from plain_values import plain_unembedding, plain_values
+from plain_values import NORM_BEHIND, plain_scale, plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
 
@@ -90,6 +90,7 @@ class PlainUpdate:
     logits_before: Tensor
     logits_after: Tensor  # of x~
     m: Tensor
+    scale: float  # of a norm behind the FFN
 
 
 def plain_updates(name: str, plain: Any, examples: Examples, sentence: int) -> list[PlainUpdate]:
@@ -108,7 +109,13 @@ def from_vectors(name: str, plain: Any, at: dict[str, Tensor]) -> list[PlainUpda
         # In parallel blocks as if attention came first.
         x = at[f"mid.{layer}"] if f"mid.{layer}" in at else at[f"h.{layer}"] + at[f"attn_out.{layer}"]
         logits = [plain_logits(name, plain, vector) for vector in (x, at[f"h.{layer + 1}"])]
-        layers.append(PlainUpdate(x, *logits, at[f"ffn_post.{layer}"].double()))
+        scale = plain_scale(name, plain, at.get(f"ffn_out.{layer}", x))
+        m = at[f"ffn_post.{layer}"].double()
+        layers.append(PlainUpdate(x, *logits, m, scale))
+        if name in NORM_BEHIND:  # the sub-updates are all that the FFN adds to the stream
+            assert_near(
+                scale * (m @ plain_values(name, plain, layer).double()), at[f"h.{layer + 1}"] - x, ROUNDING
+            )
     return layers
 
 
@@ -148,13 +155,14 @@ def check(name: str, plain: Any, examples: Examples, trace: Trace, updates: list
             tokens = {"before": trace.before[where], "final": trace.final[sentence]}
             # A small coefficient is a difference of large numbers: rounding is small against all of them.
             largest = float(plain_update.m.abs().max())
+            assert float(trace.scale[where]) == pytest.approx(plain_update.scale, rel=1e-4)
             for group in GROUPS:
                 index = trace.index[group][where]
                 assert_close(trace.coefficient[group][where], plain_update.m[index], largest)
                 for reference in REFERENCES:
                     static = v[index] * e[tokens[reference]]
-                    scale = largest * float(static.abs().sum(1).max())
-                    scores = plain_update.m[index] * static.sum(1)
+                    scale = plain_update.scale * largest * float(static.abs().sum(1).max())
+                    scores = plain_update.scale * plain_update.m[index] * static.sum(1)
                     assert_close(trace.score[group, reference][where], scores, scale)
     assert sure > 0.5 * len(examples) * N_LAYERS, "most ranks could be several, so this proves little"
     assert torch.equal(trace.final, trace.after[:, -1])
@@ -237,14 +245,15 @@ def test_scores_change_log_odds_exactly_as_the_definition_says(
             log_p = (e @ x).log_softmax(-1)
             of_all = projection.scores(values.layer(layer)).double()  # static scores of all tokens
             one, other = trace.before[where], trace.final[sentence]
-            scale = float(plain_update.m.abs().max() * (e.abs() @ v.abs().T).max())
+            m = plain_update.scale * plain_update.m
+            scale = float(m.abs().max() * (e.abs() @ v.abs().T).max())
             for group in GROUPS:
                 for i, index in enumerate(trace.index[group][where].tolist()):
-                    added = plain_update.m[index] * v[index]
+                    added = m[index] * v[index]
                     after = (e @ (x + added)).log_softmax(-1)
                     change = after - log_p
                     # The whole distribution, by the scores of the projection.
-                    scores = float(trace.coefficient[group][where][i]) * of_all[index]
+                    scores = float(trace.scale[where] * trace.coefficient[group][where][i]) * of_all[index]
                     expected = (log_p.exp() * scores.exp()).log()
                     expected = expected - expected.logsumexp(-1)
                     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5 * scale)

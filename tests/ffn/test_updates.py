@@ -18,7 +18,7 @@ from conftest import (
     make_tokenizer,
     plain_vectors,
 )
-from plain_values import plain_values
+from plain_values import NORM_BEHIND, plain_scale, plain_values
 from torch import Tensor
 
 import matlens
@@ -39,11 +39,16 @@ def prompt_of(name: str, model: Any) -> Examples:
 def plain_ffn(
     name: str, plain: Any, examples: Examples, layer: int, sentence: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Coefficients and output of an FFN at a sentence's position, the sentence read alone."""
+    """Coefficients of an FFN and what it adds to the stream, at a sentence's position, read alone.
+
+    Coefficients are times the scale of a norm behind the FFN, by its formula.
+    """
     start, end = examples.offsets[sentence : sentence + 2]
     vectors_by_site = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
     at = examples.positions[sentence]
-    return vectors_by_site[f"ffn_post.{layer}"][0, at], vectors_by_site[f"ffn_out.{layer}"][0, at]
+    written = vectors_by_site[f"{'ln2_post_out' if name in NORM_BEHIND else 'ffn_out'}.{layer}"][0, at]
+    scale = plain_scale(name, plain, vectors_by_site[f"ffn_out.{layer}"][0, at])
+    return scale * vectors_by_site[f"ffn_post.{layer}"][0, at], written
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -57,11 +62,12 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
     for layer in range(N_LAYERS):
         for row in range(len(examples)):
             m, written = plain_ffn(name, plain, examples, layer, row)
-            assert_near(updates.coefficients(layer)[row], m)
+            scale = updates.scales(layer)[row]
+            assert_near(scale * updates.coefficients(layer)[row], m)
             assert_near(updates.outputs(layer)[row], written)
             parts = updates.sub_updates(layer, row)
             assert_near(parts, m[:, None] * plain_values(name, plain, layer))
-            assert_near(parts.sum(0) + updates.values.bias(layer), written)
+            assert_near(parts.sum(0) + scale * updates.values.bias(layer), written)
     if updates.values.bias(0).any():  # the bias is a term of its own
         assert not torch.allclose(parts.sum(0), written, rtol=1e-3)
 

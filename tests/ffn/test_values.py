@@ -19,14 +19,14 @@ from conftest import (
     load_plain,
     save_model,
 )
-from plain_values import D_MLP, plain_unembedding, plain_values
+from plain_values import D_MLP, plain_matrix, plain_unembedding, plain_values
 
 import matlens
 from matlens import InputError
 from matlens.ffn.projection import (
     Projection,
 )
-from matlens.ffn.values import ValueVector, ValueVectors
+from matlens.ffn.values import NormGain, ValueVector, ValueVectors
 
 # Names
 
@@ -78,15 +78,53 @@ def test_vectors_are_the_rows_of_the_plain_output_matrix(
 ) -> None:
     values, plain = ValueVectors(small_model(name)), plain_model(name)
     for layer in range(N_LAYERS):
-        assert torch.equal(values.layer(layer), plain_values(name, plain, layer))
-        assert torch.equal(values.norms(layer), plain_values(name, plain, layer).norm(dim=1))
+        assert torch.equal(values.matrix(layer), plain_matrix(name, plain, layer))
+        assert_near(values.layer(layer), plain_values(name, plain, layer), 1e-6)
+        assert_near(values.norms(layer), plain_values(name, plain, layer).norm(dim=1), 1e-6)
         module = plain.get_submodule(LAYERS[name][0])[layer].get_submodule(SITE_MODULES[name]["ffn_post"][0])
         expected = torch.zeros(D_MODEL) if module.bias is None else module.bias.detach()
         assert torch.equal(values.bias(layer), expected)
         assert bool(expected.any()) == (name not in ("llama", "gemma2", "gemma3"))
     chosen = values.vectors(["L2D5", (0, 3), "L-1D-1"])
     rows = [plain_values(name, plain, layer)[index] for layer, index in ((2, 5), (0, 3), (-1, -1))]
-    assert torch.equal(chosen, torch.stack(rows))
+    assert_near(chosen, torch.stack(rows), 1e-6)
+
+
+@pytest.mark.parametrize(("norm", "centred"), [
+    (torch.nn.LayerNorm(7), True), (torch.nn.LayerNorm(32, bias=False), True),
+    (torch.nn.RMSNorm(7, eps=1e-6), False), (torch.nn.RMSNorm(32), False),
+], ids=str)  # fmt: skip
+def test_the_gain_of_a_norm_is_its_own_and_the_size_and_the_bias_are_not(norm: Any, centred: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    gain = NormGain.from_module(norm, norm.weight.shape[0])
+    assert gain.centred == centred
+    assert_near(gain.gain, norm.weight.detach())
+    addends = torch.randn(5, norm.weight.shape[0], generator=generator)
+    whole = addends.sum(0)
+    size = whole.std(correction=0) if centred else whole.square().mean().sqrt()
+    bias = 0 if getattr(norm, "bias", None) is None else norm.bias.detach()
+    assert_near(gain(addends).sum(0) / size + bias, norm(whole).detach(), 1e-4)
+
+
+def test_a_norm_that_is_another_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"What the norm Softmax does is not known\. Expected an RMS norm or a"
+    ):
+        NormGain.from_module(Softmax(), 8)
+
+
+class Softmax(torch.nn.Module):
+    """No norm: it has a parameter, and mixes coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).softmax(-1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,0 +1,77 @@
+"""Keep of what analyses have written what the pages quote: ``python results/gather.py out/results``.
+
+Of each table that a section quotes, the CSV with numbers of six digits, without the columns that say the same
+in every row (the JSON beside it does); of each figure that a page shows, the PNG with as many colours as
+it needs. Where the folder does not have a table or a figure, the old one stays.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+from PIL import Image
+
+from matlens import InputError
+from matlens.storage import csv_text, read_table, write_results
+
+RESULTS = Path(__file__).resolve().parent
+IMAGES = RESULTS.parent / "docs" / "images"
+LARGEST = 120_000  # bytes of a table
+DIGITS, COLOURS = 6, 128
+
+
+def quoted_tables(folder: Path) -> list[str]:
+    """Names of the tables that sections quote."""
+    text = "\n".join(path.read_text() for path in sorted(folder.rglob("*.md")))
+    return sorted(set(re.findall(r"\b(?:table|value|origin|command)\(\s*\"(\w+)\"", text)))
+
+
+def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """A table with numbers of six digits, and apart from it the names that are the same in every row."""
+    named = [column for column in ("experiment", "model", "corpus") if column in table]
+    alike = {column: str(table[column].iloc[0]) for column in named if table[column].nunique() == 1}
+    numbers = table.select_dtypes("float").map(lambda value: float(f"{value:.{DIGITS}g}"))
+    return table.assign(**numbers).drop(columns=list(alike)), alike
+
+
+def keep_table(path: Path, results: Path) -> None:
+    """Write a table, reduced, into the folder of results, with its JSON."""
+    whole = read_table(path, [], what="a table of results", made_by="Make it anew.", na_values=["", "nan"])
+    table, alike = reduced(whole)
+    size = len(csv_text(table))
+    if size > LARGEST:
+        raise InputError(
+            f"{path} has {size:,} bytes when reduced, more than the {LARGEST:,} of a table that pages quote. "
+            "Let the analysis write the numbers that are quoted into a table of their own."
+        )
+    origin = json.loads(path.with_suffix(".json").read_text())
+    write_results(results, path.stem, table, origin | {"all_rows": alike})
+
+
+def keep_figure(path: Path, images: Path) -> None:
+    """Write a figure with a palette of few colours, which looks the same and is a third of the size."""
+    figure = Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    figure.save(images / path.name, optimize=True)
+
+
+def main(out: Path, *, results: Path = RESULTS, images: Path = IMAGES) -> None:
+    """Keep all tables and figures that are there."""
+    for name in quoted_tables(results / "pages"):
+        if (out / f"{name}.csv").is_file():
+            keep_table(out / f"{name}.csv", results)
+            print(results / f"{name}.csv")
+    for image in sorted(images.glob("*.png")):
+        if (out / image.name).is_file():
+            keep_figure(out / image.name, images)
+            print(image)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except InputError as error:
+        sys.exit(str(error))

@@ -1,0 +1,219 @@
+"""Render the pages of results from their sections and from the tables beside them.
+
+A page is a folder of sections, ``results/pages/paper-a/10-fit.md``, each a Jinja2 template that quotes
+``results/*.csv``; together they are ``docs/results/paper-a.md``. The first section of a page, its head, is
+rendered last and is given the claims of the others. With ``--check`` nothing is written: a page that is
+not what its sections and tables give is shown, and the exit status is 1.
+
+What a section can say, beside all that Jinja2 and pandas offer:
+
+``table("NAME", metric="precision", k=1)``
+    The rows of ``results/NAME.csv`` with these cells, as a data frame; no such row is an error.
+``value("NAME", method="mat", layer=3)``
+    The number in the column ``value`` of the only such row.
+``grid(frame, "method", "layer")``
+    A Markdown table: a line for each method, a column for each layer, the column ``value`` in its cells.
+``origin("NAME")`` and ``command("NAME")``
+    The JSON beside a table, and the command that made it.
+``verdict(numbers say so)``, ``verdict(numbers say so, "same", "in part")``
+    What a comparison comes to, by a condition.
+``claim(claim, paper, ours, verdict(...))``
+    A line ``| claim | paper | ours | verdict |``; it also goes into the page's summary.
+``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
+    2.000, 50%, 4,000 and +0.10.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markdown.extensions.toc import slugify
+
+from matlens import InputError
+from matlens.storage import read_table
+
+RESULTS = Path(__file__).resolve().parent
+PAGES = RESULTS.parent / "docs" / "results"
+MADE_BY = "Make it with 'make results'."
+VERDICTS = ("same", "in part", "different", "not seen")
+
+
+class Verdict(str):
+    """A verdict that a condition has given; `claim` takes no other."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of a page's summary."""
+
+    title: str
+    claim: str
+    paper: str
+    ours: str
+    verdict: str
+
+    @property
+    def link(self) -> str:
+        """The section that it is from."""
+        return f"[{self.title}](#{slugify(self.title, '-')})"
+
+
+@dataclass
+class Results:
+    """Tables of results as sections quote them.
+
+    Attributes
+    ----------
+    folder
+        Where ``NAME.csv`` and ``NAME.json`` are.
+    lines
+        What sections have claimed since the list was last emptied.
+    """
+
+    folder: Path
+    lines: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def table(self, name: str, **cells: Any) -> pd.DataFrame:
+        """Rows of a table with some cells; several values of a column are given as a list."""
+        path = self._path(f"{name}.csv")
+        rows = read_table(path, [], what="a table of results", made_by=MADE_BY, na_values=["", "nan"])
+        for column, cell in cells.items():
+            if column not in rows:
+                raise InputError(f"{path} has no column {column!r}, but {', '.join(rows)}.")
+            rows = rows[rows[column].isin(cell if isinstance(cell, list) else [cell])]
+        if rows.empty:
+            raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
+        return rows
+
+    def value(self, name: str, column: str = "value", **cells: Any) -> Any:
+        """The number of the only row with these cells."""
+        rows = self.table(name, **cells)
+        if len(rows) != 1:
+            raise InputError(f"{name}.csv has {len(rows)} rows of {cells}. Expected cells of a single row.")
+        return rows[column].item()
+
+    def origin(self, name: str) -> dict[str, Any]:
+        """What a table was made from and by what."""
+        origin: dict[str, Any] = json.loads(self._path(f"{name}.json").read_text())
+        return origin
+
+    def command(self, name: str) -> str:
+        """The command that made a table, as it is given in the project's folder."""
+        words = re.sub(r" --out \S+", "", str(self.origin(name)["command"]))
+        return f"python analyses/{words}"
+
+    def claim(self, claim: str, paper: str, ours: str, verdict: Verdict) -> str:
+        """Add a line to the page's summary, and give it for the section's own table."""
+        if not isinstance(verdict, Verdict):
+            raise InputError(f"The verdict on {claim!r} follows from nothing. Expected verdict(condition).")
+        self.lines.append((claim, paper, ours, verdict))
+        return f"| {claim} | {paper} | {ours} | {verdict} |"
+
+    def _path(self, file: str) -> Path:
+        path = self.folder / file
+        if not path.is_file():
+            raise InputError(f"There is no {path}, which a section quotes. {MADE_BY}")
+        return path
+
+
+def verdict(condition: Any, yes: str = "same", no: str = "different") -> Verdict:
+    """Say ``yes`` where a condition holds, or else ``no``."""
+    for word in (yes, no):
+        if word not in VERDICTS:
+            raise InputError(f"The verdict {word!r} is not one of {', '.join(VERDICTS)}.")
+    return Verdict(yes if bool(condition) else no)
+
+
+def grid(
+    rows: pd.DataFrame, index: str, columns: str, *, values: str = "value", digits: int = 2,
+    names: Mapping[Any, str] | None = None,
+) -> str:  # fmt: skip
+    """Spell out rows as a Markdown table; ``names`` are the lines and how each is called, in their order."""
+    wide = rows.pivot(index=index, columns=columns, values=values)
+    called = names or {line: f"`{line}`" for line in wide.index}
+    missing = sorted(set(called) - set(wide.index))
+    if missing:
+        raise InputError(f"No rows have {', '.join(map(str, missing))} in the column {index!r}.")
+    lines = [["", *(f"{column:g}" if isinstance(column, float) else str(column) for column in wide.columns)]]
+    lines += [["---"] * len(lines[0])]
+    lines += [[name, *(number(cell, digits) for cell in wide.loc[line])] for line, name in called.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number with so many decimals; what is no number is a dash."""
+    return "–" if pd.isna(value) else f"{value:.{digits}f}".replace("-0." + "0" * digits, "0." + "0" * digits)
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A difference with its sign."""
+    return f"{value:+.{digits}f}"
+
+
+def percent(value: float, digits: int = 0) -> str:
+    """A share in per cent."""
+    return f"{value:.{digits}%}"
+
+
+def whole(value: float) -> str:
+    """A count, its thousands apart."""
+    return f"{round(value):,}"
+
+
+def render(folder: Path, results: Path) -> str:
+    """Render a page from its sections."""
+    quoted = Results(results)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, extensions=["jinja2.ext.do"], autoescape=False,  # Markdown, of our own
+    )  # fmt: skip
+    environment.globals |= {
+        "table": quoted.table, "value": quoted.value, "origin": quoted.origin, "command": quoted.command,
+        "claim": quoted.claim, "verdict": verdict, "grid": grid,
+    }  # fmt: skip
+    environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}
+    head, *names = sorted(path.name for path in folder.glob("*.md"))
+    sections: list[str] = []
+    claims: list[Claim] = []
+    for name in names:
+        quoted.lines.clear()
+        try:
+            sections.append(environment.get_template(name).render().strip())
+        except (InputError, jinja2.TemplateError, KeyError, ValueError, TypeError) as error:
+            raise InputError(f"{folder / name}: {error}") from error
+        title = re.match(r"#+ (.*)", sections[-1])
+        claims += [Claim(title[1] if title else "", *line) for line in quoted.lines]
+    whole_page = [environment.get_template(head).render(claims=claims).strip(), *sections]
+    return "\n\n".join(re.sub(r"\n{3,}", "\n\n", section) for section in whole_page) + "\n"
+
+
+def main(arguments: list[str], *, results: Path = RESULTS, pages: Path = PAGES) -> int:
+    """Write all pages, or check those that are there; the exit status."""
+    stale = 0
+    for folder in sorted(path for path in (results / "pages").iterdir() if path.is_dir()):
+        path, text = pages / f"{folder.name}.md", render(folder, results)
+        there = path.read_text() if path.is_file() else ""
+        if "--check" not in arguments:
+            path.write_text(text)
+        elif there != text:
+            stale += 1
+            lines = there.splitlines(True), text.splitlines(True)
+            sys.stdout.writelines(difflib.unified_diff(*lines, str(path), "what its tables give", n=0))
+            print(f"{path} is not what its sections and tables give: run 'make pages'.")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        sys.exit(str(error))

@@ -1,0 +1,142 @@
+"""Pages of results are what their tables give, and say so where they are not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+from blocks import PROJECT
+from PIL import Image
+
+from matlens import InputError
+from matlens.storage import write_results
+
+HEAD = """# Page
+{% for claim in claims %}
+| {{ claim.link }} | {{ claim.claim }} | {{ claim.verdict }} |
+{% endfor %}
+"""
+SECTION = """## Fit of maps (Figure 2)
+
+`{{ command("fit") }}`
+
+{{ grid(table("fit", metric="r2"), "method", "layer", digits=1) }}
+
+{% set mat = value("fit", method="mat", layer=1) %}
+{{ claim("mat is better", "yes", mat | number(2) ~ " of " ~ 4000 | whole,
+         verdict(mat > value("fit", method="id", layer=1))) }}
+"""
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"results_{name}", PROJECT / "results" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+render, gather = script("render"), script("gather")
+
+
+def write_fit(folder: Path, mat: float, **origin: str) -> None:
+    rows = [("id", 0, 0.1), ("id", 1, 0.25), ("mat", 0, 0.5), ("mat", 1, mat)]
+    table = pd.DataFrame(rows, columns=["method", "layer", "value"]).assign(
+        metric="r2", model="small", low=None
+    )
+    write_results(folder, "fit", table, {"command": "fit.py --train 40 --out /tmp/x --val 2"} | origin)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    page = tmp_path / "results" / "pages" / "page"
+    page.mkdir(parents=True)
+    (page / "00-head.md").write_text(HEAD)
+    (page / "10-fit.md").write_text(SECTION)
+    write_fit(tmp_path / "results", 0.75)
+    return tmp_path / "results"
+
+
+def run(results: Path, *arguments: str) -> int:
+    return int(render.main([*arguments], results=results, pages=results.parent))
+
+
+def test_committed_pages_are_what_their_tables_give() -> None:
+    assert render.main(["--check"]) == 0
+
+
+def test_a_page_has_the_numbers_of_its_tables(results: Path) -> None:
+    assert run(results) == 0
+    assert (results.parent / "page.md").read_text() == (
+        "# Page\n| [Fit of maps (Figure 2)](#fit-of-maps-figure-2) | mat is better | same |\n\n"
+        "## Fit of maps (Figure 2)\n\n`python analyses/fit.py --train 40 --val 2`\n\n"
+        "|  | 0 | 1 |\n| --- | --- | --- |\n| `id` | 0.1 | 0.2 |\n| `mat` | 0.5 | 0.8 |\n\n"
+        "| mat is better | yes | 0.75 of 4,000 | same |\n"
+    )
+    assert run(results, "--check") == 0
+
+
+def test_another_number_fails_the_check_and_turns_the_verdict(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(results)
+    write_fit(results, 0.2)
+    assert run(results, "--check") == 1
+    shown = capsys.readouterr().out
+    assert "-| mat is better | yes | 0.75 of 4,000 | same |" in shown
+    assert "+| mat is better | yes | 0.20 of 4,000 | different |" in shown
+
+
+def test_a_cell_changed_by_hand_is_refused(results: Path) -> None:
+    path = results / "fit.csv"
+    path.write_text(path.read_text().replace("0.75", "0.76"))
+    with pytest.raises(InputError, match=r"10-fit.md: .*fit.csv is not the table that fit.json describes"):
+        run(results, "--check")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ('{{ value("fit", method="mat") }}', r"2 rows of \{'method': 'mat'\}"),
+        ('{{ table("fit", layer=7) }}', r"no row of \{'layer': 7\}"),
+        ('{{ table("fit", layers=1) }}', "no column 'layers', but method, layer"),
+        ('{{ table("r2") }}', r"There is no .*r2.csv.*make results"),
+        ('{{ claim("a", "b", "c", "same") }}', "verdict on 'a' follows from nothing"),
+        ('{{ verdict(True, "fine") }}', "'fine' is not one of same, in part"),
+        ("{{ unheard }}", "'unheard' is undefined"),
+    ],
+)
+def test_a_section_that_quotes_wrongly_is_refused(results: Path, section: str, message: str) -> None:
+    (results / "pages" / "page" / "20-more.md").write_text(section)
+    with pytest.raises(InputError, match=f"20-more.md: .*{message}"):
+        run(results)
+
+
+def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
+    out, images = tmp_path / "out", tmp_path / "images"
+    write_fit(out, 2 / 3, seed="7")
+    write_results(out, "unquoted", pd.DataFrame({"value": [1.0]}), {})
+    images.mkdir()
+    for folder, colour in ((out, "red"), (images, "blue")):
+        Image.new("RGB", (8, 8), colour).save(folder / "fit.png")
+    gather.main(out, results=results, images=images)
+    assert {path.name for path in results.glob("*.csv")} == {"fit.csv"}
+    kept = render.Results(results)
+    assert list(kept.table("fit")) == ["method", "layer", "value", "metric", "low"]
+    assert kept.value("fit", method="mat", layer=1) == 0.666667
+    origin = kept.origin("fit")
+    assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})
+    assert kept.command("fit") == "python analyses/fit.py --train 40 --val 2"
+    assert Image.open(images / "fit.png").convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_a_table_too_large_to_be_quoted_is_refused(results: Path, tmp_path: Path) -> None:
+    values = pd.DataFrame({"value": [i / 7 for i in range(20_000)]})
+    write_results(tmp_path / "out", "fit", values, {})
+    with pytest.raises(InputError, match="bytes when reduced"):
+        gather.main(tmp_path / "out", results=results, images=tmp_path)
