@@ -43,7 +43,7 @@ OPTIONS = {
     "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
     "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
     "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
-    SHEETS: [*STUDY, "title", "filled", "per-layer", "top"],
+    SHEETS: [*STUDY, "title", "filled", "per-layer", "top", "wordnet"],
     CONTROL: [
         *STUDY, "title", "prompts", "challenging", "field", "limit", "grader", "value", "vector", "word", "n",
         "banned", "announce", "samples", "beams", "text", "window", "windows",
