@@ -47,6 +47,9 @@ RESULTS_A := \
 	paper_a_sec5_corpora \
 	paper_a_fig9_early_exit \
 	submodule_positions \
+	submodule_alone \
+	sinks \
+	sample_sizes \
 	all_positions \
 	paper_a_fig5_masked
 # Paper B: these read the weights, or what FFNs write, and share a trace.
@@ -99,6 +102,7 @@ $(RESULTS)/%.csv: | install
 $(RESULTS)/paper_a_fig6_alternation.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
+$(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(PATCHED)
 
 $(RESULTS)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
 $(RESULTS)/paper_a_fig5_masked.csv: | $(BERT)/config.json

@@ -52,7 +52,10 @@ OPTIONS = {
         *SENTENCES_OF, "dominant", "clusters", "beside", "splits", "folds", "fewest", "strength", "lasso",
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    "sample_sizes": MAPS,
+    "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip
 
