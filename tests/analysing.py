@@ -19,7 +19,10 @@ SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
-SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", CONTROL, EXITS, *TRACED)}
+REMOVAL = "paper_b_removal"
+SENTENCES = {
+    name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", CONTROL, EXITS, REMOVAL, *TRACED)
+}
 
 STUDY = ["model", "corpus", "seed", "device", "out"]
 MAPS = [*STUDY, "train", "val"]
@@ -39,6 +42,7 @@ OPTIONS = {
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
     "paper_b_fig4_overlap": ["model", "seed", "device", "out", "title", "random", "top"],
     "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
+    REMOVAL: [*SENTENCES_OF, "dominant", "every", "top"],
     "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
     "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
     SHEETS: [*STUDY, "title", "filled", "per-layer", "top"],

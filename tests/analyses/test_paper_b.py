@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import CONTROL, EXITS, OF_FFNS, SENTENCES, SHEETS, TRACED, Workbench, refused, run
+from analysing import CONTROL, EXITS, OF_FFNS, REMOVAL, SENTENCES, SHEETS, TRACED, Workbench, refused, run
 from conftest import N_LAYERS, SINK_TOKENS
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
@@ -31,7 +31,9 @@ def workbench(
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, *TRACED)])
+@pytest.mark.parametrize(
+    "name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, REMOVAL, *TRACED)]
+)
 def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: Workbench) -> None:
     options = {
         "paper_b_fig4_overlap": ["--random", 9, "--top", 5], **SENTENCES,
@@ -40,11 +42,23 @@ def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: 
     workbench.run(name, model, *options[name])
     table, origin = workbench.table(name), workbench.origin(name)
     assert set(table["layer"].dropna()) == set(range(N_LAYERS))
-    assert table["value"].between(0, 1).all()
+    assert table[table["method"] != "difference"]["value"].between(0, 1).all()
     assert origin["seed"] == 0
     assert origin["model"]["base_model_name_or_path"].endswith(model)
     assert origin["command"].startswith(f"{name}.py --model")
     workbench.assert_figure(name)
+
+
+def test_removal_is_compared_with_every_reading_at_the_layers_that_are_asked_for(
+    workbench: Workbench,
+) -> None:
+    workbench.run("paper_b_removal", "gemma3", "--sentences", 3, "--dominant", 2, "--every", 2, "--top", 5)
+    table, origin = workbench.table("paper_b_removal"), workbench.origin("paper_b_removal")
+    assert set(table["layer"].dropna()) == {0, 2}
+    assert set(table["method"]) == {"v", "g v", "f v", "f g v", "another v"}
+    assert set(table["n"]) == {3}
+    assert (origin["dominant"], origin["data"]["n"]) == (2, 3)
+    workbench.assert_figure("paper_b_removal")
 
 
 EVENT_TABLES = ("paper_b_table4_events", "paper_b_fig3_scores", "paper_b_table9_saturation")
