@@ -14,15 +14,14 @@ import pytest
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
-NO_CORPUS = ("paper_b_fig4_overlap",)
+NO_CORPUS = ("paper_b_fig4_overlap", "compatibility")
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
 REMOVAL = "paper_b_removal"
-SENTENCES = {
-    name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", CONTROL, EXITS, REMOVAL, *TRACED)
-}
+SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
+SENTENCES[CONTROL] = ["--windows", 4]
 
 STUDY = ["model", "corpus", "seed", "device", "out"]
 MAPS = [*STUDY, "train", "val"]
@@ -30,6 +29,7 @@ SENTENCES_OF = [*STUDY, "sentences", "title"]
 # The options of every script.
 OPTIONS = {
     "all_positions": MAPS,
+    "compatibility": ["type", "seed", "out"],
     "paper_a_fig10_submodules": [*MAPS, "title", "patched", "every"],
     "paper_a_fig2_r2": [*MAPS, "title"],
     "paper_a_fig4_next_token": [*MAPS, "title"],
@@ -45,14 +45,19 @@ OPTIONS = {
     REMOVAL: [*SENTENCES_OF, "dominant", "every", "top"],
     "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
     "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
-    SHEETS: [*STUDY, "title", "filled", "per-layer", "top"],
+    SHEETS: [*STUDY, "title", "filled", "per-layer", "top", "wordnet"],
     CONTROL: [
-        *SENTENCES_OF, "prompts", "challenging", "field", "limit", "grader", "value", "vector", "word", "n",
-        "banned", "announce", "samples",
+        *STUDY, "title", "prompts", "challenging", "field", "limit", "grader", "value", "vector", "word", "n",
+        "banned", "announce", "samples", "beams", "text", "window", "windows",
     ],
-    EXITS: [*SENTENCES_OF, "dominant", "clusters", "splits", "folds", "fewest", "strength", "lasso"],
+    EXITS: [
+        *SENTENCES_OF, "dominant", "clusters", "beside", "splits", "folds", "fewest", "strength", "lasso",
+    ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    "sample_sizes": MAPS,
+    "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip
 

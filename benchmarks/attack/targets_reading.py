@@ -88,7 +88,7 @@ READING: list[Target] = [
     Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
     Target("lens.prediction_confidence"),
     Target("ffn.active_clusters"),
-    Target("ffn.OverlapRule", {"others": "choice"}),
+    Target("ffn.OverlapRule", {"others": "choice", "overlap": "choice"}),
     Target(
         "ffn.OverlapRule.fit",
         {"active": "object", "made_at": "object", "rows": "numbers"},
@@ -102,8 +102,9 @@ READING: list[Target] = [
     Target(
         "ffn.summarize_exits",
         {"judged": "object", "n_layers": "whole"},
-        {"judged": lambda _: {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5)]}},
+        {"judged": lambda _: {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}},
     ),
+    Target("ffn.compare_readings", {"clusters": "object"}, {"clusters": lambda w: [w.clusters]}),
     Target("ffn.ExitClassifiers", {"strengths": "object", "kinds": "object"}),
     Target("ffn.classifier_sites"),
     Target(
@@ -189,7 +190,7 @@ READING: list[Target] = [
     Target("control.added", {"number": "number"}, {"number": lambda _: 1.0}),
     Target("control.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
     Target("control.continue_prompts", {}, {"n_tokens": lambda _: 2}),
-    Target("control.sentence_losses"),
+    Target("control.text_losses"),
     Target("control.perplexity_estimate"),
     Target("control.perplexity_ratio"),
     Target(

@@ -2,9 +2,11 @@ from .clusters import MEMORY_GIB as MEMORY_GIB
 from .clusters import N_CLUSTERS as N_CLUSTERS
 from .clusters import Clusters as Clusters
 from .clusters import cluster_table as cluster_table
+from .early_exit import EXIT_CLUSTERS as EXIT_CLUSTERS
 from .early_exit import JudgedExits as JudgedExits
 from .early_exit import OverlapRule as OverlapRule
 from .early_exit import active_clusters as active_clusters
+from .early_exit import compare_readings as compare_readings
 from .early_exit import summarize_exits as summarize_exits
 from .events import Events as Events
 from .events import EventTables as EventTables
@@ -19,6 +21,7 @@ from .events import saturation_frequency as saturation_frequency
 from .events import update_scores as update_scores
 from .events import updates_by_effect as updates_by_effect
 from .exit_classifiers import FEWEST_EVENTS as FEWEST_EVENTS
+from .exit_classifiers import FOLDS as FOLDS
 from .exit_classifiers import LASSO as LASSO
 from .exit_classifiers import PENALTY_STRENGTHS as PENALTY_STRENGTHS
 from .exit_classifiers import RIDGE as RIDGE

@@ -2,14 +2,17 @@
 
 Saturation events of training examples say at which layers one could have left. The rule needs no more
 training than that: it compares the clusters of an example's dominant sub-updates with those that were
-seen at saturation events of a layer, and with those seen otherwise. Every way of leaving is judged alike: by
-the share of examples for which the layer it leaves at gives the model's own prediction, and by the layers
-that are saved on these. To leave at layer ``l`` is to read the prediction from the stream after its FFN, so
-``n_layers - 1 - l`` layers are not run.
+seen at saturation events of a layer, and with those that were seen there on the way to later events. What
+exactly is compared can be read in more than one way, see `OverlapRule`, and `compare_readings` sets all
+readings side by side. Every way of leaving is judged alike: by the share of examples for which the layer it
+leaves at gives the model's own prediction, and by the layers that are saved on these. To leave at layer
+``l`` is to read the prediction from the stream after its FFN, so ``n_layers - 1 - l`` layers are not run.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -17,15 +20,23 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
+from scipy.stats import norm
 
 from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
+from matlens.ffn.events import find_saturation
 from matlens.ffn.trace import Trace
 from matlens.signatures import checked
 
-Others = Literal["together", "by-layer"]
-_FEWEST_EXAMPLES = 10  # that can be split into three parts
+Others = Literal["later", "by-layer", "together"]
+Overlap = Literal["sets", "places"]
+OTHERS: tuple[Others, ...] = ("later", "by-layer", "together")
+OVERLAPS: tuple[Overlap, ...] = ("sets", "places")
+BOTH, OF_FFNS = "FFN and attention", "FFN"
+EXIT_CLUSTERS = 200
+"""How many clusters the rule compares unless another number is given, as in the authors' notebook."""
+_FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
 
 
 class ExampleSplit(NamedTuple):
@@ -54,11 +65,10 @@ def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
 
 
 @checked
-def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
-    """Which clusters the dominant sub-updates of each example are of, layer by layer (section 6.2).
+def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_layers k"]:
+    """The clusters of the dominant sub-updates of each example, layer by layer (section 6.2).
 
-    For each layer a matrix ``[n, n_clusters]``, 1 where a dominant sub-update of the example is of the
-    cluster.
+    The sub-update with the coefficient of largest size comes first, as in the authors' notebook.
 
     Parameters
     ----------
@@ -71,39 +81,41 @@ def active_clusters(trace: Trace, clusters: Clusters) -> list[csr_array]:
         The clusters are of another model.
     """
     clusters.provenance.require_same(trace.provenance, ours="the clusters", theirs="the trace")
-    rows, shape = np.repeat(np.arange(len(trace)), trace.k), (len(trace), len(clusters))
-    ones = np.ones(len(rows), dtype=np.float32)
+    order = trace.coefficient["dominant"].abs().argsort(dim=-1, descending=True, stable=True)
+    index = trace.index["dominant"].gather(-1, order).numpy()
     of_layer = clusters.labels.reshape(trace.n_layers, -1)
-    columns = [
-        labels[index.flatten().numpy()]
-        for labels, index in zip(of_layer, trace.index["dominant"].unbind(1), strict=True)
-    ]
-    # A set: several sub-updates of one cluster, which add up here, count once.
-    return [csr_array((ones, (rows, clusters_of_layer)), shape=shape).sign() for clusters_of_layer in columns]
+    return of_layer[np.arange(trace.n_layers)[:, None], index]
 
 
 @checked
 class OverlapRule:
     """The rule that leaves where active clusters look like those of saturation events (section 6.2).
 
-    At each layer the clusters of an example are compared with the sets of the training examples whose
-    prediction was made there, and with the sets of the others. The signal is that both the mean and the
-    maximal size of the intersection with the first exceed those with the second.
+    At each layer the clusters of an example are compared with those of the training examples whose
+    prediction was made there, and with those of others. The signal is that both the mean and the maximal
+    overlap with the first exceed those with the second.
 
     Parameters
     ----------
     others
-        ``together``: all other training examples are one group. ``by-layer``: they are grouped by the layer
-        that their prediction was made at, and every group has to be exceeded (the paper's footnote 7).
+        ``later``: the training examples whose prediction was made at a later layer, grouped by that layer;
+        every group has to be exceeded (the paper's footnote 7, as the authors' notebook has it).
+        ``by-layer``: the same with earlier layers too, and those whose prediction counts nowhere.
+        ``together``: all other training examples are one group.
+    overlap
+        ``sets``: how many clusters two examples have in common, each counted once (the paper's text).
+        ``places``: at how many places of the order of `active_clusters` they have the same cluster (the
+        authors' notebook).
     """
 
-    def __init__(self, *, others: Others = "together") -> None:
-        self.others = others
+    def __init__(self, *, others: Others = "later", overlap: Overlap = "sets") -> None:
+        self.others, self.overlap = others, overlap
 
     def fit(
-        self, active: Sequence[csr_array], made_at: Int[np.ndarray, " n"], rows: Int[np.ndarray, " m"]
-    ) -> OverlapRule:
-        """Keep the sets of the training examples.
+        self, active: Int[np.ndarray, "n n_layers k"], made_at: Int[np.ndarray, " n"],
+        rows: Int[np.ndarray, " m"],
+    ) -> OverlapRule:  # fmt: skip
+        """Keep the clusters of the training examples.
 
         Parameters
         ----------
@@ -114,18 +126,18 @@ class OverlapRule:
         rows
             Rows of the training examples.
         """
-        if not len(active):
+        if not active.shape[1]:
             raise InputError("There are no layers to learn from. Expected what active_clusters gives.")
-        self.sets_, self.made_at_ = [sets[rows] for sets in active], made_at[rows]
+        self.active_, self.made_at_ = active[rows], made_at[rows]
         return self
 
     def signals(
-        self, active: Sequence[csr_array], rows: Int[np.ndarray, " m"]
+        self, active: Int[np.ndarray, "n n_layers k"], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
         """Whether each layer says that the prediction of an example is made.
 
-        A layer at which no prediction of the training examples was made never says so; one at which all
-        were always does.
+        A layer at which no prediction of the training examples was made never says so; one that has no
+        others to exceed always does.
 
         Parameters
         ----------
@@ -134,21 +146,44 @@ class OverlapRule:
         rows
             Rows of the examples that are asked about.
         """
-        signals = np.zeros((len(rows), len(active)), dtype=bool)
-        for layer, sets in enumerate(active):
+        signals = np.zeros((len(rows), active.shape[1]), dtype=bool)
+        for layer in range(active.shape[1]):
             inside = self.made_at_ == layer
             if inside.any():
-                sizes = (sets[rows] @ self.sets_[layer].T).toarray()
-                signals[:, layer] = np.all(
-                    [_exceeds(sizes, inside, group) for group in self._groups(inside)], 0
-                )
+                sizes = overlap_sizes(active[rows, layer], self.active_[:, layer], self.overlap)
+                exceeded = [_exceeds(sizes, inside, group) for group in self._groups(layer)]
+                signals[:, layer] = np.all(exceeded, 0)
         return signals
 
-    def _groups(self, inside: Bool[np.ndarray, " n"]) -> Iterator[Bool[np.ndarray, " n"]]:
+    def _groups(self, layer: int) -> Iterator[Bool[np.ndarray, " n"]]:
         if self.others == "together":
-            yield ~inside
+            yield self.made_at_ != layer
         else:
-            yield from (self.made_at_ == layer for layer in np.unique(self.made_at_[~inside]))
+            least = layer + 1 if self.others == "later" else -1
+            made_elsewhere = np.unique(self.made_at_[self.made_at_ != layer])
+            yield from (self.made_at_ == other for other in made_elsewhere if other >= least)
+
+
+def overlap_sizes(
+    clusters: Int[np.ndarray, "m k"], known: Int[np.ndarray, "n k"], overlap: Overlap
+) -> Float[np.ndarray, "m n"]:
+    """How much each of ``m`` rows of clusters has in common with each of ``n``, see `OverlapRule`."""
+    if overlap == "places":
+        sizes = np.zeros((len(clusters), len(known)), dtype=np.float32)
+        for place, of_known in zip(clusters.T, known.T, strict=True):
+            sizes += place[:, None] == of_known
+        return sizes
+    n_clusters = int(max(clusters.max(initial=0), known.max(initial=0))) + 1
+    return (_indicators(clusters, n_clusters) @ _indicators(known, n_clusters).T).toarray()
+
+
+def _indicators(clusters: Int[np.ndarray, "n k"], n_clusters: int) -> csr_array:
+    ones, rows = (
+        np.ones(clusters.size, dtype=np.float32),
+        np.repeat(np.arange(len(clusters)), clusters.shape[1]),
+    )
+    # A set: several sub-updates of one cluster, which add up here, count once.
+    return csr_array((ones, (rows, clusters.ravel())), shape=(len(clusters), n_clusters)).sign()
 
 
 def _exceeds(
@@ -180,12 +215,15 @@ class JudgedExits(NamedTuple):
     chance
         The accuracy if the same layers are dealt out among the examples at random, on average over all ways
         to deal them. What is above it is owed to knowing which examples to let go.
+    chance_sd
+        The standard deviation of the accuracy over all ways to deal them.
     """
 
     accuracy: float
     saved: float
     left: float
     chance: float
+    chance_sd: float
 
 
 def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> JudgedExits:
@@ -205,16 +243,30 @@ def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_laye
         saved=float(saved[hits].mean()) if hits.any() else float("nan"),
         left=float((saved > 0).mean()),
         chance=float(right.mean(0)[leaves].mean()),
+        chance_sd=_deviation_when_dealt(leaves, right),
     )
+
+
+def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> float:
+    """Standard deviation of the accuracy when the layers are dealt out at random (Hoeffding 1951)."""
+    n, n_layers = right.shape
+    if n == 1:
+        return 0.0
+    left_at = np.bincount(leaves, minlength=n_layers)
+    interaction = right - right.mean(0) - ((right @ left_at) / n)[:, None] + (right.mean(0) @ left_at) / n
+    return math.sqrt(float(np.square(interaction).sum(0) @ left_at) / (n - 1)) / n
 
 
 @checked
 def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
-    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, seeds``; ``sd``
-    is the standard deviation over the seeds, NaN for one; ``saved_share`` is that of all layers. A seed
-    without a right example has no layers saved and does not count for these.
+    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
+    left_right, left_chance, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one;
+    ``saved_share`` is that of all layers; ``above`` is the accuracy less chance. ``left_right`` is the share
+    of right ones among the examples that leave before the last layer, and ``left_chance`` that of all
+    examples at the same layers; NaN where none leave. A seed without a right example has no layers saved and
+    does not count for these.
 
     Parameters
     ----------
@@ -230,6 +282,7 @@ def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) 
     rows = []
     for method, of_seeds in judged.items():
         numbers = pd.DataFrame(of_seeds)
+        numbers["above"] = numbers["accuracy"] - numbers["chance"]
         mean, sd = numbers.mean(), numbers.std()
         rows.append(
             {
@@ -241,7 +294,81 @@ def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) 
                 "saved_share": mean["saved"] / n_layers,
                 "left": mean["left"],
                 "chance": mean["chance"],
+                "above": mean["above"],
+                "above_sd": sd["above"],
+                "left_right": _share_of_left(mean["accuracy"], mean["left"]),
+                "left_chance": _share_of_left(mean["chance"], mean["left"]),
                 "seeds": len(of_seeds),
             }
         )
     return pd.DataFrame(rows)
+
+
+def _share_of_left(share: float, left: float) -> float:
+    """A share of right examples, of those alone that leave early: the others are right at the last layer."""
+    return (share - 1 + left) / left if left else math.nan
+
+
+@checked
+def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 0) -> pd.DataFrame:
+    """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
+
+    The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so
+    that no example counts twice, as it does over random splits. One row for each reading; columns are
+    ``clusters, overlap, others, events``, which say the reading; ``accuracy``; ``chance``, of the same layers
+    dealt out within the parts; ``above``, the accuracy less chance; ``dealt_sd``, the standard deviation of
+    the accuracy when the layers are dealt out; ``p``, two-sided, of a normal of that deviation; ``saved`` and
+    ``saved_share``, over right examples; ``left``; ``left_right`` and ``left_chance``, see `summarize_exits`;
+    and ``n``, the number of examples.
+
+    Parameters
+    ----------
+    trace
+        What FFNs do to the predictions of the examples.
+    clusters
+        Clusters of the model's value vectors, of one number or of several.
+    seed
+        Seed of the parts.
+
+    Raises
+    ------
+    InputError
+        There are fewer than 10 examples, no clusters, or those of another model.
+    """
+    if not len(clusters):
+        raise InputError("There are no clusters to read the rule by. Expected at least one set of clusters.")
+    split_examples(len(trace))
+    saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
+    made_at = saturation.layer.numpy()
+    events = {BOTH: made_at, OF_FFNS: np.where(saturation.by_ffn.numpy(), made_at, -1)}
+    parts = np.array_split(np.random.default_rng(seed).permutation(len(trace)), _FEWEST_EXAMPLES)
+    rows = []
+    for each in clusters:
+        active = active_clusters(trace, each)
+        for overlap, others, (counted, layers) in itertools.product(OVERLAPS, OTHERS, events.items()):
+            rule, judged = OverlapRule(others=others, overlap=overlap), []
+            for part in parts:
+                training_rows = np.setdiff1d(np.arange(len(trace)), part)
+                signals = rule.fit(active, layers, training_rows).signals(active, part)
+                judged.append(judge_exits(first_exit(signals), right[part]))
+            reading = {"clusters": len(each), "overlap": overlap, "others": others, "events": counted}
+            rows.append(reading | _pooled(judged, np.array(list(map(len, parts))), trace.n_layers))
+    return pd.DataFrame(rows)
+
+
+def _pooled(
+    judged: Sequence[JudgedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
+) -> dict[str, float]:
+    """One judgement of the examples of all parts, in which layers are dealt out part by part."""
+    numbers, weights = pd.DataFrame(judged), sizes / sizes.sum()
+    accuracy, chance, left = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "left"))
+    dealt_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
+    hits = numbers["accuracy"] * weights
+    saved = float((numbers["saved"].fillna(0) * hits).sum() / hits.sum()) if hits.sum() else math.nan
+    return {
+        "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "dealt_sd": dealt_sd,
+        "p": float(2 * norm.sf(abs(accuracy - chance) / dealt_sd)) if dealt_sd else 1.0,
+        "saved": saved, "saved_share": saved / n_layers, "left": left,
+        "left_right": _share_of_left(accuracy, left), "left_chance": _share_of_left(chance, left),
+        "n": int(sizes.sum()),
+    }  # fmt: skip

@@ -17,8 +17,8 @@ from matlens.ffn.early_exit import ExampleSplit
 from matlens.progress import Bar
 from matlens.signatures import checked
 
-PENALTY_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Inverse: the smaller, the stronger the penalty."""
+PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
+"""Inverse, and those of the paper: the smaller, the stronger the penalty."""
 FOLDS = 8
 FEWEST_EVENTS = 8
 """Events of a layer that a classifier needs to learn from."""

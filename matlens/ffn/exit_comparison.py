@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.sparse import csr_array
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -56,8 +55,8 @@ from matlens.signatures import checked
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-RULE, EITHER, BY_LAYER = "sub-updates rule", "rule, attention's too", "rule, others by layer"
-CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x and o"))
+RULE, PLACES = "sub-updates rule", "rule, equal places"
+CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x + o"))
 FIXED, ORACLE = "fixed layer", "where it is made"
 _PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
 
@@ -109,16 +108,18 @@ def compare_exits(
 ) -> ExitComparison:
     """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
 
-    Events are those of FFNs: a prediction that attention makes counts as no event, but for
-    ``rule, attention's too``, which takes it for one of that layer. The rule learns from the training and the
-    calibration part, as in the paper; from the training part alone for the accuracy that others have to reach
-    on the calibration part. ``mat`` is fitted on the training part, and left out where that has fewer than
-    two examples for each dimension.
+    A prediction that attention makes is an event of its layer, as one that the FFN makes is. The rule is
+    judged by ``sets`` and by ``places``, see `OverlapRule`; `compare_readings` has its other readings. It
+    learns from the training and the calibration part, as in the paper; from the training part alone for the
+    accuracy that others have to reach on the calibration part. The classifiers see the stream before the
+    FFN, what the FFN writes, and their sum. ``mat`` is fitted on the training part, and left out where that
+    has fewer than two examples for each dimension.
 
     Parameters
     ----------
     model, trace, clusters
-        The model, what its FFNs do to the predictions of the examples, and the clusters of its value vectors.
+        The model, what its FFNs do to the predictions of the examples, and clusters of its value vectors;
+        the authors' notebook has `EXIT_CLUSTERS` of them.
     activations
         Vectors at the sites of `classifier_sites`, collected at the examples of the trace.
     seeds
@@ -139,12 +140,10 @@ def compare_exits(
     _require_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
-    made_by_ffn_at = np.where(saturation.by_ffn.numpy(), made_at, -1)
     active, features = active_clusters(trace, clusters), classifier_features(model, activations)
     rules = {
-        RULE: partial(_by_rule, OverlapRule(), active, made_by_ffn_at),
-        EITHER: partial(_by_rule, OverlapRule(), active, made_at),
-        BY_LAYER: partial(_by_rule, OverlapRule(others="by-layer"), active, made_by_ffn_at),
+        RULE: partial(_by_rule, OverlapRule(), active, made_at),
+        PLACES: partial(_by_rule, OverlapRule(overlap="places"), active, made_at),
     }
     judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
     by_confidence = _ConfidenceExits(Readout(model), activations, progress)
@@ -156,8 +155,9 @@ def compare_exits(
         for name, of_layers in features.items():
             classifiers = ExitClassifiers(
                 strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
-            ).fit(of_layers, made_by_ffn_at, split, progress=progress)
-            leaves[name] = first_exit(classifiers.signals(of_layers, test))
+            ).fit(of_layers[:-1], made_at, split, progress=progress)
+            signals = classifiers.signals(of_layers[:-1], test)
+            leaves[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer needs no signal
             penalties[name].update(classifiers.penalties)
         leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
         leaves[ORACLE] = made_at[test]
@@ -180,20 +180,20 @@ def _require_same(trace: Trace, activations: Activations) -> None:
 def classifier_features(
     model: TransformerBridge, activations: Activations
 ) -> dict[str, list[Float[np.ndarray, "n d"]]]:
-    """Features of classifiers at each layer: the stream before the FFN, what the FFN writes, and both."""
+    """Features of classifiers: the stream before each FFN, what the FFN writes, and the sum of the two."""
     layers = range(Anatomy.from_model(model).n_layers)
     x = [
         torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
         for layer in layers
     ]
     o = [activations[Site(FFN_OUT, layer)].numpy() for layer in layers]
-    both = [np.concatenate(pair, axis=1) for pair in zip(x, o, strict=True)]
-    return dict(zip(CLASSIFIERS, (x, o, both), strict=True))
+    total = [before + written for before, written in zip(x, o, strict=True)]
+    return dict(zip(CLASSIFIERS, (x, o, total), strict=True))
 
 
 def _by_rule(
     rule: OverlapRule,
-    active: Sequence[csr_array],
+    active: Int[np.ndarray, "n n_layers k"],
     made_at: Int[np.ndarray, " n"],
     training_rows: Int[np.ndarray, " m"],
     rows: Int[np.ndarray, " r"],

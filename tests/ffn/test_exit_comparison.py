@@ -24,7 +24,7 @@ from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.ffn import exit_comparison
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.early_exit import JudgedExits, first_exit, judge_exits, split_examples
+from matlens.ffn.early_exit import JudgedExits, judge_exits, split_examples
 from matlens.ffn.events import find_saturation
 from matlens.ffn.exit_classifiers import RIDGE, ExitClassifiers
 from matlens.ffn.exit_comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
@@ -101,7 +101,7 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
     model = small_model(name)
     before = ("h", "attn_out") if name in ("gptj", "neox") else ("mid",)
     examples = make_examples(model, corpus(6), seed=1)
-    x, o, both = classifier_features(
+    x, o, total = classifier_features(
         model, collect(model, examples, classifier_sites(model), progress=False)
     ).values()
     for row, (start, end) in enumerate(zip(examples.offsets[:-1], examples.offsets[1:], strict=True)):
@@ -111,14 +111,14 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
             before_ffn = torch.stack([plain[f"{kind}.{layer}"][0, at] for kind in before]).sum(0)
             assert_near(torch.from_numpy(x[layer][row]), before_ffn)
             assert_near(torch.from_numpy(o[layer][row]), plain[f"ffn_out.{layer}"][0, at])
-            assert both[layer][row].tolist() == [*x[layer][row], *o[layer][row]]
+            assert_near(torch.from_numpy(total[layer][row]), before_ffn + plain[f"ffn_out.{layer}"][0, at])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gptj"])
 def test_every_method_is_judged_once_a_split(name: str, made: Callable[[str, int], ComparedModel]) -> None:
     judged = made(name, MANY).comparison.judged
     rules, ends = (
-        (exit_comparison.RULE, exit_comparison.EITHER, exit_comparison.BY_LAYER),
+        (exit_comparison.RULE, exit_comparison.PLACES),
         (exit_comparison.FIXED, exit_comparison.ORACLE),
     )
     confidence = ("confidence, id", "confidence, mat")
@@ -138,28 +138,33 @@ def test_leaving_where_the_prediction_is_made_is_always_right(
     assert len(set(study.layer)) == N_LAYERS, "all are made at one layer, which proves little"
 
 
-def by_rule(
-    study: ComparedModel, learn: np.ndarray, rows: np.ndarray, *, attention: bool = False
-) -> list[int]:
+def by_rule(study: ComparedModel, learn: np.ndarray, rows: np.ndarray, *, places: bool = False) -> list[int]:
     """Where the rule leaves, example by example."""
     d_mlp = len(study.clusters.labels) // N_LAYERS
-    index = study.trace.index["dominant"].numpy()
-    sets = [
-        [set(study.clusters.labels[layer * d_mlp + index[row, layer]]) for layer in range(N_LAYERS)]
+    dominant, size = (getattr(study.trace, name)["dominant"].numpy() for name in ("index", "coefficient"))
+    order = np.argsort(-abs(size), axis=-1, kind="stable")
+    index = np.take_along_axis(dominant, order, -1)
+    clusters = [
+        [list(study.clusters.labels[layer * d_mlp + index[row, layer]]) for layer in range(N_LAYERS)]
         for row in range(MANY)
     ]
-    made_at = [
-        layer if by_ffn or attention else None
-        for layer, by_ffn in zip(study.layer, study.by_ffn, strict=True)
-    ]
+
+    def overlap(row: int, other: int, layer: int) -> int:
+        mine, theirs = clusters[row][layer], clusters[other][layer]
+        return sum(map(int.__eq__, map(int, mine), map(int, theirs))) if places else len({*mine} & {*theirs})
+
     left = []
     for row in rows:
         for layer in range(N_LAYERS):
-            one, other = (
-                [len(sets[row][layer] & sets[i][layer]) for i in learn if (made_at[i] == layer) == inside]
-                for inside in (True, False)
+            sizes = [
+                [overlap(row, i, layer) for i in learn if study.layer[i] == made]
+                for made in range(layer, N_LAYERS)
+            ]
+            signal = sizes[0] and all(
+                np.mean(sizes[0]) > np.mean(later) and max(sizes[0]) > max(later)
+                for later in sizes[1:]
+                if later
             )
-            signal = one and np.mean(one) > np.mean(other) and max(one) > max(other)
             if signal or layer == N_LAYERS - 1:
                 left.append(layer)
                 break
@@ -172,8 +177,8 @@ def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, in
     for seed in range(SEEDS):
         train, calibration, test = split_examples(MANY, seed=seed)
         learn = np.concatenate([train, calibration])
-        for method, attention in ((exit_comparison.RULE, False), (exit_comparison.EITHER, True)):
-            left = by_rule(study, learn, test, attention=attention)
+        for method, places in ((exit_comparison.RULE, False), (exit_comparison.PLACES, True)):
+            left = by_rule(study, learn, test, places=places)
             hits = [bool(study.right[row, layer]) for row, layer in zip(test, left, strict=True)]
             exits = study.comparison.judged[method][seed]
             assert exits.accuracy == pytest.approx(np.mean(hits))
@@ -229,18 +234,18 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
             assert exits.saved == pytest.approx(np.mean(saved))
 
 
-def test_classifiers_learn_events_of_ffns_from_the_training_part(
+def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(
     made: Callable[[str, int], ComparedModel],
 ) -> None:
     study = made("gptj", MANY)
-    made_at = np.where(study.by_ffn, study.layer, -1)
     counted: dict[str, int] = {}
     for seed in range(SEEDS):
         split = split_examples(MANY, seed=seed)
         for method, features in classifier_features(study.model, study.activations).items():
             learnt = ExitClassifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, fewest=2, seed=seed)
-            learnt.fit(features, made_at, split, progress=False)
-            left = first_exit(learnt.signals(features, split.test))
+            learnt.fit(features[:-1], study.layer, split, progress=False)
+            signals = learnt.signals(features[:-1], split.test)
+            left = np.array([list(row).index(True) if row.any() else N_LAYERS - 1 for row in signals])
             assert study.comparison.judged[method][seed] == judge_exits(left, study.right[split.test])
             counted[method] = counted.get(method, 0) + len(learnt.penalties)
     assert all(counted.values()), "nothing is learnt, which proves little"

@@ -47,7 +47,7 @@ def test_early_exits_are_solid_and_fixed_exits_of_the_same_colour_are_not() -> N
 def exits_table(seeds: int, accuracy: float = 0.9) -> pd.DataFrame:
     judged = {
         f"way {i}": [
-            JudgedExits(min(1.0, accuracy - i / 20 + seed / 50), i + seed, 0.5, 0.4 - i / 30)
+            JudgedExits(min(1.0, accuracy - i / 20 + seed / 50), i + seed, 0.5, 0.4 - i / 30, 0.1)
             for seed in range(seeds)
         ]
         for i in range(10)
