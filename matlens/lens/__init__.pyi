@@ -1,3 +1,4 @@
+from .alternation import best_schemes as best_schemes
 from .alternation import named_schemes as named_schemes
 from .alternation import scheme_quality as scheme_quality
 from .early_exit import ExitConfidence as ExitConfidence
@@ -8,6 +9,7 @@ from .early_exit import layers_saved as layers_saved
 from .early_exit import least_lam as least_lam
 from .early_exit import savings as savings
 from .early_exit import thresholds as thresholds
+from .predictions import masked_accuracy as masked_accuracy
 from .predictions import prediction_confidence as prediction_confidence
 from .predictions import predictions_table as predictions_table
 from .predictions import prompt_texts as prompt_texts
