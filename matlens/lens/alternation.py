@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
+from jaxtyping import Bool
+from torch import Tensor
 
 from matlens.activations.activations import Activations
+from matlens.activations.sinks import find_sinks, sink_rows
 from matlens.lens.quality import (
     as_substitute,
     fit_quality,
@@ -26,17 +30,37 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 ALTERNATION = "paper_a_fig6_alternation"  # the experiment
+R2, SCORED, WITHOUT_SINKS = "R2", "R2, scored without sinks", "R2 without sinks"  # methods
+
+
+@checked
+def best_schemes(
+    maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
+) -> list[Scheme]:
+    """For each number of blocks run, the scheme whose jumps have the greatest product of r2 of ``mat``.
+
+    Parameters
+    ----------
+    maps
+        ``mat`` for every pair of layers.
+    validation, rows
+        The stream at the positions of the validation examples, and which of them r2 is taken on; see
+        `fit_quality`.
+    """
+    return [
+        scheme
+        for scheme, _ in r2_schemes(r2_matrix(fit_quality(maps, validation, rows=rows), "mat")).values()
+    ]
 
 
 @checked
 def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Scheme]]:
     """The schemes of Figure 6, each with the name of its method.
 
-    For each number of blocks run ``R2``, the one whose jumps have the greatest product of r2 of ``mat`` on
-    the validation examples; and all weighted round-robin ones, ``WRR, blocks first``, ``WRR, mat first``.
+    For each number of blocks run ``R2``, the one of `best_schemes`; and all weighted round-robin ones,
+    ``WRR, blocks first``, ``WRR, mat first``.
     """
-    best = r2_schemes(r2_matrix(fit_quality(maps, validation), "mat"))
-    named = [("R2", scheme) for scheme, _ in best.values()]
+    named = [(R2, scheme) for scheme in best_schemes(maps, validation)]
     n_layers = validation.provenance.identity.n_layers
     return named + [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(n_layers)]
 
@@ -48,12 +72,16 @@ def scheme_quality(
     maps: MapSet,
     validation: Activations,
     *,
+    without_sinks: MapSet | None = None,
     patched: int | None = None,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
     """Precision and surprisal of all schemes, and of the fixed exits of ``mat`` and ``id`` beside them.
 
-    A table with one more column, ``scheme``; ``layer`` is how many blocks are run.
+    A table with one more column, ``scheme``; ``layer`` is how many blocks are run. Where maps are given that
+    were fitted without attention sinks, there are two more methods: ``R2, scored without sinks``, the same
+    maps with schemes chosen by their r2 on all validation examples but sinks; and ``R2 without sinks``, the
+    maps that were fitted without sinks, chosen by their r2 without sinks, with sinks run by all blocks.
 
     Parameters
     ----------
@@ -63,6 +91,8 @@ def scheme_quality(
         ``mat`` for every pair of layers.
     validation
         The stream at the positions of the validation examples, by whose r2 schemes are chosen.
+    without_sinks
+        ``mat`` for every pair of layers, fitted on all samples but sinks.
     patched
         How many examples the schemes are run on; by default all.
     folder
@@ -75,24 +105,25 @@ def scheme_quality(
     """
     readout.require_same(validation.provenance)
     named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
-    last = data.provenance.identity.n_layers
-    pairs = [pair for _, scheme in named for pair in scheme.jumps]
-    held = maps.held(pairs, device=model.cfg.device)
-    variants = {
-        _file_name(scheme): Variant(_blocks_before(scheme), scheme.replacements(model, held))
-        for _, scheme in named
-        if scheme.jumps
-    }
-    vectors = run_variants(model, data.examples, variants, folder=folder, origin=maps.provenance.to_json())
+    origin = {"maps": maps.provenance.to_json()}
+    if without_sinks is not None:
+        kept = ~sink_rows(validation)
+        named += [(SCORED, scheme) for scheme in best_schemes(maps, validation, rows=kept)]
+        named += [(WITHOUT_SINKS, scheme) for scheme in best_schemes(without_sinks, validation, rows=kept)]
+        origin["without sinks"] = without_sinks.provenance.to_json()
+    variants = _variants(model, maps, without_sinks, data, named)
+    vectors = run_variants(model, data.examples, variants, folder=folder, origin=origin)
     substitutes = {name: as_substitute(vectors[name]) for name in variants}
+    last = data.provenance.identity.n_layers
     judged = judge_predictions(readout, data[last], substitutes | {_WHOLE: as_substitute(data[last])})
     rows = [
         row | {"scheme": str(scheme)}
         for method, scheme in named
         for row in prediction_rows(
-            ALTERNATION, data, method, scheme.n_blocks, judged[_file_name(scheme) if scheme.jumps else _WHOLE]
+            ALTERNATION, data, method, scheme.n_blocks,
+            judged[_file_name(method, scheme) if scheme.jumps else _WHOLE],
         )
-    ]
+    ]  # fmt: skip
     fixed = prediction_quality(readout, maps, data).assign(experiment=ALTERNATION)
     return pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
 
@@ -100,11 +131,38 @@ def scheme_quality(
 _WHOLE = "whole"  # nothing is jumped over
 
 
+def _variants(
+    model: TransformerBridge,
+    maps: MapSet,
+    without_sinks: MapSet | None,
+    data: Activations,
+    named: Sequence[tuple[str, Scheme]],
+) -> dict[str, Variant]:
+    """Every scheme as a way of running the model; one that several methods choose is run once."""
+    device, variants = model.cfg.device, {}
+    at_all = [item for item in named if item[1].jumps and item[0] != WITHOUT_SINKS]
+    held = maps.held([pair for _, scheme in at_all for pair in scheme.jumps], device=device)
+    for method, scheme in at_all:
+        variants[_file_name(method, scheme)] = Variant(
+            _blocks_before(scheme), scheme.replacements(model, held)
+        )
+    elsewhere = [item for item in named if item[1].jumps and item[0] == WITHOUT_SINKS]
+    if without_sinks is None or not elsewhere:
+        return variants
+    held = without_sinks.held([pair for _, scheme in elsewhere for pair in scheme.jumps], device=device)
+    where = ~find_sinks(model, data.examples)
+    for method, scheme in elsewhere:
+        replacements = scheme.replacements(model, held, where=where)
+        variants[_file_name(method, scheme)] = Variant(_blocks_before(scheme), replacements)
+    return variants
+
+
 def _blocks_before(scheme: Scheme) -> int:
     """Blocks that a scheme starts with are those of the model itself, and are run once for all."""
     return scheme.boundaries[1] if scheme.starts_with == "blocks" else 0
 
 
-def _file_name(scheme: Scheme) -> str:
-    """``blocks-0-3-10``, the boundaries with what they start with."""
-    return "-".join([scheme.starts_with, *map(str, scheme.boundaries)])
+def _file_name(method: str, scheme: Scheme) -> str:
+    """``blocks-0-3-10``, the boundaries with what they start with, and whether sinks are left alone."""
+    name = "-".join([scheme.starts_with, *map(str, scheme.boundaries)])
+    return f"{name}-without-sinks" if method == WITHOUT_SINKS else name

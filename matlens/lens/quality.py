@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
@@ -34,7 +34,13 @@ Substitute = Callable[[slice], Float[Tensor, "rows d_model"]]
 
 
 @checked
-def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True) -> pd.DataFrame:
+def fit_quality(
+    maps: MapSet,
+    validation: Activations,
+    *,
+    rows: Bool[Tensor, " n"] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
     """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
 
     Parameters
@@ -43,17 +49,32 @@ def fit_quality(maps: MapSet, validation: Activations, *, progress: bool = True)
         Maps that were fitted on the model of ``validation``.
     validation
         Vectors at layers that the maps come from and go to.
+    rows
+        True for the examples that count, by default all.
+    progress
+        Whether to show a bar.
+
+    Raises
+    ------
+    InputError
+        The maps or the rows are not those of the examples, or fewer than two rows are left.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
-    rows = []
+    if rows is not None and (rows.shape != (validation.n_rows,) or int(rows.sum()) < 2):
+        raise InputError(
+            f"rows is {short(rows)}. Expected True or False for each of the {validation.n_rows} examples, "
+            "and True for two or more."
+        )
+    counted = slice(None) if rows is None else rows
+    table = []
     pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
     for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
-        h, truth = validation[source], validation[target]
+        h, truth = validation[source][counted], validation[target][counted]
         for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
-            rows.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
-    return result_table(rows)
+            table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
+    return result_table(table)
 
 
 @checked

@@ -30,6 +30,7 @@ from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
 from matlens.signatures import checked
+from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 Place = Literal["all", "not-first", "not-sink", "predicted"]
 PLACES: tuple[Place, ...] = ("all", "not-first", "not-sink", "predicted")
 CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}  # replacements that keep attention
-SUBMODULE_LAYERS, SUBMODULE_POSITIONS = "paper_a_fig10_submodules", "submodule_positions"  # experiments
+# Experiments.
+SUBMODULE_LAYERS, SUBMODULE_POSITIONS = "paper_a_fig10_submodules", "submodule_positions"
+SUBMODULE_ALONE = "submodule_alone"
 
 
 class SubmoduleCase(NamedTuple):
@@ -52,13 +55,16 @@ class SubmoduleCase(NamedTuple):
     place
         At which tokens they stand: one of `PLACES`.
     layer
-        The layer from which on they do, up to the last one.
+        The layer from which on they do.
+    target
+        The layer up to which they do; by default the last one.
     """
 
     replaced: str
     fitted: str
     place: str
     layer: int
+    target: int | None = None
 
 
 @checked
@@ -111,7 +117,8 @@ def run_submodule_cases(
     variants = {}
     for case in cases:
         fits, replace = maps[case.fitted], CONTEXTUAL[case.replaced]
-        replacements = replace(fits, case.layer, last, where=where[case.place])
+        target = last if case.target is None else case.target
+        replacements = replace(fits, case.layer, target, where=where[case.place])
         variants[_name(case)] = Variant(case.layer, replacements)
     origin = {fitted: fits.provenance.to_json() for fitted, fits in maps.items()}
     vectors = run_variants(model, examples, variants, folder=folder, origin=origin)
@@ -135,7 +142,8 @@ def _judged_rows(
 
 
 def _name(case: SubmoduleCase) -> str:
-    return f"{case.replaced} fit {case.fitted} at {case.place}.{case.layer}"
+    span = f"{case.layer}" if case.target is None else f"{case.layer}-{case.target}"
+    return f"{case.replaced} fit {case.fitted} at {case.place}.{span}"
 
 
 def _require_fitted(maps: Mapping[str, MapSet], wanted: Iterable[str]) -> None:
@@ -257,6 +265,35 @@ def submodule_positions(
     blocks = prediction_quality(readout, maps, data, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=SUBMODULE_POSITIONS)
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
+
+
+@checked
+def submodule_alone(
+    readout: Readout,
+    model: TransformerBridge,
+    stand_ins: Mapping[str, MapSet],
+    data: Activations,
+    *,
+    folder: str | Path | None = None,
+) -> pd.DataFrame:
+    """``mat_ffn`` and ``mat_ln1_ln2`` in one block at a time, all others as they are.
+
+    The methods ``mat_ffn`` and ``mat_ln1_ln2`` are fitted and replaced at all tokens, ``... without sinks``
+    at all that are no sinks; ``layer`` is the block.
+
+    Parameters
+    ----------
+    readout, model, stand_ins, data, folder
+        See `submodule_positions`.
+    """
+    blocks = range(data.provenance.identity.n_layers)
+    names = {"all": "", "not-sink": " without sinks"}
+    cases = {
+        SubmoduleCase(replaced, fitted, fitted, block, block + 1): f"{replaced}{names[fitted]}"
+        for replaced, fitted, block in itertools.product(CONTEXTUAL, names, blocks)
+    }
+    vectors = run_submodule_cases(model, stand_ins, data.examples, cases, folder=folder)
+    return result_table(_judged_rows(readout, data, vectors, cases, SUBMODULE_ALONE))
 
 
 @checked

@@ -11,6 +11,7 @@ import torch
 
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
+from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples, is_masked
 from matlens.errors import InputError
 from matlens.lens.quality import fit_quality, prediction_quality
@@ -83,6 +84,39 @@ def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activ
     for name, fits in maps.items():
         table = pd.concat([fit_quality(fits, validation), prediction_quality(readout, fits, validation)])
         tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
+    return pd.concat(tables, ignore_index=True)
+
+
+@checked
+def fit_quality_by_size(
+    train: Activations, validation: Activations, *, halvings: int = 3, progress: bool = True
+) -> pd.DataFrame:
+    """r2 onto the last layer of maps fitted on all training sentences, on the first half of them, and so on.
+
+    A table with one more column, ``n_fitted``.
+
+    Parameters
+    ----------
+    train, validation
+        The stream of the training and of the validation sentences.
+    halvings
+        How often the number is halved.
+    progress
+        Whether to show bars.
+
+    Raises
+    ------
+    InputError
+        No sentence would be left.
+    """
+    sizes = [len(train.examples) >> i for i in range(require_whole(halvings, "halvings", least=0) + 1)]
+    if sizes[-1] < 1:
+        raise InputError(f"{sizes[0]} sentences cannot be halved {halvings} times. Expected fewer halvings.")
+    tables = []
+    for size in sizes:
+        maps = MapSet.fit(train.head(size), pairs="last", progress=progress)
+        table = fit_quality(maps, validation, progress=progress)
+        tables.append(table[table["method"] == "mat"].assign(n_fitted=size))
     return pd.concat(tables, ignore_index=True)
 
 

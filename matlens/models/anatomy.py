@@ -237,6 +237,12 @@ def _examine(model: TransformerBridge) -> Anatomy:
         hooks = [(name, keep) for name in _open(model, points)]
         with torch.inference_mode(), reading(model, hooks):
             model(tokens, return_type=None)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{type(model.original_model).__name__} cannot be run by TransformerLens: a pass over "
+            f"{len(tokens)} sentences of {tokens.shape[1]} tokens ends in {type(error).__name__}: {error}. "
+            "Expected a model whose configuration fits its weights, and which reads token ids."
+        ) from error
     finally:
         listening.remove()
     as_tuples = issubclass(returned[0], tuple)

@@ -1,8 +1,8 @@
 """What is changed in a model at the moment, so that its vectors never pass as those of the plain model.
 
 A model is changed where parts of it are replaced or coefficients set by this library, where somebody else's
-hooks hang on it or its modules run another ``forward``, and where dropout is on. What this library hangs on
-a model to read it changes nothing, and is none of this.
+hooks hang on it, its modules run another ``forward`` or are others than its configuration says, where
+adapters are in it, and where dropout is on. What this library hangs on a model to read it changes nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from matlens.errors import InputError
+from matlens.models.weights import parts_of, plain_parts
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class _Record:
     present: list[_Presence] = field(default_factory=list)
     changed: Counter[int] = field(default_factory=Counter)
     reading: threading.RLock = field(default_factory=threading.RLock)
+    parts: dict[str, str] | None = None  # of the plain model, as `parts_of` gives them
+    seen: tuple[list[Any], tuple[str, ...]] | None = None  # by what is there, what is not the plain model's
 
     def changed_elsewhere(self) -> int:
         """How often the model was changed by other threads than this."""
@@ -68,14 +72,21 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
 
     Seen are replacements and coefficients of this library, by their numbers; hooks of others, on
     TransformerLens' hook points and on modules, and modules whose ``forward`` is another, by the function,
-    which only this process can know again; parametrizations; and dropout that is on. What a hook does is
-    not looked at: one that only reads is named too.
+    which only this process can know again; parametrizations; modules of another class or with other settings
+    than those that the model's configuration makes, even where they hold no weights; adapters (of PEFT), and
+    whether they are on; and dropout that is on. What a hook does is not looked at: one that only reads is
+    named too.
     """
     with _LOCK:  # lists of hooks must not change while they are read
         present = _record(model).present
         own = frozenset[int]().union(*(presence.functions for presence in present))
         ours = sorted(change for presence in present for change in presence.changes())
         return (*ours, *_foreign_changes(model, own))
+
+
+def remember_parts(model: TransformerBridge) -> None:
+    """Take the modules that a model has now, as it was loaded, for those of the plain model."""
+    _record(model).parts = parts_of(model.original_model, _class_name)
 
 
 @contextmanager
@@ -89,10 +100,11 @@ def intervening(
     Raises
     ------
     InputError
-        The model is changed or read in another thread: both would run a model that neither has asked for.
+        The model is changed or read in another thread, or a pass of another thread is under way, now or when
+        one begins inside of the context: both would run a model that neither has asked for.
     """
     here = threading.get_ident()
-    presence = _Presence(changes, frozenset(map(id, functions)), here)
+    presence = _Presence(changes, frozenset(map(id, (*functions, _require_alone))), here)
     record = _record(model)
     with _LOCK:
         if any(other.thread != here for other in record.present):
@@ -100,10 +112,12 @@ def intervening(
                 "This model is patched, controlled or read in another thread, and a change holds for all "
                 "threads. Wait until the other thread has left its context, or load the model a second time."
             )
+        _require_no_other_pass(model)
         record.present.append(presence)
         record.changed[here] += 1
     try:
-        yield
+        with _alone(model):
+            yield
     finally:
         with _LOCK:
             record.present.remove(presence)
@@ -114,7 +128,13 @@ def intervening(
 def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
     """Hang hooks on a model that read the passes of this thread alone and change nothing.
 
-    One thread reads at a time: torch does not bear that hooks are hung on a module that runs.
+    One thread reads at a time: torch does not bear that hooks are hung on a module that runs, and the modules
+    of a bridge keep what belongs to the pass that is under way.
+
+    Raises
+    ------
+    InputError
+        A pass begins inside of the context while one of another thread is under way.
     """
     here = threading.get_ident()
 
@@ -126,13 +146,14 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
         return read
 
     limited = [(name, of_this_thread(function)) for name, function in hooks]
-    presence = _Presence(tuple, frozenset(id(function) for _, function in limited), here)
+    functions = (*(function for _, function in limited), _require_alone)
+    presence = _Presence(tuple, frozenset(map(id, functions)), here)
     record = _record(model)
     with record.reading:
         with _LOCK:
             record.present.append(presence)
         try:
-            with _hung(model, limited):
+            with _hung(model, limited), _alone(model):
                 yield
         finally:
             with _LOCK:
@@ -182,6 +203,46 @@ def _hung(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any
     finally:
         with _LOCK:
             hung.__exit__(None, None, None)
+
+
+@contextmanager
+def _alone(model: TransformerBridge) -> Iterator[None]:
+    """Let every pass that begins inside of the context be the only one."""
+    with _LOCK:
+        handle = model.original_model.register_forward_pre_hook(_require_alone)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            handle.remove()
+
+
+def _require_alone(inner: nn.Module, _: Any) -> None:
+    _require_no_other_pass(inner)
+
+
+def _require_no_other_pass(model: nn.Module) -> None:
+    """Refuse to go on while another thread is inside of a model.
+
+    What runs in a thread is read off its stack, which knows of passes that began before anybody looked, and
+    of those that an error or an interrupt has ended.
+    """
+    modules = set(map(id, model.modules()))
+    for thread, frame in sys._current_frames().items():
+        if thread != threading.get_ident() and any(id(module) in modules for module in _running_in(frame)):
+            raise InputError(
+                "A pass of this model is under way in another thread, and what belongs to a pass lies in the "
+                "model's modules while it runs: the vectors of both would be mixed. Wait until that pass has "
+                "ended, or load the model a second time."
+            )
+
+
+def _running_in(frame: FrameType | None) -> Iterator[nn.Module]:
+    """The modules whose calls are on a stack."""
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 @contextmanager
@@ -259,8 +320,51 @@ def _foreign_changes(model: TransformerBridge, own: frozenset[int]) -> Iterator[
     everywhere = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
     for number, function in itertools.chain(*(hooks.items() for hooks in everywhere)):
         yield f"a hook {function_name(function, number)} at all modules"
+    yield from _other_parts(model)
+    yield from _adapters(module for _, module in _modules(model))
     if _drops_out(model):
         yield "training mode, in which dropout makes every pass another"
+
+
+def _other_parts(model: TransformerBridge) -> tuple[str, ...]:
+    """Modules that are not those that the model's configuration makes."""
+    record, inner = _record(model), model.original_model
+    # Reading every place takes long; this is the same where nothing has been put elsewhere.
+    seen = [
+        (type(module), *(value for value in vars(module).values() if type(value) in (float, str)))
+        for module in inner.modules()
+    ]
+    if record.parts is None:
+        record.parts = plain_parts(model, _class_name) or parts_of(inner, _class_name)
+    if record.seen is None or record.seen[0] != seen:
+        now, plain = parts_of(inner, _class_name), record.parts
+        others = [
+            f"another module {part} at {place or 'the top'}"
+            for place, part in now.items()
+            if plain.get(place, part) != part
+        ]
+        record.seen = seen, (*others, *(f"no module at {place}" for place in plain if place not in now))
+    return record.seen[1]
+
+
+def _class_name(kind: type) -> str:
+    """The name of a module's class, with a number where this process alone can know it again."""
+    if kind.__module__.startswith(("torch.", *_BUILDERS)):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return function_name(kind)
+
+
+def _adapters(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """The adapters of PEFT that are in a model, and whether they are on."""
+    states: Counter[str] = Counter()
+    for module in modules:
+        if isinstance(getattr(type(module), "disable_adapters", None), property):
+            state = "off" if module.disable_adapters else "on"
+            active, merged, scaling = (
+                getattr(module, name, None) for name in ("active_adapters", "merged_adapters", "scaling")
+            )
+            states[f"{active!r} switched {state}, merged {merged!r}, scaled {scaling!r}"] += 1
+    yield from (f"the adapters {state}, in {n} modules" for state, n in sorted(states.items()))
 
 
 def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:

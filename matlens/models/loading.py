@@ -14,6 +14,7 @@ import torch
 
 from matlens.arguments import require_kind, short
 from matlens.errors import InputError
+from matlens.models.changes import remember_parts
 from matlens.models.identity import require_raw
 from matlens.models.places import SMOLLM2, called, cause, locate
 from matlens.models.tokenization import encode_text, require_tokenizer
@@ -107,6 +108,7 @@ def load(
     model.matlens_revision = commit
     _follow_tokenizer(model, tokenizer)
     require_finite_weights(model)
+    remember_parts(model)
     return model.eval()
 
 

@@ -1,10 +1,11 @@
-"""Fingerprints of weights: exact, rounded to half precision, and of the unembedding alone."""
+"""What a model is made of: fingerprints of its weights, and its modules, those without weights too."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -186,3 +187,31 @@ def _multipliers(device: torch.device) -> Tensor:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     odd = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(device)
+
+
+def plain_parts(model: TransformerBridge, class_name: Callable[[type], str]) -> dict[str, str] | None:
+    """The modules that the model's configuration makes; ``None`` where it does not make them alone."""
+    inner = model.original_model
+    if getattr(inner.config, "quantization_config", None) is not None:
+        return None  # other modules are put in when the weights are read
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return parts_of(type(inner)(copy.deepcopy(inner.config)), class_name)
+    except Exception:  # code that came with a model can ask for anything
+        return None
+
+
+def parts_of(inner: nn.Module, class_name: Callable[[type], str]) -> dict[str, str]:
+    """The class and the settings of every module by its place, but for what a bridge puts around them."""
+    parts = {}
+    for path, module in inner.named_modules(remove_duplicate=False):
+        kind = type(module)
+        if not kind.__module__.startswith("transformer_lens."):
+            place = ".".join(name for name in path.split(".") if name != "_original_component")
+            settings = sorted(
+                f"{key}={value!r:.60}"
+                for key, value in vars(module).items()
+                if isinstance(value, float | str) and not key.startswith("_")
+            )
+            parts[place] = f"{class_name(kind)}({', '.join(settings)})"
+    return parts

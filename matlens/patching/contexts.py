@@ -321,6 +321,15 @@ def _skipping_forwards(
     model: TransformerBridge, jump: Replacement, as_tuples: bool
 ) -> dict[int, Callable[..., Any]]:
     """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
+    needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
+    kinds = {
+        type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
+    }
+    if kinds:
+        raise InputError(
+            f"{jump} skips blocks, and the blocks of this model cannot be skipped: TransformerLens runs them "
+            f"as {', '.join(sorted(kinds))}. Its layers can be collected, and their maps fitted and read out."
+        )
 
     def forward_of(layer: int) -> Callable[..., Any]:
         block = model.blocks[layer]

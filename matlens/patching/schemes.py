@@ -14,7 +14,7 @@ from torch import Tensor
 from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.patching.replacements import Replacement, jump
+from matlens.patching.replacements import Replacement, Where, jump
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -74,8 +74,17 @@ class Scheme:
         """Number of blocks that are run."""
         return sum(last - first for kind, first, last in self.segments if kind == "blocks")
 
-    def replacements(self, model: TransformerBridge, maps: MapSet) -> list[Replacement]:
+    def replacements(
+        self, model: TransformerBridge, maps: MapSet, *, where: Where = "all"
+    ) -> list[Replacement]:
         """What to give to `matlens.patched` to run the model this way.
+
+        Parameters
+        ----------
+        model, maps
+            The model, and ``mat`` for its jumps.
+        where
+            The tokens that jump; the others are run by all blocks.
 
         Raises
         ------
@@ -87,7 +96,7 @@ class Scheme:
             raise InputError(
                 f"The scheme ends at layer {self.boundaries[-1]}, and this model's last layer is {last}."
             )
-        return [replacement for pair in self.jumps for replacement in jump(maps, *pair)]
+        return [replacement for pair in self.jumps for replacement in jump(maps, *pair, where=where)]
 
     def __str__(self) -> str:
         return " ".join(f"{kind} {first}-{last}" for kind, first, last in self.segments)

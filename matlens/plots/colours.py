@@ -40,6 +40,7 @@ _LOOKS = {
     "mat_ln1_ln2": Look(PURPLE, marker="v"),
     # Schemes
     "R2": Look(BLACK, marker="^"),
+    "R2, scored without sinks": Look(PURPLE, DOTTED, "v"),
     "WRR, blocks first": Look(SKY, "none", "o"),
     "WRR, mat first": Look(ORANGE, "none", "D"),
     # Value vectors, updates, and what they are compared with
@@ -95,7 +96,7 @@ def method_looks(methods: Iterable[str]) -> dict[str, Look]:
 
 
 def _own_look(name: str) -> Look | None:
-    if name.endswith(_WITHOUT_SINKS):
+    if name.endswith(_WITHOUT_SINKS) and name not in _LOOKS:
         look = _LOOKS.get(name.removesuffix(_WITHOUT_SINKS))
         return look and look._replace(line=DASHED, hollow=True)
     return _LOOKS.get(re.sub(r", \d+ vectors$", "", name))

@@ -11,6 +11,7 @@ from matlens.plots.style import add_legend, layer_ticks, literal, styled, title_
 from matlens.signatures import checked
 
 _MANY = 8  # methods; the names of more stand on the right
+_SCHEMES = ("R2", "R2, scored without sinks", "R2 without sinks")  # one scheme for each number of blocks
 _FITTED = {
     "all": "fitted on all tokens",
     "not-first": "fitted on all but first tokens",
@@ -31,7 +32,9 @@ def alternation(results: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(6.6, 4.6))
     ax = figure.subplots()
     results = results[(results["metric"] == "precision") & (results["k"] == 1)]
-    looks = method_looks(("WRR, blocks first", "WRR, mat first", "R2", "mat", "id"))
+    order = ("WRR, blocks first", "WRR, mat first", *_SCHEMES, "mat", "id")
+    there = set(results["method"])
+    looks = method_looks(method for method in order if method in there)
     for method, look in looks.items():
         part = results[results["method"] == method]
         if look.line == "none":
@@ -40,7 +43,7 @@ def alternation(results: pd.DataFrame) -> Figure:
                 ms=4,
             )  # fmt: skip
         else:
-            draw_line(ax, part, look, method if method == "R2" else f"{method}, fixed exit")
+            draw_line(ax, part, look, method if method in _SCHEMES else f"{method}, fixed exit")
     ax.set_xlabel("blocks run")
     ax.set_xticks(layer_ticks(int(results["layer"].max())))
     precision_axis(ax)

@@ -1,3 +1,5 @@
+from .features import FEATURES as FEATURES
+from .features import compatibility as compatibility
 from .steps import collect_parts as collect_parts
 from .steps import evaluate_maps as evaluate_maps
 from .steps import fit_maps as fit_maps

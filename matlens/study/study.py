@@ -32,6 +32,7 @@ from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
+from matlens.linear.fitting import fit_rows
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -41,6 +42,7 @@ from matlens.models.loading import load
 from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study import steps
@@ -210,6 +212,19 @@ class Study:
         """``mat`` for the pairs of layers."""
         _ = self.stream
         return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
+
+    @cached_property
+    def maps_without_sinks(self) -> MapSet:
+        """``mat`` for the pairs of layers, fitted on all samples but attention sinks."""
+        samples = self.stream[0]
+        rows, wanted = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
+
+        def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+            maps = fit_rows(samples, missing, rows=rows, intercept=self.intercept, ridge=self.ridge or 0.0)
+            return Bar(maps, total=len(missing), desc="fitting", unit="map")
+
+        origin = samples.provenance.samples.with_details(n_samples=int(rows.sum()), fitted="not-sink")
+        return write_maps(self.folder / "maps-not-sink", wanted, fit, origin)
 
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""

@@ -26,8 +26,9 @@ import matlens
 from matlens.corpora.examples import is_masked
 from matlens.patching.schemes import wrr_schemes
 
-TABLES = [name for name in SCRIPTS if name not in ("small_bert", *OF_FFNS)]  # that one makes a model
-FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility")]
+OF_NO_MODEL = ("small_bert", "compatibility")  # these make models of their own
+TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *OF_FFNS)]
+FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
 SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks
 CASES = [(name, "bert" if name == "paper_a_fig5_masked" else SINKS) for name in TABLES]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import N_LAYERS, plain_vectors
+from conftest import N_LAYERS, SINK_TOKENS, plain_vectors
 from handpatched import Part, hand_vectors, jump_part
 from judged_by_hand import assert_judged, judged_by_hand
 from sklearn.metrics import r2_score
@@ -123,3 +124,77 @@ def test_schemes_are_named_by_their_method(small_model: Callable[[str], Any], se
         assert method == "R2" or method == f"WRR, {scheme.segments[0][0]} first"
     with pytest.raises(InputError, match="lacks pairs of layers"):
         named_schemes(block_maps(model, PAIRS[1:]), validation)
+
+
+def test_schemes_without_sinks_are_scored_and_run_without_them(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    name = "llama-sinks"
+    model, plain = small_model(name), plain_model(name)
+    examples = make_examples(model, sentences, seed=1)
+    validation = collect(model, examples, progress=False)
+    kept = ~torch.isin(torch.from_numpy(examples.tokens[examples.offsets[:-1] + examples.positions]),
+                       torch.tensor(SINK_TOKENS))  # fmt: skip
+    assert 2 < int(kept.sum()) < len(kept)
+    others = {pair: 1.1 * part_of(*pair).weight.T for pair in PAIRS}  # maps of another fit
+    provenance = Provenance(ModelIdentity.from_model(model))
+    without = MapSet(LinearMap(w, None, f"h.{a}", f"h.{b}", provenance) for (a, b), w in others.items())
+    maps = block_maps(model)
+    table = scheme_quality(Readout(model), model, maps, validation, without_sinks=without, patched=9)
+
+    def best(weights: dict[tuple[int, int], Tensor], n_blocks: int) -> list[tuple[int, int]]:
+        scores = {
+            (a, b): r2_score(validation[b][kept].numpy(), (validation[a][kept] @ w.T).numpy())
+            for (a, b), w in weights.items()
+        }
+        ways = (jumps for jumps in all_schemes() if blocks_run(jumps) == n_blocks)
+        return max(ways, key=lambda jumps: math.prod(scores[pair] for pair in jumps))
+
+    for method, weights in (
+        ("R2, scored without sinks", {pair: part_of(*pair).weight for pair in PAIRS}),
+        ("R2 without sinks", others),
+    ):
+        expected = {}
+        for n_blocks in range(N_LAYERS + 1):
+            jumps = best(weights, n_blocks)
+            rows = table[(table["method"] == method) & (table["layer"] == n_blocks)]
+            assert str(rows["scheme"].iloc[0]).count("mat") == len(jumps)
+            at_sinks = method == "R2, scored without sinks"
+            expected[method, n_blocks] = torch.stack(
+                [jumped_by_hand(plain, weights, jumps, examples, s, at_sinks=at_sinks) for s in range(9)]
+            )
+        assert_judged(table, judged_by_hand(plain, validation[N_LAYERS][:9], expected), nats=1e-3)
+    assert set(table[table["method"] == "R2 without sinks"]["layer"]) == set(range(N_LAYERS + 1))
+
+
+@torch.inference_mode()
+def jumped_by_hand(
+    plain: Any, weights: Any, jumps: list[tuple[int, int]], examples: Any, sentence: int, *, at_sinks: bool
+) -> Tensor:
+    """``h^L`` at a sentence's position; tokens that are no sinks, or all, jump, and the others are run."""
+    tokens = torch.from_numpy(examples.tokens[examples.offsets[sentence] : examples.offsets[sentence + 1]])
+    stay = torch.isin(tokens, torch.tensor(() if at_sinks else SINK_TOKENS))[:, None]
+    entered: dict[int, Tensor] = {}
+    handles = []
+    layers = [*plain.model.layers, plain.model.norm]
+
+    def keep(layer: int) -> Callable[..., None]:
+        return lambda module, args: entered.update({layer: args[0]})
+
+    def land(a: int, b: int) -> Callable[..., Any]:
+        def hook(module: Any, args: Any) -> Any:
+            return (torch.where(stay, args[0], entered[a] @ weights[a, b].T), *args[1:])
+
+        return hook
+
+    for a, b in jumps:
+        handles += [layers[a].register_forward_pre_hook(keep(a))]
+        handles += [layers[b].register_forward_pre_hook(land(a, b))]
+    last: dict[int, Tensor] = {}
+    handles.append(plain.model.norm.register_forward_pre_hook(lambda _, args: last.update({0: args[0]})))
+    try:
+        plain(tokens[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return last[0][0, examples.positions[sentence]]

@@ -123,6 +123,24 @@ def distribution(head: Head, h: list[float]) -> list[float]:
 # Quality of fit
 
 
+def test_only_the_rows_that_are_named_count_in_r2() -> None:
+    maps, data = mapset([("h.0", "h.2")]), activations()
+    rows = torch.arange(N) % 3 != 1
+    table = fit_quality(maps, data, rows=rows, progress=False)
+    truth, source = (data[site].double().numpy()[rows.numpy()] for site in ("h.2", "h.0"))
+    assert only_row(table, method="id")["value"] == pytest.approx(r2_score(truth, source), abs=1e-5)
+    mapped = np.array([apply(maps["h.0", "h.2"], h) for h in source.tolist()])
+    assert only_row(table, method="mat")["value"] == pytest.approx(r2_score(truth, mapped), abs=1e-5)
+    assert set(table["n"]) == {int(rows.sum())}
+
+
+@pytest.mark.refused
+def test_rows_of_other_examples_are_refused() -> None:
+    for rows in (torch.ones(N - 1, dtype=torch.bool), torch.arange(N) < 1):
+        with pytest.raises(InputError, match=r"rows is .* for each of the \d+ examples"):
+            fit_quality(mapset([("h.0", "h.2")]), activations(), rows=rows, progress=False)
+
+
 def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> None:
     maps, data = mapset(ALL + INSIDE), activations()
     table = fit_quality(maps, data, progress=False)

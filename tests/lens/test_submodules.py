@@ -26,6 +26,7 @@ from matlens.lens.submodules import (
     precision_by_layer,
     rows_of_replacement,
     run_submodule_cases,
+    submodule_alone,
     submodule_layers,
     submodule_positions,
 )
@@ -98,11 +99,11 @@ class Bench:
             "predicted": tuple(self.positions),
         }[place]
 
-    def patched(self, method: str, fitted: str, place: str, layer: int) -> Tensor:
+    def patched(self, method: str, fitted: str, place: str, layer: int, target: int | None = None) -> Tensor:
         """``h^L`` at the positions, by hand."""
         parts = [
             stand_in(part, of_layer, fitted, self.where(place))
-            for part, of_layer in itertools.product(PARTS[method], range(layer, N_LAYERS))
+            for part, of_layer in itertools.product(PARTS[method], range(layer, target or N_LAYERS))
         ]
         vectors = hand_vectors(NAME, self.plain, parts, self.tokens)
         return torch.stack(
@@ -205,6 +206,18 @@ def test_the_table_of_positions_has_every_combination(bench: Bench) -> None:
         part = rows_of_replacement(table, replaced)
         assert {method.split(",")[0] for method in part["method"]} == {"mat", replaced}
         assert len(part) == 4 * 2 * 13
+
+
+def test_alone_only_one_block_is_replaced(bench: Bench) -> None:
+    table = submodule_alone(bench.readout, bench.model, stand_ins(bench.model), bench.data)
+    expected = {}
+    for method, (fitted, name), block in itertools.product(
+        ("mat_ffn", "mat_ln1_ln2"), {"all": "", "not-sink": " without sinks"}.items(), range(N_LAYERS)
+    ):
+        expected[f"{method}{name}", block] = bench.patched(method, fitted, fitted, block, block + 1)
+    assert_judged(table, bench.judge(expected))
+    assert set(zip(table["method"], table["layer"], strict=True)) == set(expected)
+    assert set(table["experiment"]) == {"submodule_alone"}
 
 
 def test_stand_ins_under_the_name_of_others_are_refused(bench: Bench) -> None:

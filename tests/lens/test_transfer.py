@@ -21,6 +21,7 @@ from matlens.lens.transfer import (
     compare_fits,
     fit_drawn_and_all,
     fit_equally_many,
+    fit_quality_by_size,
     fits_side_by_side,
     transfer_losses,
     transfer_quality,
@@ -128,6 +129,26 @@ def test_maps_of_each_corpus_are_fitted_on_as_many_and_tested_on_each(
         assert row["difference"] == pytest.approx(np.mean(shares) - np.mean(same))
         relative = [(a - b) / b for a, b in zip(shares, same, strict=True)]
         assert row["relative"] == pytest.approx(np.mean(relative))
+
+
+def test_fewer_and_fewer_sentences_are_the_first_ones(small_model: Models) -> None:
+    model = small_model("llama")
+    train, validation = (
+        collect(model, make_examples(model, corpus(name, n, seed)), progress=False)
+        for name, n, seed in (("train", 181, 0), ("validation", 30, 1))
+    )
+    table = fit_quality_by_size(train, validation, halvings=2, progress=False)
+    assert set(zip(table["n_fitted"], table["layer"], strict=True)) == {
+        (n, layer) for n in (181, 90, 45) for layer in range(N_LAYERS)
+    }
+    assert set(table["method"]) == {"mat"}
+    for row in table.itertuples():
+        x, y = (train[layer][: row.n_fitted].double().numpy() for layer in (row.layer, N_LAYERS))
+        weight = np.linalg.lstsq(x, y, rcond=None)[0]
+        expected = r2_score(validation[N_LAYERS], validation[row.layer].double().numpy() @ weight)
+        assert row.value == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(InputError, match="181 sentences cannot be halved 8 times"):
+        fit_quality_by_size(train, validation, halvings=8, progress=False)
 
 
 def test_what_is_lost_can_be_followed_by_eye() -> None:

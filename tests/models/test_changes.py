@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, make_sentences
+from conftest import D_MODEL, load_plain, make_sentences, make_tokenizer
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
@@ -358,6 +358,92 @@ def test_fits_of_samples_say_nothing_of_a_model_that_they_do_not_know(model: Any
     assert linear.provenance == Provenance()
 
 
+# Modules without weights
+
+
+def test_a_module_in_the_place_of_another_is_seen_though_it_has_no_weights(
+    model: Any, model_folder: Callable[[str], Path]
+) -> None:
+    mlp = model.original_model.transformer.h[1].mlp._original_component
+    before, act = ModelIdentity.from_model(model), mlp.act
+    mlp.act = nn.Identity()
+    (change,) = changes_of(model)
+    assert change == "another module torch.nn.modules.linear.Identity() at transformer.h.1.mlp.act"
+    after = ModelIdentity.from_model(model)
+    assert after.fingerprint == before.fingerprint
+    with pytest.raises(InputError, match=r"Identity\(\) at transformer\.h\.1\.mlp\.act"):
+        Provenance(before).require_same(after, ours="the maps")
+    with pytest.raises(InputError, match=r"Identity"):  # a copy knows what it was before, too
+        Provenance(before).require_same(ModelIdentity.from_model(copy.deepcopy(model)), ours="the maps")
+    mlp.act = act
+    assert changes_of(model) == ()
+    mlp.act = Twice()  # of a class that this process alone knows
+    assert re.search(r"'Twice' of \S*test_changes \(number \d+ of process", changes_of(model)[0])
+
+
+def test_settings_of_modules_are_seen_and_one_gone_is(model: Any) -> None:
+    norm = model.original_model.transformer.ln_f._original_component
+    norm.eps = 0.5
+    (change,) = changes_of(model)
+    assert "LayerNorm(eps=0.5) at transformer.ln_f" in change
+    norm.eps = 1e-5
+    assert changes_of(model) == ()
+    del model.original_model.transformer._modules["drop"]
+    assert changes_of(model) == ("no module at transformer.drop",)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "gemma3"])
+def test_a_users_bridge_has_the_modules_of_its_configuration(
+    name: str, model_folder: Callable[[str], Path]
+) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    plain = load_plain(name, model_folder(name))
+    options = {"hf_model": plain, "tokenizer": make_tokenizer(bert=name == "bert"), "device": "cpu"}
+    bridge = matlens.wrap(TransformerBridge.boot_transformers(str(model_folder(name)), **options))
+    state = torch.random.get_rng_state()
+    assert changes_of(bridge) == ()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_bridge_booted_with_another_module_is_not_the_plain_one(
+    model_folder: Callable[[str], Path],
+) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    plain = load_plain("gpt2", model_folder("gpt2"))
+    plain.transformer.h[0].mlp.act = nn.ReLU()
+    options = {"hf_model": plain, "tokenizer": make_tokenizer(), "device": "cpu"}
+    bridge = matlens.wrap(TransformerBridge.boot_transformers(str(model_folder("gpt2")), **options))
+    (change,) = changes_of(bridge)
+    assert change == "another module torch.nn.modules.activation.ReLU() at transformer.h.0.mlp.act"
+
+
+class Adapter(nn.Module):
+    """As much of PEFT's tuner layers as tells whether they are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.off, self.active_adapters, self.scaling = False, ["default"], {"default": 2.0}
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.off
+
+
+def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
+    adapter = Adapter()
+    model.original_model.transformer.h[0].add_module("lora", adapter)
+    on = changes_of(model)
+    assert any("the adapters ['default'] switched on" in change for change in on)
+    adapter.off = True
+    off = changes_of(model)
+    assert any("switched off" in change for change in off)
+    assert off != on
+    adapter.off, adapter.scaling["default"] = False, 1.0
+    assert changes_of(model) not in (on, off)
+
+
 # Threads
 
 
@@ -391,6 +477,56 @@ def test_a_change_in_another_thread_is_refused_and_a_reading_one_names_it(model:
         assert read.provenance.identity.changes == changes_of(model)
     assert in_a_thread(enter) is None
     assert changes_of(model) == ()
+
+
+@pytest.mark.parametrize("context", ["patched", "controlled", "read", "plain"])
+@pytest.mark.parametrize("through", ["the bridge", "the model inside"])
+def test_a_pass_inside_another_threads_pass_is_refused(model: Any, context: str, through: str) -> None:
+    """The first pass starts the second thread and waits for it, so both are under way whatever the timing."""
+    tokens, more = torch.randint(6, 50, (2, 9)), torch.randint(6, 50, (1, 9))
+    examples, said = examples_of(model), []
+
+    def run_or_patch() -> None:
+        with contextlib.nullcontext() if context != "plain" else patched(model, [random_map()]):
+            (model if through == "the bridge" else model.original_model)(more)
+
+    def start(value: Tensor, hook: Any) -> None:
+        said.append(in_a_thread(run_or_patch))
+
+    contexts: dict[str, Callable[[], Any]] = {
+        "patched": lambda: patched(model, [random_map()]),
+        "controlled": lambda: controlled(model, ["L1D3"], 3.0),
+        "read": contextlib.nullcontext,
+        "plain": contextlib.nullcontext,
+    }
+
+    def first_pass() -> Tensor:
+        if context == "read":
+            return collect(model, examples, ["h.3"], progress=False)["h.3"]
+        with torch.inference_mode():
+            return model(tokens)
+
+    with contexts[context]():
+        alone = first_pass()
+    model.add_hook("blocks.0.hook_out", start)  # of somebody else: it changes what is collected in name only
+    try:
+        with contexts[context]():
+            together = first_pass()
+    finally:
+        model.reset_hooks()
+    assert said
+    assert all(
+        isinstance(error, InputError) and "under way in another thread" in str(error) for error in said
+    )
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    with contexts[context]():  # an ended pass is none, however it has ended
+        with pytest.raises(KeyboardInterrupt), model.hooks(fwd_hooks=[("blocks.1.hook_in", interrupt)]):
+            model(tokens)
+        assert in_a_thread(lambda: model(more)).shape == (1, 9, 60)
+
+
+def interrupt(value: Tensor, hook: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) -> None:

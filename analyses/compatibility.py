@@ -1,0 +1,145 @@
+"""What matlens can do with each architecture: a small model of it with random weights, and everything tried.
+
+The models have three layers of width 32 and a vocabulary of 60 words; what works depends on how their blocks
+are wired, not on their size. A row for each architecture: how its blocks are wired, its sites, and for each
+feature ``yes`` or the reason why it is refused. `--type` takes any model type of transformers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import transformers
+import typer
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from matlens import InputError, load
+from matlens.cli import Report, run_study
+from matlens.progress import Bar
+from matlens.study import FEATURES, Study, compatibility
+
+NAME = "compatibility"
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 60, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None, "hidden_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 48,
+}  # fmt: skip
+_NARROW = _SIZES | {"intermediate_size": 48}
+_GROUPED = _NARROW | {"num_key_value_heads": 2, "head_dim": 8}
+_EXPERTS = _GROUPED | {
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 16,
+}
+# What each type's configuration takes, besides the defaults of its own.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "gpt2": _SIZES,
+    "gpt_bigcode": _SIZES,
+    "gpt_neo": _SIZES | {"attention_types": [[["global"], 3]]},
+    "gpt_neox": _NARROW,
+    "gptj": _SIZES | {"rotary_dim": 4},
+    "opt": _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": _SIZES,
+    "falcon": _SIZES | {"new_decoder_architecture": False},
+    "codegen": _SIZES | {"rotary_dim": 4},
+    "xglm": _SIZES | {"ffn_dim": 48},
+    "llama": _GROUPED,
+    "mistral": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": _GROUPED,
+    "gemma": _GROUPED,
+    "gemma2": _GROUPED,
+    "gemma3_text": _GROUPED,
+    "phi": _NARROW,
+    "phi3": _NARROW,
+    "olmo": _NARROW,
+    "olmo2": _NARROW,
+    "olmo3": _NARROW,
+    "stablelm": _NARROW | {"num_key_value_heads": 4},
+    "cohere": _NARROW,
+    "cohere2": _GROUPED,
+    "granite": _GROUPED | {"residual_multiplier": 0.5},
+    "starcoder2": _NARROW | {"num_key_value_heads": 2},
+    "glm": _GROUPED,
+    "glm4": _GROUPED,
+    "smollm3": _GROUPED,
+    "nemotron": _GROUPED,
+    "exaone4": _GROUPED,
+    "apertus": _GROUPED,
+    "arcee": _GROUPED,
+    "seed_oss": _GROUPED,
+    "mixtral": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "gpt_oss": _EXPERTS,
+    "mamba": _SIZES,
+    "bert": _NARROW,
+    "roberta": _NARROW,
+    "distilbert": _SIZES | {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48},
+    "t5": _SIZES | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4},
+}
+_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+
+
+def main(
+    study: Study,
+    report: Report,
+    model_type: Annotated[
+        list[str] | None,
+        typer.Option("--type", help="A model type of transformers; by default all of the list."),
+    ] = None,
+) -> None:
+    """Try every feature on a small random model of each architecture."""
+    chosen = model_type or list(CONFIGURATIONS)
+    rows = []
+    for name in Bar(chosen, unit="architecture", desc="trying"):
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append({"model_type": name} | attempt(name, Path(folder), study.seed))
+    report.write(NAME, pd.DataFrame(rows), {"seed": study.seed, "model_types": chosen})
+
+
+def attempt(name: str, folder: Path, seed: int) -> dict[str, str]:
+    """What works with an architecture; where its model cannot be loaded, the reason for every feature."""
+    save_small_model(name, folder, seed)
+    try:
+        offered = compatibility(load(str(folder)))
+    except InputError as error:
+        reason = str(error).replace(str(folder), name)
+        return {"wiring": "", "sites": ""} | dict.fromkeys(FEATURES, reason)
+    return offered | {feature: offered[feature] or "yes" for feature in FEATURES}
+
+
+def save_small_model(name: str, folder: Path, seed: int) -> None:
+    """Write a small model with random weights and a tokenizer of whole words."""
+    try:
+        configuration = transformers.AutoConfig.for_model(name, **CONFIGURATIONS.get(name, _GROUPED))
+        auto = next(
+            getattr(transformers, kind)
+            for kind in _CLASSES
+            if type(configuration) in getattr(transformers, kind)._model_mapping
+        )
+    except (ValueError, StopIteration) as error:
+        raise InputError(
+            f"{name!r} is not a model type of transformers that has a language model. Expected one such as "
+            "'llama'."
+        ) from error
+    torch.manual_seed(seed)
+    auto.from_config(configuration).save_pretrained(folder)
+    words = ["[UNK]", "[PAD]", "[MASK]", *(f"w{number}" for number in range(57))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+    if auto is transformers.AutoModelForMaskedLM:
+        special["mask_token"] = "[MASK]"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    run_study(main, model=None, corpus=None, figures=False)

@@ -1,0 +1,27 @@
+"""FFNs, and norms, replaced in one block at a time: which of them are linear, and what sinks do to the fit.
+
+Fitted and replaced at all tokens, and at all that are no attention sinks. Expect most blocks to lose little
+alone, and those whose fit few sinks decide to lose less once sinks are out of it.
+"""
+
+from __future__ import annotations
+
+from matlens.cli import Patched, Report, run_study
+from matlens.lens import submodule_alone
+from matlens.plots import by_method
+from matlens.study import Study
+
+NAME = "submodule_alone"
+
+
+def main(study: Study, report: Report, patched: Patched = 300) -> None:
+    """Replace the sub-modules of each block alone, and draw what is left of the prediction."""
+    stand_ins, some = study.stand_ins("all", "not-sink"), study.validation.head(patched)
+    table = submodule_alone(
+        study.readout, study.model, stand_ins, some, folder=study.folder / f"{NAME}-{some.n_rows}"
+    )
+    report.write(NAME, table, study.origin, by_method(table))
+
+
+if __name__ == "__main__":
+    run_study(main)

@@ -1,0 +1,154 @@
+"""What attention sinks are in the stream, and what they do to r2.
+
+Least squares, and r2 with it, count squares: a few tokens whose vectors are a hundred times as long as all
+others decide over both. Tables beside those of `fit_quality`, for the tokens that are no sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from matlens.activations.activations import Activations
+from matlens.arguments import short
+from matlens.errors import InputError
+from matlens.lens.quality import fit_quality, validation_row
+from matlens.linear.mapsets import MapSet
+from matlens.metrics import Estimate
+from matlens.models.sites import STREAM, Site
+from matlens.models.vocabulary import token_texts
+from matlens.signatures import checked
+from matlens.storage.tables import result_table
+
+SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
+_BEFORE = 4  # tokens that are shown before a sink
+
+
+@checked
+def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
+    """How long sinks are at each layer, and how much of the variance lies in a single coordinate.
+
+    The metric ``median_norm`` is that of ``first tokens``, of ``sinks`` and of all ``others``, which are
+    neither; ``largest_coordinate`` is the share that one coordinate has of the variance of ``all`` samples
+    and of those that are ``not sinks``.
+
+    Parameters
+    ----------
+    samples
+        Vectors of the stream.
+    sinks
+        True for the samples that are sinks, as `matlens.activations.sink_rows` tells.
+
+    Raises
+    ------
+    InputError
+        The mask is not one of the samples, or no sample is neither a sink nor a first token.
+    """
+    _require_mask(samples, sinks)
+    first = torch.from_numpy(samples.places == 0)
+    groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
+    rows = []
+    for layer, h in _stream(samples):
+        numbers = [
+            (name, "median_norm", h[mask].norm(dim=1).median(), mask)
+            for name, mask in groups.items()
+            if mask.any()
+        ]
+        numbers += [
+            (name, "largest_coordinate", _largest_share(h[mask]), mask)
+            for name, mask in (("all", torch.ones_like(sinks)), ("not sinks", ~sinks))
+        ]
+        for name, metric, value, mask in numbers:
+            estimate = Estimate(float(value), float("nan"), float("nan"), int(mask.sum()))
+            rows.append(validation_row(SINK_NORMS, samples, name, layer, layer, metric, None, estimate))
+    return result_table(rows)
+
+
+@checked
+def fit_quality_without_sinks(
+    maps: MapSet, validation: Activations, sinks: Bool[Tensor, " n"], *, progress: bool = True
+) -> pd.DataFrame:
+    """r2 of `fit_quality` where first tokens, or sinks, are not among the examples; the maps are the same.
+
+    A table with one more column, ``examples``: ``not first tokens`` or ``not sinks``.
+
+    Parameters
+    ----------
+    maps, validation
+        See `fit_quality`.
+    sinks
+        True for the validation examples that are sinks.
+    progress
+        Whether to show a bar.
+    """
+    _require_mask(validation, sinks)
+    kept = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
+    tables = [
+        fit_quality(maps, validation, rows=rows, progress=progress).assign(experiment=SINK_FIT, examples=name)
+        for name, rows in kept.items()
+    ]
+    return pd.concat(tables, ignore_index=True)
+
+
+@checked
+def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Any) -> pd.DataFrame:
+    """The sinks that are no first tokens: each with the text before it, and where it stands out most.
+
+    A row a sink: its ``place`` in the sentence, its ``token``, the ``text`` that ends with it, the ``layer``
+    at which its norm is the greatest multiple of the median one, and both, ``norm`` and ``median_norm``.
+
+    Parameters
+    ----------
+    samples, sinks
+        See `sink_norms`.
+    tokenizer
+        The model's.
+    """
+    _require_mask(samples, sinks)
+    layers = [layer for layer, _ in _stream(samples)]
+    norms = torch.stack([h.norm(dim=1) for _, h in _stream(samples)], 1)
+    medians = norms.median(0).values
+    examples, rows = samples.examples, []
+    sentences = examples.sentences
+    if samples.positions == "all":
+        sentences = np.repeat(np.arange(len(examples)), examples.lengths)
+    for row in (sinks & torch.from_numpy(samples.places > 0)).nonzero().flatten().tolist():
+        place, start = int(samples.places[row]), int(examples.offsets[sentences[row]])
+        tokens = examples.tokens[start + max(0, place - _BEFORE) : start + place + 1]
+        texts = token_texts(tokenizer, tokens.tolist())
+        at = int((norms[row] / medians).argmax())
+        rows.append(
+            {
+                "place": place, "token": texts[-1], "text": "".join(texts), "layer": layers[at],
+                "norm": float(norms[row, at]), "median_norm": float(medians[at]),
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows, columns=["place", "token", "text", "layer", "norm", "median_norm"])
+
+
+def _stream(samples: Activations) -> Iterator[tuple[int, Float[Tensor, "n d_model"]]]:
+    """Layers of the stream that were collected, with their vectors."""
+    sites = [site for site in map(Site.parse, samples) if site.kind == STREAM]
+    return ((site.layer, samples[site].double()) for site in sorted(sites, key=lambda site: site.layer))
+
+
+def _largest_share(h: Float[Tensor, "n d_model"]) -> float:
+    """The largest coordinate's share of the variance."""
+    variance = h.var(0, correction=0)
+    return float(variance.max() / variance.sum())
+
+
+def _require_mask(samples: Activations, sinks: Bool[Tensor, " n"]) -> None:
+    if sinks.dtype != torch.bool or sinks.shape != (samples.n_rows,):
+        raise InputError(
+            f"sinks is {short(sinks)}. Expected True or False for each of the {samples.n_rows} samples, as "
+            "matlens.activations.sink_rows gives."
+        )
+    if bool((sinks | torch.from_numpy(samples.places == 0)).all()):
+        raise InputError("All samples are sinks or first tokens. Expected others to compare them with.")

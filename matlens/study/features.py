@@ -1,0 +1,98 @@
+"""What can be done with a model: tried on it, and not looked up by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from matlens.activations.collecting import collect
+from matlens.control.control import PAPER_COEFFICIENT, controlled
+from matlens.corpora.token_examples import make_token_examples
+from matlens.errors import InputError
+from matlens.ffn.updates import Updates
+from matlens.ffn.values import ValueVectors
+from matlens.linear.mapsets import MapSet
+from matlens.models.anatomy import Anatomy, probe_tokens
+from matlens.models.readout import Readout
+from matlens.patching.contexts import patched
+from matlens.patching.replacements import jump, mat_attn, mat_ffn, mat_ln1_ln2
+from matlens.patching.submodules import submodule_pairs
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+FEATURES = (
+    "read-out",
+    "mat",
+    "mat_attn",
+    "mat_ffn",
+    "mat_ln1_ln2",
+    "value vectors",
+    "sub-updates",
+    "control",
+)
+_STAND_INS = {"mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
+
+
+@checked
+def compatibility(model: TransformerBridge) -> dict[str, str]:
+    """What matlens can do with a model, found by doing it on a few tokens.
+
+    Returns
+    -------
+    dict
+        ``wiring``, how its blocks are wired; ``sites``, the kinds of sites that it has; and for each of
+        `FEATURES` an empty text where it works, and otherwise the reason why it is refused.
+    """
+    anatomy = Anatomy.from_model(model)
+    tokens = probe_tokens(model)
+    every = torch.ones_like(tokens, dtype=torch.bool)
+    examples = make_token_examples(model, tokens, attention_mask=every.long(), positions=every)
+    stream = collect(model, examples, progress=False)
+
+    def read_out() -> None:
+        Readout(model).logits(stream[anatomy.stream[-1]])
+
+    def run_patched(pairs: Callable[[], Any], replace: Callable[..., Any]) -> None:
+        sites = sorted({site for pair in pairs() for site in pair})
+        inside = collect(model, examples, sites=sites, progress=False)
+        with patched(model, replace(MapSet.fit(inside, pairs=pairs()), 0, anatomy.n_layers)):
+            model(tokens, return_type=None)
+
+    def set_coefficient() -> None:
+        with controlled(model, [ValueVectors(model).at(0)], PAPER_COEFFICIENT):
+            model(tokens, return_type=None)
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "read-out": read_out,
+        "mat": partial(run_patched, lambda: [("h.0", str(anatomy.stream[-1]))], jump),
+        **{
+            name: partial(run_patched, partial(_pairs_of, anatomy, name), replace)
+            for name, replace in _STAND_INS.items()
+        },
+        "value vectors": lambda: ValueVectors(model).layer(0),
+        "sub-updates": lambda: Updates.run(model, examples, progress=False).dominant(0, 1),
+        "control": set_coefficient,
+    }
+    return {
+        "wiring": anatomy.family.name,
+        "sites": ", ".join(("h", *anatomy.kinds)),
+        **{name: _refusal(attempts[name]) for name in FEATURES},
+    }
+
+
+def _pairs_of(anatomy: Anatomy, name: str) -> list[tuple[str, str]]:
+    return submodule_pairs(anatomy, name.split("_")[1:])
+
+
+def _refusal(attempt: Callable[[], Any]) -> str:
+    try:
+        with torch.inference_mode():
+            attempt()
+    except InputError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,76 @@
+"""What works with a model is what has been tried on it."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAMILY_OF
+from transformer_lens.model_bridge import TransformerBridge
+
+from matlens import InputError, load
+from matlens.study import FEATURES, compatibility
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analyses" / "compatibility.py"))
+Models = Callable[[str], TransformerBridge]
+
+
+@pytest.mark.parametrize("name", FAMILY_OF)
+def test_every_feature_works_with_the_claimed_families(name: str, small_model: Models) -> None:
+    offered = compatibility(small_model(name))
+    assert offered["wiring"] == FAMILY_OF[name]
+    assert {offered[feature] for feature in FEATURES} == {""}
+
+
+def test_where_only_the_stream_is_known_only_maps_between_layers_work(small_model: Models) -> None:
+    offered = compatibility(small_model("granite"))
+    assert (offered["wiring"], offered["sites"]) == ("stream-only", "h")
+    assert [feature for feature in FEATURES if not offered[feature]] == ["read-out", "mat"]
+    assert "stream-only" in offered["mat_ffn"]
+    assert "no value vectors" in offered["control"]
+
+
+def test_a_head_that_is_not_known_is_named(small_model: Models) -> None:
+    offered = compatibility(small_model("roberta"))
+    assert [feature for feature in FEATURES if offered[feature]] == ["read-out"]
+    assert "RobertaForMaskedLM" in offered["read-out"]
+
+
+def test_a_model_is_left_as_it_was(small_model: Models) -> None:
+    model = small_model("gpt2")
+    before = [len(point.fwd_hooks) for point in model.hook_dict.values()]
+    compatibility(model)
+    assert [len(point.fwd_hooks) for point in model.hook_dict.values()] == before
+
+
+@pytest.mark.parametrize(("name", "refused"), [("mixtral", {*FEATURES[5:]}), ("mamba", {*FEATURES[1:]})])
+def test_the_table_tells_what_an_architecture_lacks(name: str, refused: set[str], tmp_path: Path) -> None:
+    row = SCRIPT["attempt"](name, tmp_path, 0)
+    assert {feature for feature in FEATURES if row[feature] != "yes"} == refused
+    assert all(row[feature].endswith(".") for feature in refused)
+
+
+def test_blocks_that_cannot_be_skipped_are_named(tmp_path: Path) -> None:
+    assert "SSMBlockBridge" in SCRIPT["attempt"]("mamba", tmp_path, 0)["mat"]
+
+
+def test_a_type_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'vit' is not a model type"):
+        SCRIPT["save_small_model"]("vit", tmp_path, 0)
+    with pytest.raises(InputError, match="'nothing' is not a model type"):
+        SCRIPT["attempt"]("nothing", tmp_path, 0)
+
+
+def test_a_model_that_cannot_run_is_refused_in_words(tmp_path: Path) -> None:
+    configurations: dict[str, Any] = SCRIPT["CONFIGURATIONS"]
+    before = configurations["stablelm"]
+    configurations["stablelm"] = {**before, "num_key_value_heads": 32}
+    try:
+        SCRIPT["save_small_model"]("stablelm", tmp_path, 0)
+    finally:
+        configurations["stablelm"] = before
+    with pytest.raises(InputError, match="StableLmForCausalLM cannot be run by TransformerLens"):
+        compatibility(load(str(tmp_path)))
