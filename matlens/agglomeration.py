@@ -1,17 +1,24 @@
-"""Agglomerative clustering of vectors by their cosine distances, exactly: in memory, or on the disk.
+"""Agglomerative clustering of vectors by their cosine distances: in memory, on the disk, or by neighbours.
 
-Two clusters lie as far apart as their vectors do on average, or as the two furthest of them do (complete
-linkage); again and again the two nearest are merged. In memory that is scipy's. Where the distances of all
-pairs have no room there, `merges_on_disk` keeps them in a file, a row for each vector, and follows chains of
-nearest neighbours (Murtagh 1985; Müllner 2011), which need one row at a time. A merge writes only the row of
-the cluster that it makes; every other row is brought up to date when it is read, as what a row says of the
-parts of a cluster is all that its distance to the whole needs.
+Exactly, two clusters lie as far apart as their vectors do on average, or as the two furthest of them do
+(complete linkage); again and again the two nearest are merged. In memory that is scipy's. Where the distances
+of all pairs have no room there, `merges_on_disk` keeps them in a file, a row for each vector, and follows
+chains of nearest neighbours (Murtagh 1985; Müllner 2011), which need one row at a time. A merge writes only
+the row of the cluster that it makes; every other row is brought up to date when it is read, as what a row
+says of the parts of a cluster is all that its distance to the whole needs.
+
+Where there is no room on the disk either, two clusters are merged only where one holds a near neighbour of
+the other, and of these merges the one that adds least to the squared distances of the vectors from their
+cluster's mean (Ward), which of unit vectors are cosine distances. Average linkage over the few distances
+that a graph of neighbours has would chain thousands of vectors together.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -20,11 +27,15 @@ from jaxtyping import Float, Int
 from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
+from sklearn.cluster import AgglomerativeClustering
+from sklearn.neighbors import kneighbors_graph
 
 from matlens.errors import InputError
 from matlens.progress import Bar
 
 Linkage = Literal["average", "complete"]
+EXACT, NEIGHBOURS = "exact", "neighbours"
+_NEAR = 10  # neighbours of each vector in the graph
 _BLOCK = 256  # rows whose distances are made at once
 _COPIES = 2  # of the distances in memory, in float64: scipy works on one of its own
 _GIB = 2**30
@@ -38,6 +49,43 @@ def gib_in_memory(n: int) -> float:
 def gib_on_disk(n: int) -> float:
     """GiB that the distances of ``n`` vectors take while they are clustered on the disk."""
     return np.dtype(np.float32).itemsize * n * n / _GIB
+
+
+def method_within(n: int, memory: float, disk: float = 0.0) -> str:
+    """``exact`` if the distances of ``n`` vectors have room in so many GiB, else ``neighbours``."""
+    return EXACT if gib_in_memory(n) <= memory or gib_on_disk(n) <= disk else NEIGHBOURS
+
+
+def agglomerate(
+    unit: Float[np.ndarray, "n d"], n_clusters: int, method: str, linkage: Linkage = "average",
+    memory: float = math.inf, folder: Path | None = None, progress: bool = False,
+) -> Int[np.ndarray, " n"]:  # fmt: skip
+    """Cluster vectors: which cluster each is in, numbered by size, then by their first vector.
+
+    Parameters
+    ----------
+    unit
+        Vectors of length 1, in float64.
+    n_clusters
+        How many clusters to make, from 1 to as many as there are vectors.
+    method
+        ``exact`` or ``neighbours``.
+    linkage
+        What exact clusters are linked by, ``average`` or ``complete``.
+    memory
+        Most GiB that the distances may take in memory; more of them are kept on the disk.
+    folder
+        Where they are kept there; by default where temporary files are.
+    progress
+        Whether to show bars over what is done on the disk.
+    """
+    if n_clusters == len(unit):
+        return np.arange(len(unit))
+    if method == NEIGHBOURS:
+        return by_size(_of_neighbours(unit.astype(np.float32), n_clusters))
+    if gib_in_memory(len(unit)) <= memory:
+        return cut(merges_in_memory(unit, linkage), n_clusters)
+    return cut(merges_on_disk(unit, linkage, folder, progress=progress), n_clusters)
 
 
 def merges_in_memory(unit: Float[np.ndarray, "n d"], linkage: Linkage) -> Int[np.ndarray, "n_minus_1 2"]:
@@ -122,6 +170,16 @@ def _condensed_distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " 
             distances[start : start + n - 1 - row] = to_all[row + 1 :]
             start += n - 1 - row
     return distances
+
+
+def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
+    graph = kneighbors_graph(unit, min(_NEAR, len(unit) - 1), mode="connectivity", include_self=False)
+    ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)
+    with warnings.catch_warnings():
+        # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is right
+        # for bundles without neighbours outside; its warning would tell users nothing that they can act on.
+        warnings.filterwarnings("ignore", "the number of connected components", UserWarning)
+        return ward.fit_predict(unit)
 
 
 class _Rows:

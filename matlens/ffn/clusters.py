@@ -10,8 +10,8 @@ chain thousands of vectors together.
 
 from __future__ import annotations
 
+import itertools
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,21 +21,20 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from sklearn.cluster import AgglomerativeClustering
-from sklearn.neighbors import kneighbors_graph
+from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.agglomeration import (
+    EXACT,
+    NEIGHBOURS,
     Linkage,
-    by_size,
-    cut,
+    agglomerate,
     gib_in_memory,
     gib_on_disk,
-    merges_in_memory,
-    merges_on_disk,
+    method_within,
 )
-from matlens.arguments import require_number, short
+from matlens.arguments import require_number, require_whole, short
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
@@ -52,8 +51,6 @@ N_CLUSTERS = 10_000
 MEMORY_GIB = 4.0
 """Memory in GiB that exact clusters may take unless another limit is given."""
 WARD = "ward"  # what clusters by near neighbours are linked by
-EXACT, NEIGHBOURS = "exact", "neighbours"
-NEAR = 10  # neighbours of each vector in the graph
 _IN_WORDS = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
 
 
@@ -342,48 +339,56 @@ def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
     return vectors.div_(lengths).numpy()
 
 
-def method_within(n: int, memory: float, disk: float = 0.0) -> str:
-    """``exact`` if the distances of ``n`` vectors have room in so many GiB, else ``neighbours``."""
-    return EXACT if gib_in_memory(n) <= memory or gib_on_disk(n) <= disk else NEIGHBOURS
+@checked
+def compare_linkages(
+    values: ValueVectors, n_clusters: int = N_CLUSTERS, *, n_vectors: int = 12_000, seed: int = 0
+) -> pd.DataFrame:
+    """How far clusters hang on how they are made: each way against each other, on some of the value vectors.
 
-
-def agglomerate(
-    unit: Float[np.ndarray, "n d"], n_clusters: int, method: str, linkage: Linkage = "average",
-    memory: float = MEMORY_GIB, folder: Path | None = None, progress: bool = False,
-) -> Int[np.ndarray, " n"]:  # fmt: skip
-    """Cluster vectors: which cluster each is in, numbered by size, then by their first vector.
+    The vectors are drawn at random, and made into as many clusters in proportion. One row for each two of the
+    ways ``average``, ``complete`` and ``neighbours``; columns are ``method, other, rand``, the adjusted Rand
+    index of their clusters; ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its
+    cluster; ``vectors`` and ``clusters``, how many there are.
 
     Parameters
     ----------
-    unit
-        Vectors of length 1, in float64.
+    values
+        Value vectors of the model.
     n_clusters
-        How many clusters to make, from 1 to as many as there are vectors.
-    method
-        ``exact`` or ``neighbours``.
-    linkage
-        What exact clusters are linked by, ``average`` or ``complete``.
-    memory
-        Most GiB that the distances may take in memory; more of them are kept on the disk.
-    folder
-        Where they are kept there; by default where temporary files are.
-    progress
-        Whether to show bars over what is done on the disk.
+        How many clusters all value vectors would make.
+    n_vectors
+        How many vectors are drawn; all where there are fewer. Their distances take ``8 n (n - 1)`` bytes.
+    seed
+        Seed of the draw.
+
+    Raises
+    ------
+    InputError
+        There are fewer than two vectors, or one without a direction.
     """
-    if n_clusters == len(unit):
-        return np.arange(len(unit))
-    if method == NEIGHBOURS:
-        return by_size(_of_neighbours(unit.astype(np.float32), n_clusters))
-    if gib_in_memory(len(unit)) <= memory:
-        return cut(merges_in_memory(unit, linkage), n_clusters)
-    return cut(merges_on_disk(unit, linkage, folder, progress=progress), n_clusters)
+    require_whole(n_vectors, "n_vectors", least=2)
+    unit = _units(values)
+    drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
+    unit = unit[np.sort(drawn)]
+    n = min(len(unit), max(1, round(n_clusters * len(unit) / len(values))))
+    ways: tuple[tuple[str, str, Linkage], ...] = (
+        ("average", EXACT, "average"), ("complete", EXACT, "complete"), (NEIGHBOURS, NEIGHBOURS, "average"),
+    )  # fmt: skip
+    labels = {
+        name: agglomerate(unit, n, method, linkage, gib_in_memory(len(unit)))
+        for name, method, linkage in ways
+    }
+    tight = {name: _tightness(unit, each) for name, each in labels.items()}
+    rows = [
+        (name, other, adjusted_rand_score(labels[name], labels[other]), tight[name], tight[other])
+        for name, other in itertools.combinations(labels, 2)
+    ]
+    table = pd.DataFrame(rows, columns=["method", "other", "rand", "cosine", "other_cosine"])
+    return table.assign(vectors=len(unit), clusters=n)
 
 
-def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
-    graph = kneighbors_graph(unit, min(NEAR, len(unit) - 1), mode="connectivity", include_self=False)
-    ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)
-    with warnings.catch_warnings():
-        # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is right
-        # for bundles without neighbours outside; its warning would tell users nothing that they can act on.
-        warnings.filterwarnings("ignore", "the number of connected components", UserWarning)
-        return ward.fit_predict(unit)
+def _tightness(unit: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]) -> float:
+    """The mean cosine of a vector with the mean of its cluster."""
+    sums = np.zeros((labels.max() + 1, unit.shape[1]))
+    np.add.at(sums, labels, unit)
+    return float(np.linalg.norm(sums, axis=1).sum() / len(unit))

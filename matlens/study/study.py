@@ -24,11 +24,11 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
-from matlens.agglomeration import Linkage
+from matlens.agglomeration import Linkage, method_within
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
 from matlens.errors import InputError, printable
-from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors

@@ -24,15 +24,8 @@ from traces import make_clusters
 
 import matlens
 from matlens import InputError
-from matlens.agglomeration import gib_in_memory, gib_on_disk
-from matlens.ffn.clusters import (
-    EXACT,
-    NEIGHBOURS,
-    Clusters,
-    agglomerate,
-    cluster_table,
-    method_within,
-)
+from matlens.agglomeration import EXACT, NEIGHBOURS, agglomerate, gib_in_memory, gib_on_disk, method_within
+from matlens.ffn.clusters import Clusters, cluster_table, compare_linkages
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.storage.files import sealed, write_json
@@ -415,3 +408,26 @@ def test_the_table_is_the_one_written_out(
         best = np.argsort(-(embedding @ vector))[:4].tolist()
         names = zip(best, model.tokenizer.convert_ids_to_tokens(best), strict=True)
         assert texts == ", ".join(f"<{token}>" if name is None else name for token, name in names)
+
+
+def test_ways_to_cluster_are_compared_on_drawn_vectors(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    values, unit = ValueVectors(small_model("gpt2")), plain_unit_vectors("gpt2", plain_model("gpt2"))
+    table = compare_linkages(values, 100, n_vectors=96, seed=2)
+    unit = unit[sorted(np.random.default_rng(2).permutation(len(unit))[:96])]
+    theirs = {
+        linkage: AgglomerativeClustering(n_clusters=25, metric="cosine", linkage=linkage).fit_predict(unit)
+        for linkage in ("average", "complete")
+    } | {"neighbours": ward_of_neighbours(unit, 25)}
+    assert (table["vectors"].unique().tolist(), table["clusters"].unique().tolist()) == ([96], [25])
+    for row in table.to_dict("records"):
+        ours, others = theirs[row["method"]], theirs[row["other"]]
+        assert row["rand"] == pytest.approx(adjusted_rand_score(ours, others))
+        for labels, cosine in ((ours, row["cosine"]), (others, row["other_cosine"])):
+            means = np.array([unit[labels == label].mean(0) for label in labels])
+            expected = np.mean((means * unit).sum(1) / np.linalg.norm(means, axis=1))
+            assert cosine == pytest.approx(expected)
+    assert table[["method", "other"]].values.tolist() == [
+        ["average", "complete"], ["average", "neighbours"], ["complete", "neighbours"],
+    ]  # fmt: skip
