@@ -79,6 +79,11 @@ def test_events_are_counted_alike_in_all_tables_of_one_trace(
             alike = alike[alike[column] == getattr(row, column)]
         assert alike["n"].sum() == row.n
         assert (alike["value"] * alike["n"]).sum() / row.n == pytest.approx(row.value, rel=1e-4, abs=1e-7)
+    by_effect = workbench.table("paper_b_fig3_by_effect")
+    cells = ["event", "examples", "metric", "layer", "value", "n"]
+    kept = layers[(layers["read"] == "score") & (layers["method"] == "dominant")][cells]
+    kept = kept[kept["metric"].isin(("max", "mean", "min"))].reset_index(drop=True)
+    pd.testing.assert_frame_equal(by_effect[cells], kept)
     by_ffn = frequency[frequency["method"] == "ffn"]["value"].sum()
     whole = events[(events["event"] == "saturation") & (events["examples"] == "all examples")]
     assert set(whole["n"]) == {round(40 * by_ffn)}
