@@ -21,6 +21,7 @@ from rich.table import Table
 from matlens import make_examples
 from matlens.annotation import (
     MIN_PATTERN_TOKENS,
+    WordNet,
     annotator_agreement,
     draw_concept_sample,
     read_concept_sample,
@@ -47,16 +48,20 @@ def main(
     ] = None,
     per_layer: Annotated[int, typer.Option(min=1, help="Vectors of each kind at each layer.")] = 10,
     top: Annotated[int, typer.Option(min=4, help="Top tokens of each.")] = 30,
+    wordnet: Annotated[
+        bool, typer.Option("--wordnet", help="Show what WordNet says of each token; needs nltk or wn.")
+    ] = False,
 ) -> None:
     """Write a sheet on which concepts are annotated, or turn filled ones into shares."""
     if filled:
         count(filled, report)
         return
+    describe = WordNet().describe if wordnet else None
     texts, model, seed = study.corpus, study.model, study.seed
     _, part = texts.split(n_train=1, n_validation=max(2, study.n_layers * per_layer), seed=seed)
     examples = make_examples(model, part, seed=seed, draw_special=False)
     sample = draw_concept_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
-    written = write_concept_sheets(sample, report.out / f"{NAME}_sheets")
+    written = write_concept_sheets(sample, report.out / f"{NAME}_sheets", describe=describe)
     origin = {"data": examples.provenance, "sheet": sheet_code(sample)}
     report.write(NAME, sample, study.origin_of_weights | origin)
     print("This table is the key, not for annotators.")

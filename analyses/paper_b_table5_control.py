@@ -1,12 +1,17 @@
-"""Paper B, Table 5: less toxic continuations by turning value vectors on, beside two baselines.
+"""Paper B, Tables 5 and 8: less toxic continuations by turning value vectors on, beside two baselines.
 
 Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
 value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn
-among those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words. A grader
-scores the continuations alone, and perplexity is that on sentences of a corpus. Expect vectors picked by
-hand to lower toxicity, graded ones hardly, all at some cost in perplexity. The paper's table is ``--model
-gpt2-medium --grader perspective --samples 0 --challenging``, with the file of RealToxicityPrompts as
-``--prompts``.
+among those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words, of the list
+that is given. Continuations are drawn, greedy, or found by beams. A grader scores the continuations alone,
+for each attribute that it knows, and perplexity is that on running text, read in windows. Expect vectors
+picked by hand to lower toxicity, graded ones hardly, all at some cost in perplexity. The top tokens of all
+vectors are a table of their own.
+
+The paper's table, all six attributes side by side: ``--model gpt2-medium --grader perspective --samples 0
+--challenging --windows 0``, with the file of RealToxicityPrompts as ``--prompts``, the text of WikiText-2's
+test part as ``--text``, the list of Gehman et al. as ``--banned``, and the vectors of Table 8, as far as they
+are known, each as ``--vector``. Schick et al. search their continuations with ``--beams 3``.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from matlens import InputError
 from matlens.cli import Report, run_study
 from matlens.control import (
     ATTRIBUTES,
@@ -26,20 +32,23 @@ from matlens.control import (
     GRADERS,
     PAPER_COEFFICIENT,
     SelfDebiasing,
+    attribute_table,
     changes_to_compare,
     choose_values,
     compare_control,
     estimates_by_change,
     main_scores,
     make_grader,
+    tokens_of_chosen,
     word_filter,
 )
-from matlens.corpora import PROMPT_FIELD, read_prompts
+from matlens.corpora import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
 from matlens.ffn import ValueVector
 from matlens.plots import toxicity_against_perplexity
 from matlens.study import Study
 
 NAME = "paper_b_table5_control"
+TOKENS_NAME = "paper_b_table8_tokens"
 HERE = Path(__file__).parent / "prompts"
 WORDS = (
     " safe", " safety", " peace", " peaceful", " calm", " thank", " thanks", " respect", " polite", " kind",
@@ -51,13 +60,19 @@ def main(
     study: Study,
     report: Report,
     prompts: Annotated[
-        Path, typer.Option(help="A text with one prompt a line, or JSON lines such as RealToxicityPrompts.")
-    ] = HERE / "provocations.txt",
+        list[Path] | None,
+        typer.Option(
+            help="A text with one prompt a line, or JSON lines such as RealToxicityPrompts "
+            "(provocations.txt beside this script); give it once for each list."
+        ),
+    ] = None,
     challenging: Annotated[
         bool, typer.Option("--challenging", help="Only the prompts that are marked as challenging.")
     ] = False,
     field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = PROMPT_FIELD,
-    limit: Annotated[int | None, typer.Option(min=1, help="Read no more prompts than this.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Read no more prompts of a list than this.")
+    ] = None,
     grader: Annotated[str, typer.Option(help=f"{', '.join(GRADERS)}.")] = "profanity-check",
     value: Annotated[
         list[float] | None, typer.Option(help="What coefficients are set to (3); give it once for each.")
@@ -77,49 +92,81 @@ def main(
         list[str] | None,
         typer.Option(help="An attribute that Self-Debiasing announces (all six); give it once for each."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Continuations of each prompt; 0: the greedy one.")] = 2,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Continuations drawn of each prompt; 0: the one that beams find.")
+    ] = 1,
+    beams: Annotated[
+        int, typer.Option(min=1, help="Beams, where none are drawn; 1 is the greedy continuation.")
+    ] = 1,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A file with the running text of perplexity, instead of the corpus in its order."),
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=2, help="Tokens that running text is read in, at most the model's context.")
+    ] = WINDOW_TOKENS,
+    windows: Annotated[
+        int, typer.Option(min=0, help="How many windows, spread evenly over the text; 0: all of them.")
+    ] = 6,
 ) -> None:
-    """Compare the toxicity of continuations and the perplexity under control with those of two baselines.
-
-    The sentences are those of the corpus that perplexity is measured on.
-    """
+    """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
-    given = read_prompts(prompts, field=field, challenging=challenging)[:limit]
+    if samples and beams > 1:
+        raise InputError("Beams are searched where nothing is drawn. Expected --samples 0 beside --beams.")
+    lists = {
+        path.name: read_prompts(path, field=field, challenging=challenging)[:limit]
+        for path in prompts or [HERE / "provocations.txt"]
+    }
     for by_hand in vector or ():
         ValueVector.parse(by_hand)
-    part, model, seed = study.parts[1], study.model, study.seed
+    read = text or study.corpus
+    model, seed = study.model, study.seed
+    size = min(window, debiasing.room(model))
+    part = make_windows(model, read, size=size, most=windows or None)
     chosen = choose_values(model, scorer, word or WORDS, picked=vector or (), n=n, seed=seed)
     changes = changes_to_compare(
         chosen, debiasing, word_filter(model.tokenizer, read_prompts(banned)),
         coefficients=value or [PAPER_COEFFICIENT],
     )  # fmt: skip
     table, texts = compare_control(
-        model, changes, given, part, scorer,
-        prompts_name=prompts.name, n_samples=samples or None, seed=seed, announce=print,
+        model, changes, lists, part, scorer,
+        n_samples=samples or None, n_beams=beams, seed=seed, announce=print,
     )  # fmt: skip
     origin = study.origin_of_weights | {
-        "grader": grader, "prompts": len(given),
-        "samples": samples or "greedy", "n_tokens": CONTINUATION_TOKENS, "corpus": part.fingerprint,
+        "grader": grader, "prompts": {name: len(given) for name, given in lists.items()},
+        "samples": samples or (f"{beams} beams" if beams > 1 else "greedy"), "n_tokens": CONTINUATION_TOKENS,
+        "text": part.provenance, "banned": len(read_prompts(banned)),
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),
     }  # fmt: skip
     report.write(NAME, table, origin, toxicity_against_perplexity(main_scores(table)))
+    report.write(TOKENS_NAME, tokens_of_chosen(model, chosen), origin)
     print(report.write_table(f"{NAME}_texts", texts))
-    show(main_scores(table))
+    show(table)
 
 
 def show(table: pd.DataFrame) -> None:
-    """Print a line for each way of changing the model."""
-    names = {"toxic": "toxic", "score": "mean score", "score_change": "change", "perplexity": "PPL"}
-    printed = Table("method", "coefficient", *names.values(), "95% intervals: toxic; change")
-    for method, coefficient, estimates in estimates_by_change(table):
-        cells = [f"{estimates[name].value:.3g}" if name in estimates else "-" for name in names]
-        bounds = [
-            f"{estimates[name].low:.3f} to {estimates[name].high:.3f}" for name in ("toxic", "score_change")
-        ]
-        printed.add_row(method, "" if coefficient is None else f"{coefficient:g}", *cells, "; ".join(bounds))
-    Console().print(printed)
+    """Print the shares by attribute as Table 5 has them, and the scores of toxicity with their intervals."""
+    for name, rows in attribute_table(table).groupby("prompts", sort=False):
+        main = main_scores(table)
+        main = main[(main["corpus"] == name) | main["metric"].str.startswith("perplexity")]
+        estimates = [estimate for *_, estimate in estimates_by_change(main)]
+        shares = rows.columns[3:-2]
+        printed = Table(
+            "method", "coefficient", *shares, "PPL", "times", "mean score", "change", "95% intervals: share",
+            "change", title=str(name),
+        )  # fmt: skip
+        for (_, row), of_change in zip(rows.iterrows(), estimates, strict=True):
+            toxic, score, change = (of_change[metric] for metric in ("toxic", "score", "score_change"))
+            coefficient = "" if pd.isna(row["coefficient"]) else f"{row['coefficient']:g}"
+            costs = ["-" if pd.isna(x) else f"{x:.3g}" for x in row[["perplexity", "perplexity_ratio"]]]
+            printed.add_row(
+                row["method"], coefficient, *(f"{share:.1%}" for share in row[shares]), *costs,
+                f"{score.value:.3f}", f"{change.value:+.3f}", f"{toxic.low:.1%} to {toxic.high:.1%}",
+                f"{change.low:+.3f} to {change.high:+.3f}",
+            )  # fmt: skip
+        Console().print(printed)
 
 
 if __name__ == "__main__":
-    run_study(main, sentences=200)
+    run_study(main, train=None)

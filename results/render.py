@@ -21,6 +21,8 @@ What a section can say, beside all that Jinja2 and pandas offer:
     A line ``| claim | paper | ours | verdict |``; it also goes into the page's summary.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
+``lens``
+    The room of matlens, whose ``lens.savings(table)`` and the like sum a table up.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import jinja2
 import pandas as pd
 from markdown.extensions.toc import slugify
 
-from matlens import InputError
+from matlens import InputError, lens
 from matlens.storage import read_table
 
 RESULTS = Path(__file__).resolve().parent
@@ -86,11 +88,12 @@ class Results:
         """Rows of a table with some cells; several values of a column are given as a list."""
         path = self._path(f"{name}.csv")
         rows = read_table(path, [], what="a table of results", made_by=MADE_BY, na_values=["", "nan"])
+        rows = rows.assign(**self.origin(name).get("all_rows", {}))  # left out where they are alike
         for column, cell in cells.items():
             if column not in rows:
                 raise InputError(f"{path} has no column {column!r}, but {', '.join(rows)}.")
             rows = rows[rows[column].isin(cell if isinstance(cell, list) else [cell])]
-        if rows.empty:
+        if rows.empty and cells:
             raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
         return rows
 
@@ -135,15 +138,20 @@ def verdict(condition: Any, yes: str = "same", no: str = "different") -> Verdict
 
 def grid(
     rows: pd.DataFrame, index: str, columns: str, *, values: str = "value", digits: int = 2,
-    names: Mapping[Any, str] | None = None,
+    names: Mapping[Any, str] | None = None, corner: str = "",
 ) -> str:  # fmt: skip
-    """Spell out rows as a Markdown table; ``names`` are the lines and how each is called, in their order."""
+    """Spell out rows as a Markdown table; ``names`` are the lines and how each is called, in their order.
+
+    ``corner`` stands above them.
+    """
     wide = rows.pivot(index=index, columns=columns, values=values)
     called = names or {line: f"`{line}`" for line in wide.index}
     missing = sorted(set(called) - set(wide.index))
     if missing:
         raise InputError(f"No rows have {', '.join(map(str, missing))} in the column {index!r}.")
-    lines = [["", *(f"{column:g}" if isinstance(column, float) else str(column) for column in wide.columns)]]
+    lines = [
+        [corner, *(f"{column:g}" if isinstance(column, float) else str(column) for column in wide.columns)]
+    ]
     lines += [["---"] * len(lines[0])]
     lines += [[name, *(number(cell, digits) for cell in wide.loc[line])] for line, name in called.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -178,7 +186,7 @@ def render(folder: Path, results: Path) -> str:
     )  # fmt: skip
     environment.globals |= {
         "table": quoted.table, "value": quoted.value, "origin": quoted.origin, "command": quoted.command,
-        "claim": quoted.claim, "verdict": verdict, "grid": grid,
+        "claim": quoted.claim, "verdict": verdict, "grid": grid, "lens": lens,
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}
     head, *names = sorted(path.name for path in folder.glob("*.md"))

@@ -226,7 +226,7 @@ class World:
     @cached_property
     def losses(self) -> Any:
         """The loss of the model on each sentence."""
-        return control.sentence_losses(self.model, self.corpus, progress=False)
+        return control.text_losses(self.model, self.corpus, progress=False)
 
     @cached_property
     def table_of_predictions(self) -> pd.DataFrame:

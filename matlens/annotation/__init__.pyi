@@ -7,6 +7,7 @@ from .concepts import annotator_agreement as annotator_agreement
 from .concepts import draw_concept_sample as draw_concept_sample
 from .concepts import read_concept_sample as read_concept_sample
 from .concepts import tally_concepts as tally_concepts
+from .descriptions import WordNet as WordNet
 from .patterns import distinct_concepts as distinct_concepts
 from .patterns import find_patterns as find_patterns
 from .patterns import pattern_shares as pattern_shares

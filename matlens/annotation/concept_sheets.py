@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import unicodedata
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def sheet_code(sample: pd.DataFrame) -> str:
 
 
 @checked
-def write_concept_sheets(sample: pd.DataFrame, folder: str | Path) -> list[Path]:
+def write_concept_sheets(
+    sample: pd.DataFrame, folder: str | Path, *, describe: Callable[[str], str] | None = None
+) -> list[Path]:
     """Write the sheets of a sample into a folder.
 
     Parameters
@@ -70,6 +73,9 @@ def write_concept_sheets(sample: pd.DataFrame, folder: str | Path) -> list[Path]
         The sample of `draw_concept_sample`.
     folder
         The folder, which should hold nothing else.
+    describe
+        What each token means, shown beside it, such as ``WordNet().describe``; by default nothing. It has no
+        part in the code of the sheet, and is not read back.
 
     Returns
     -------
@@ -84,14 +90,18 @@ def write_concept_sheets(sample: pd.DataFrame, folder: str | Path) -> list[Path]
     require_sample(sample)
     folder = Path(folder)
     _refuse_others(folder)
-    pages = {folder / PAGE_FILE: render_page(sample)}
-    sheets = {folder / TOKENS_FILE: _token_lines(sample), folder / PATTERNS_FILE: _pattern_lines(sample)}
+    meanings = {} if describe is None else {token: describe(token) for token in sample["token"].unique()}
+    pages = {folder / PAGE_FILE: render_page(sample, meanings)}
+    sheets = {
+        folder / TOKENS_FILE: _token_lines(sample, meanings),
+        folder / PATTERNS_FILE: _pattern_lines(sample),
+    }
     write_sheets(sheets, pages)
     return [*pages, *sheets]
 
 
-def render_page(sample: pd.DataFrame) -> str:
-    """The sheet as one HTML page, which needs nothing from elsewhere."""
+def render_page(sample: pd.DataFrame, meanings: Mapping[str, str] | None = None) -> str:
+    """The sheet as one HTML page, which needs nothing from elsewhere; ``meanings`` stand beside tokens."""
     environment = Environment(
         loader=PackageLoader("matlens.annotation", ""),
         autoescape=True,
@@ -101,8 +111,9 @@ def render_page(sample: pd.DataFrame) -> str:
     )
     items = [(item, lines["token"].to_list()) for item, lines in _ordered(sample).groupby("item")]
     return environment.get_template(PAGE_FILE).render(
-        code=sheet_code(sample), items=items, classes=CLASSES, n_patterns=_OFFERED_PATTERNS
-    )
+        code=sheet_code(sample), items=items, classes=CLASSES, n_patterns=_OFFERED_PATTERNS,
+        meanings=meanings or {},
+    )  # fmt: skip
 
 
 def require_sample(sample: pd.DataFrame) -> None:
@@ -140,11 +151,12 @@ def _refuse_others(folder: Path) -> None:
         )
 
 
-def _token_lines(sample: pd.DataFrame) -> pd.DataFrame:
+def _token_lines(sample: pd.DataFrame, meanings: Mapping[str, str]) -> pd.DataFrame:
     lines = _ordered(sample)[["item", "rank", "token"]]
+    described = {"meaning": lines["token"].map(meanings)} if meanings else {}
     # Between marks, so that no program takes a token for a number, a date or a formula.
     lines = lines.assign(sheet=sheet_code(sample), token="‹" + lines["token"] + "›", patterns="")
-    return lines[list(TOKENS_COLUMNS)]
+    return lines[list(TOKENS_COLUMNS)].assign(**described)
 
 
 def _pattern_lines(sample: pd.DataFrame) -> pd.DataFrame:

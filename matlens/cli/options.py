@@ -109,6 +109,9 @@ Folder = Annotated[
     Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
 ]
 Title = Annotated[str | None, typer.Option("--title", help="Title of the figures, instead of their own.")]
+Suffix = Annotated[
+    str, typer.Option("--suffix", help="Put behind the names of tables and figures, such as _bert.")
+]
 Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
 Read = Annotated[
     ReadChoice,

@@ -2,11 +2,13 @@ from .baselines import SelfDebiasing as SelfDebiasing
 from .baselines import word_filter as word_filter
 from .comparison import ControlComparison as ControlComparison
 from .comparison import ModelChange as ModelChange
+from .comparison import attribute_table as attribute_table
 from .comparison import changes_to_compare as changes_to_compare
 from .comparison import choose_values as choose_values
 from .comparison import compare_control as compare_control
 from .comparison import estimates_by_change as estimates_by_change
 from .comparison import main_scores as main_scores
+from .comparison import tokens_of_chosen as tokens_of_chosen
 from .control import PAPER_COEFFICIENT as PAPER_COEFFICIENT
 from .control import CoefficientChange as CoefficientChange
 from .control import added as added
@@ -21,10 +23,10 @@ from .graders import Detoxify as Detoxify
 from .graders import Grader as Grader
 from .graders import ProfanityCheck as ProfanityCheck
 from .graders import make_grader as make_grader
-from .perplexity import SentenceLosses as SentenceLosses
+from .perplexity import TextLosses as TextLosses
 from .perplexity import perplexity_estimate as perplexity_estimate
 from .perplexity import perplexity_ratio as perplexity_ratio
-from .perplexity import sentence_losses as sentence_losses
+from .perplexity import text_losses as text_losses
 from .perspective import Perspective as Perspective
 from .selection import draw_harmless as draw_harmless
 from .selection import grade_values as grade_values

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,8 +17,12 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
 from matlens.arguments import short
 from matlens.control.graders import ATTRIBUTES
+from matlens.corpora.examples import context_length
 from matlens.errors import InputError
 from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 DECAY, FLOOR = 50.0, 0.01  # the authors' defaults
 _TEMPLATE = "The following text contains {}:\n"
@@ -80,10 +84,20 @@ class SelfDebiasing(LogitsProcessor):
                 f"Logits after a text are {short(plain)} and those after announcements {short(announced)}. "
                 "Expected as many of each announcement as without, [n, ..., d_vocab]."
             )
+        return self.reweighted(plain, announced.float().softmax(-1).amax(0))
+
+    def reweighted(
+        self, plain: Float[Tensor, "... d_vocab"], likeliest: Float[Tensor, "... d_vocab"]
+    ) -> Float[Tensor, "... d_vocab"]:
+        """``ln p~`` from the logits after a text, and the largest probability after any announcement."""
         log_p = plain.float().log_softmax(-1)
-        likeliest = announced.float().softmax(-1).amax(0)
         delta = (log_p.exp() - likeliest).clamp(max=0)
         return (log_p + (self.decay * delta).clamp(min=math.log(self.floor))).log_softmax(-1)
+
+    def room(self, model: TransformerBridge) -> int:
+        """How many tokens of a text a model's context has room for beside the longest announcement."""
+        longest = max(len(_encode(model.tokenizer, prefix)) for prefix in self.prefixes)
+        return max(context_length(model) - longest, 0)
 
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]

@@ -14,16 +14,12 @@ from matlens.control.baselines import SelfDebiasing
 from matlens.control.control import PAPER_COEFFICIENT, controlled
 from matlens.control.generation import continue_prompts
 from matlens.control.graders import TOXICITY, Grader
-from matlens.control.perplexity import (
-    SentenceLosses,
-    perplexity_estimate,
-    perplexity_ratio,
-    sentence_losses,
-)
+from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
 from matlens.control.selection import draw_harmless, grade_values
 from matlens.control.toxicity import grade_continuations, toxicity_estimates
-from matlens.corpora.corpus import Corpus
-from matlens.ffn.projection import Projection, top_tokens_of_all, values_with_tokens
+from matlens.corpora.examples import Examples
+from matlens.errors import InputError
+from matlens.ffn.projection import Projection, token_table, top_tokens_of_all, values_with_tokens
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.metrics import Estimate
 from matlens.models.vocabulary import word_tokens
@@ -61,12 +57,12 @@ class ModelChange(NamedTuple):
             return nullcontext()
         return controlled(model, self.names, self.coefficient)
 
-    def losses(self, model: TransformerBridge, corpus: Corpus) -> SentenceLosses | None:
-        """What the changed model loses on sentences; None where a processor gives tokens no probability."""
+    def losses(self, model: TransformerBridge, texts: Examples) -> TextLosses | None:
+        """What the changed model loses on texts; None where a processor gives tokens no probability."""
         if self.processor is None:
-            return sentence_losses(model, corpus)
+            return text_losses(model, texts)
         if isinstance(self.processor, SelfDebiasing):
-            return sentence_losses(model, corpus, debiasing=self.processor)
+            return text_losses(model, texts, debiasing=self.processor)
         return None
 
     def __str__(self) -> str:
@@ -124,6 +120,39 @@ def choose_values(
 
 
 @checked
+def tokens_of_chosen(
+    model: TransformerBridge, vectors: Mapping[str, Sequence[ValueName]], *, k: int = 10
+) -> pd.DataFrame:
+    """Top tokens of the value vectors that each method has chosen, one row a token (paper B, Table 8).
+
+    Columns are ``method``, and those of `matlens.ffn.token_table` but for ``side``.
+
+    Parameters
+    ----------
+    model
+        The model of the value vectors.
+    vectors
+        Names of value vectors by method, as `choose_values` gives them.
+    k
+        How many tokens of each.
+
+    Raises
+    ------
+    InputError
+        A value vector does not exist, or ``k`` is less than 1 or more than the vocabulary has.
+    """
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    tables = []
+    for method, names in vectors.items():
+        both = token_table(values, projection, names, k=k)
+        tables.append(both[both["side"] == "top"].drop(columns="side"))
+        tables[-1].insert(0, "method", method)
+    if not tables:
+        raise InputError("No value vectors are given. Expected those of one method at least.")
+    return pd.concat(tables, ignore_index=True)
+
+
+@checked
 def changes_to_compare(
     vectors: Mapping[str, Sequence[str]],
     debiasing: SelfDebiasing,
@@ -152,7 +181,7 @@ class ControlComparison(NamedTuple):
     table
         A tidy table with two more columns, ``attribute`` and ``coefficient``.
     texts
-        All continuations with their scores, and the columns ``method`` and ``coefficient``.
+        All continuations with their scores, and the columns ``prompts``, ``method`` and ``coefficient``.
     """
 
     table: pd.DataFrame
@@ -163,20 +192,21 @@ class ControlComparison(NamedTuple):
 def compare_control(
     model: TransformerBridge,
     changes: Sequence[ModelChange],
-    prompts: Sequence[str],
-    corpus: Corpus,
+    prompts: Mapping[str, Sequence[str]],
+    texts: Examples,
     grader: Grader,
     *,
-    prompts_name: str = "prompts",
     n_samples: int | None = None,
+    n_beams: int = 1,
     seed: int = 0,
     announce: Callable[[str], None] = lambda change: None,
 ) -> ControlComparison:
-    """Continue prompts and read sentences under every change; the first one is what others are set beside.
+    """Continue prompts and read texts under every change; the first one is what others are set beside.
 
     Metrics are those of `toxicity_estimates` for every attribute of the grader, and ``perplexity`` and
     ``perplexity_ratio`` for changes that leave every token a probability; ``k`` is how many value vectors are
-    set. ``score_change`` and ``perplexity_ratio`` compare with the first change, the unchanged model.
+    set. ``score_change`` and ``perplexity_ratio`` compare with the first change, the unchanged model. The
+    column ``corpus`` says which prompts were continued, or what was read.
 
     Parameters
     ----------
@@ -184,40 +214,60 @@ def compare_control(
         A model that predicts the next token.
     changes
         The ways of changing it, such as `changes_to_compare` gives, the unchanged model first.
-    prompts, prompts_name
-        Texts to continue, and what they are called in the table.
-    corpus
-        Sentences that perplexity is measured on.
+    prompts
+        Lists of texts to continue, each by its name in the table.
+    texts
+        What perplexity is measured on, such as `matlens.corpora.make_windows` gives.
     grader
         A grader of the continuations.
-    n_samples, seed
-        How many continuations of each prompt are drawn, and by which seed; by default the greedy one.
+    n_samples, n_beams, seed
+        How many continuations of each prompt are drawn, and by which seed; by default none, but the one that
+        so many beams find, greedily with one.
     announce
         Is told each change before it begins.
+
+    Raises
+    ------
+    InputError
+        There are no changes or no prompts, or one cannot be continued or read; see `continue_prompts` and
+        `text_losses`.
     """
-    name = str(model.cfg.model_name)
-    texts, rows = [], list[dict[str, Any]]()
-    unchanged: tuple[pd.DataFrame, SentenceLosses | None] | None = None
+    if not changes or not prompts:
+        raise InputError(
+            f"{len(changes)} changes of the model and {len(prompts)} lists of prompts are given. Expected "
+            "the unchanged model at least, and a list of prompts by its name."
+        )
+    name, read = str(model.cfg.model_name), str(texts.provenance.get("corpus", "texts"))
+    written, rows = [], list[dict[str, Any]]()
+    graded: dict[str, pd.DataFrame] = {}
+    base: TextLosses | None = None
     for change in changes:
         announce(str(change))
         with change.applied(model):
-            continuations = continue_prompts(
-                model, prompts, n_samples=n_samples, seed=seed, processor=change.processor
+            losses = change.losses(model, texts)
+            continuations = {
+                listed: continue_prompts(
+                    model, given, n_samples=n_samples, n_beams=n_beams, seed=seed, processor=change.processor
+                )
+                for listed, given in prompts.items()
+            }
+        for listed, continued in continuations.items():
+            scored = grade_continuations(continued, grader)
+            unchanged = graded.setdefault(listed, scored)
+            written.append(
+                scored.assign(prompts=listed, method=change.method, coefficient=change.coefficient)
             )
-            losses = change.losses(model, corpus)
-        graded = grade_continuations(continuations, grader)
-        unchanged = unchanged or (graded, losses)
-        texts.append(graded.assign(method=change.method, coefficient=change.coefficient))
-        for attribute in grader.attributes:
-            for metric, estimate in toxicity_estimates(graded, unchanged[0], attribute):
-                rows.append(_row(change, name, prompts_name, attribute, metric, estimate))
-        if losses is not None and unchanged[1] is not None:
+            for attribute in grader.attributes:
+                for metric, estimate in toxicity_estimates(scored, unchanged, attribute):
+                    rows.append(_row(change, name, listed, attribute, metric, estimate))
+        base = base or losses
+        if losses is not None and base is not None:
             for metric, estimate in (
                 ("perplexity", perplexity_estimate(losses)),
-                ("perplexity_ratio", perplexity_ratio(losses, unchanged[1])),
+                ("perplexity_ratio", perplexity_ratio(losses, base)),
             ):
-                rows.append(_row(change, name, corpus.name, "", metric, estimate))
-    return ControlComparison(pd.DataFrame(rows), pd.concat(texts))
+                rows.append(_row(change, name, read, "", metric, estimate))
+    return ControlComparison(pd.DataFrame(rows), pd.concat(written, ignore_index=True))
 
 
 def _row(
@@ -237,8 +287,35 @@ def main_scores(table: pd.DataFrame) -> pd.DataFrame:
 
 
 @checked
+def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Shares of toxic continuations, the grader's attributes side by side, as Table 5 has them.
+
+    Columns are ``prompts, method, coefficient``, then each attribute, ``perplexity`` and
+    ``perplexity_ratio``; rows are as the table has them. Where there is no perplexity the cells are empty.
+
+    Parameters
+    ----------
+    table
+        A table of `compare_control`.
+    """
+    table = table.astype({"coefficient": float})
+    shares = table[table["metric"] == "toxic"].rename(columns={"corpus": "prompts"})
+    keys = ["prompts", "method", "coefficient"]
+    wide = shares[keys].drop_duplicates(ignore_index=True)
+    for attribute, of_attribute in shares.groupby("attribute", sort=False):
+        wide = wide.merge(of_attribute[[*keys, "value"]].rename(columns={"value": str(attribute)}), on=keys)
+    for metric in ("perplexity", "perplexity_ratio"):
+        losses = table[table["metric"] == metric][[*keys[1:], "value"]].rename(columns={"value": metric})
+        wide = wide.merge(losses, on=keys[1:], how="left")
+    return wide
+
+
+@checked
 def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None, dict[str, Estimate]]]:
-    """Method, coefficient and estimates by metric of each change, in the order of the table."""
+    """Method, coefficient and estimates by metric of each change, in the order of the table.
+
+    Where there are several lists of prompts, take the rows of one of them, and those of perplexity.
+    """
     for keys, rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
         method, coefficient = cast(tuple[str, float], keys)
         numbers = rows[["value", "low", "high"]].to_numpy(dtype=float)

@@ -40,9 +40,10 @@ def continue_prompts(
     *,
     n_tokens: int = CONTINUATION_TOKENS,
     n_samples: int | None = None,
+    n_beams: int = 1,
     seed: int = 0,
     processor: LogitsProcessor | None = None,
-    batch_size: int = 32,
+    batch_size: int = 64,
     use_cache: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -63,6 +64,9 @@ def continue_prompts(
     n_samples
         How many continuations to draw from the model's own distribution for each prompt; by default the
         greedy one.
+    n_beams
+        How many beams are searched for the likeliest continuation; with one it is the greedy one. Draws know
+        no beams.
     seed
         Seed of the draws.
     processor
@@ -78,16 +82,22 @@ def continue_prompts(
     ------
     InputError
         There are no prompts, or one has no tokens or is too long; the model predicts no next token; a number
-        is less than 1.
+        is less than 1; or draws are asked for, and beams.
     """
     require_raw(model)
-    _require(model, prompts, n_tokens=n_tokens, n_samples=n_samples, batch_size=batch_size)
+    _require(model, prompts, n_tokens=n_tokens, n_samples=n_samples, n_beams=n_beams, batch_size=batch_size)
+    if n_samples is not None and n_beams > 1:
+        raise InputError(
+            f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
+            "find the likeliest continuation, or draws."
+        )
     prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
     rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
     tokens = [_prompt_variants(model, prompt, prefixes, n_tokens) for prompt in prompts]
     rows.sort(key=lambda row: -len(tokens[row[0]][0]))  # alike in length together, the longest first
     config = GenerationConfig(
-        max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=1, use_cache=use_cache,
+        max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=n_beams,
+        num_return_sequences=1, length_penalty=1.0, early_stopping=False, use_cache=use_cache,
         repetition_penalty=1.0, no_repeat_ngram_size=0, pad_token_id=_padding(model.tokenizer),
     )  # fmt: skip
     texts: dict[tuple[int, int], str] = {}

@@ -1,4 +1,7 @@
-"""Perplexity on sentences: what a changed model loses as a model of language (paper B, Table 5)."""
+"""Perplexity: what a changed model loses as a model of language (paper B, Table 5).
+
+The paper reads running text in windows, which `matlens.corpora.make_windows` makes of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, is_masked, make_examples
+from matlens.corpora.examples import Batch, Examples, is_masked, make_examples
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
@@ -25,15 +28,16 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _TOKENS = 512  # of a batch; each has its distribution over the vocabulary held, several times over
+_PLACES = 128  # whose distributions are made at once
 
 
-class SentenceLosses(NamedTuple):
-    """The loss of a model on each of ``n`` sentences.
+class TextLosses(NamedTuple):
+    """The loss of a model on each of ``n`` texts: sentences, or windows of running text.
 
     Attributes
     ----------
     total
-        ``-ln p`` summed over the tokens of the sentence.
+        ``-ln p`` summed over the tokens of the text.
     n_tokens
         How many tokens the sum is over.
     """
@@ -44,34 +48,38 @@ class SentenceLosses(NamedTuple):
 
 @checked
 @torch.inference_mode()
-def sentence_losses(
+def text_losses(
     model: TransformerBridge,
-    corpus: Corpus,
+    texts: Examples | Corpus,
     *,
     debiasing: SelfDebiasing | None = None,
     batch_tokens: int = _TOKENS,
     progress: bool = True,
-) -> SentenceLosses:
-    """``-ln p(token | tokens before it)``, summed over each sentence, in nats.
+) -> TextLosses:
+    """``-ln p(token | tokens before it)``, summed over each text, in nats.
 
-    The first token of a sentence, which nothing precedes, does not count. Inside of `controlled` it is the
+    The first token of a text, which nothing precedes, does not count. Inside of `controlled` it is the
     changed model that reads. WordFilter loses without bound: a banned word's probability is zero.
 
     Parameters
     ----------
-    model, corpus
-        A model, and the sentences that it reads.
+    model
+        A model that predicts the next token.
+    texts
+        Windows of running text, see `matlens.corpora.make_windows`, or a corpus, each sentence for itself.
     debiasing
-        Self-Debiasing to measure the losses under: every sentence is read after each announcement too.
+        Self-Debiasing to measure the losses under: every text is read after each announcement too.
     batch_tokens
-        Most tokens of a batch, padding counted. It does not change the numbers.
+        Most tokens of a batch, padding counted; a longer text is a batch of its own. It does not change the
+        numbers.
     progress
-        Whether to show a bar over the sentences.
+        Whether to show a bar over the texts.
 
     Raises
     ------
     InputError
-        The model predicts no next token, no sentence has two tokens, or the logits are not finite.
+        The model predicts no next token, no text has two tokens, an announcement and a text are longer than
+        the context, or the logits are not finite.
     """
     require_whole(batch_tokens, "batch_tokens", least=1)
     if is_masked(model):
@@ -79,55 +87,79 @@ def sentence_losses(
             f"{model.cfg.architecture} predicts masked tokens, not the next one, so it has no perplexity. "
             "Expected a decoder."
         )
-    examples = make_examples(model, corpus)
+    examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
-        raise InputError("No sentence has two tokens, so there is no next token to predict.")
-    with Bar(total=len(examples), desc="perplexity", unit="sentence", disable=not progress) as bar:
+        raise InputError("No text has two tokens, so there is no next token to predict.")
+    if debiasing is not None:
+        longest, room = int(examples.lengths.max()), debiasing.room(model)
+        if longest > room:
+            raise InputError(
+                f"A text has {longest} tokens, and beside an announcement there is room for {room} in the "
+                "model's context. Expected shorter texts or windows."
+            )
+    with Bar(total=len(examples), desc="perplexity", unit="text", disable=not progress) as bar:
         for batch in examples.batches(batch_tokens):
-            log_p = _log_probs(model, batch, debiasing)
-            of_tokens = log_p.gather(2, batch.tokens[:, 1:, None].to(log_p.device))[:, :, 0].double()
-            real = batch.mask[:, 1:].bool().to(of_tokens.device)
-            total[batch.index] = -of_tokens.where(real, torch.zeros_like(of_tokens)).sum(1).cpu().numpy()
+            total[batch.index] = _batch_losses(model, batch, debiasing).cpu().numpy()
             bar.update(len(batch.index))
-    return SentenceLosses(total, n_tokens)
+    return TextLosses(total, n_tokens)
 
 
 @checked
-def perplexity_estimate(losses: SentenceLosses) -> Estimate:
-    """``exp`` of the mean loss of all tokens of all sentences, with its 95% interval over sentences."""
+def perplexity_estimate(losses: TextLosses) -> Estimate:
+    """``exp`` of the mean loss of all tokens of all texts, with its 95% interval over texts."""
     return _exp_of_mean(losses.total, losses.n_tokens)
 
 
 @checked
-def perplexity_ratio(losses: SentenceLosses, unchanged: SentenceLosses) -> Estimate:
-    """Perplexity of a changed model over that of the unchanged one, with its 95% interval over sentences.
+def perplexity_ratio(losses: TextLosses, unchanged: TextLosses) -> Estimate:
+    """Perplexity of a changed model over that of the unchanged one, with its 95% interval over texts.
 
-    Both models have read the same sentences, so the interval is far narrower than those of the two
+    Both models have read the same texts, so the interval is far narrower than those of the two
     perplexities.
 
     Parameters
     ----------
     losses, unchanged
-        Losses of the changed and of the unchanged model, see `sentence_losses`.
+        Losses of the changed and of the unchanged model, see `text_losses`.
     """
     return _exp_of_mean(losses.total - unchanged.total, unchanged.n_tokens)
 
 
-def _log_probs(
+def _batch_losses(
     model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing | None
-) -> Float[Tensor, "batch length_less_1 d_vocab"]:
-    """``ln p`` of every token at every place but the first."""
+) -> Float[Tensor, " batch"]:
+    """``-ln p`` summed over the tokens of each text but its first."""
     plain = _logits(model, batch.tokens, batch.mask)
-    if debiasing is None:
-        return plain.log_softmax(-1)
-    announced = []
+    likeliest = None if debiasing is None else _likeliest(model, batch, debiasing)
+    next_tokens = batch.tokens[:, 1:].to(plain.device)
+    real = batch.mask[:, 1:].bool().to(plain.device)
+    total = torch.zeros(len(plain), dtype=torch.float64, device=plain.device)
+    for start in range(0, plain.shape[1], _PLACES):
+        places = slice(start, start + _PLACES)
+        logits = plain[:, places]
+        if debiasing is None or likeliest is None:
+            log_p = logits.log_softmax(-1)
+        else:
+            log_p = debiasing.reweighted(logits, likeliest[:, places])
+        of_tokens = log_p.gather(2, next_tokens[:, places, None])[:, :, 0].double()
+        total -= of_tokens.where(real[:, places], torch.zeros_like(of_tokens)).sum(1)
+    return total
+
+
+def _likeliest(
+    model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing
+) -> Float[Tensor, "batch length_less_1 d_vocab"]:
+    """The largest probability that each token has after any announcement, at every place but the first."""
+    likeliest: Tensor | None = None
     for prefix in debiasing.prefixes:
         rows = [announced_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
         added = len(rows[0]) - batch.tokens.shape[1]
         mask = torch.cat([torch.ones(len(rows), added, dtype=batch.mask.dtype), batch.mask], 1)
-        announced.append(_logits(model, torch.tensor(rows), mask)[:, added:])
-    return debiasing.log_probs(plain, torch.stack(announced))
+        p = _logits(model, torch.tensor(rows), mask)[:, added:].softmax(-1)
+        likeliest = p if likeliest is None else torch.maximum(likeliest, p, out=likeliest)
+    assert likeliest is not None  # Self-Debiasing has an announcement at least
+    return likeliest
 
 
 def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Tensor, "batch places d_vocab"]:
@@ -139,7 +171,7 @@ def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Ten
 
 
 def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:
-    """``exp(sum total / sum n_tokens)`` with its 95% interval over sentences."""
+    """``exp(sum total / sum n_tokens)`` with its 95% interval over texts."""
     n, mean = len(total), total.sum() / n_tokens.sum()
     half = math.nan
     if n > 1:

@@ -51,5 +51,6 @@ from .trace import Trace as Trace
 from .updates import Updates as Updates
 from .updates import dominance as dominance
 from .updates import dominant_table as dominant_table
+from .updates import removal_table as removal_table
 from .values import ValueVector as ValueVector
 from .values import ValueVectors as ValueVectors

@@ -84,7 +84,8 @@ def encode_text(model: TransformerBridge, text: str, *, longest: int | None = No
     put = wanted and not there and _is_atom(tokenizer, tokenizer.bos_token)
     cut: dict[str, Any] = {} if longest is None else {"truncation": True, "max_length": longest}
     before = tokenizer.bos_token if put else ""
-    encoded = tokenizer(before + text, return_special_tokens_mask=True, **cut)
+    # Whether it is longer than the context is for those to say who ask for the tokens.
+    encoded = tokenizer(before + text, return_special_tokens_mask=True, verbose=False, **cut)
     ids, added = list(encoded["input_ids"]), [bool(flag) for flag in encoded["special_tokens_mask"]]
     if put and added:
         added[0] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -12,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from matlens.plots.colours import method_looks
-from matlens.plots.style import add_legend, literal, model_title, percent_ticks, styled
+from matlens.plots.colours import Look, method_looks
+from matlens.plots.style import add_legend, literal, model_title, percent_ticks, short_name, styled
 from matlens.signatures import checked
 
 _AROUND = [
@@ -25,7 +26,7 @@ _AROUND = [
 @checked
 @styled
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
-    """Share of toxic continuations against perplexity (paper B, Table 5).
+    """Share of toxic continuations against perplexity (paper B, Table 5), a panel for each list of prompts.
 
     Control is a line over its coefficients, which stand beside its points; a baseline is a point, and a
     method without perplexity a level.
@@ -36,21 +37,43 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
         Rows of one attribute with the metrics ``toxic`` and ``perplexity``, and a column ``coefficient``,
         which is empty for what is no control.
     """
-    figure = Figure(figsize=(7.2, 4.6))
-    ax = figure.subplots()
+    toxic = results[results["metric"] == "toxic"]
+    lists = toxic["corpus"].unique()
+    looks = method_looks(toxic["method"])
+    figure = Figure(figsize=(7.2 if len(lists) == 1 else 4.8 * len(lists), 4.6))
+    panels = figure.subplots(1, len(lists), sharex=True, sharey=True, squeeze=False)[0]
     keys = ["method", "coefficient"]
-    wide = (
-        results.set_index([*keys, "metric"])["value"]
-        .unstack("metric")
-        .reindex(columns=["toxic", "perplexity"])
-    )
-    bounds = results[results["metric"] == "toxic"].set_index(keys)[["low", "high"]]
-    points = wide.join(bounds).reset_index()
-    looks = method_looks(results["method"])
+    perplexity = results[results["metric"] == "perplexity"][[*keys, "value"]]
+    points = toxic.merge(perplexity.rename(columns={"value": "perplexity"}), on=keys, how="left")
+    for ax, name in zip(panels, lists, strict=True):
+        shown = points[points["corpus"] == name].rename(columns={"value": "toxic"})
+        _draw_methods(ax, shown, looks)
+        if len(lists) > 1:
+            ax.set_title(f"{literal(short_name(name))}, {shown['n'].iloc[0]:,} prompts")
+    panels[0].set_ylabel("toxic continuations")
+    panels[0].set_ylim(bottom=0)
+    percent_ticks(panels[0].yaxis)
+    handles = [
+        Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, ms=5, label=literal(method))
+        for method, look in looks.items()
+    ]
+    add_legend(figure, handles, columns=3)
+    first = toxic.iloc[0]
+    title = model_title(first["model"], first["corpus"]) + f", {first['n']:,} prompts"
+    figure.suptitle(title if len(lists) == 1 else model_title(first["model"]))
+    figure.draw_without_rendering()  # settles where the points are
+    for ax, name in zip(panels, lists, strict=True):
+        shown = points[points["corpus"] == name].rename(columns={"value": "toxic"})
+        _write_coefficients(ax, shown.dropna(subset=["coefficient", "perplexity"]), looks)
+    return figure
+
+
+def _draw_methods(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> None:
     for method, look in looks.items():
         part = points[points["method"] == method].sort_values("coefficient")
         if part["perplexity"].isna().all():
-            ax.axhline(part["toxic"].iloc[0], color=look.colour, ls="--", lw=1.2, label=method)
+            for level in part["toxic"].head(1):
+                ax.axhline(level, color=look.colour, ls="--", lw=1.2, label=method)
             continue
         bars = [part["toxic"] - part["low"], part["high"] - part["toxic"]]
         ax.errorbar(
@@ -62,24 +85,10 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     ax.xaxis.set_major_formatter(ScalarFormatter())
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("perplexity")
-    ax.set_ylabel("toxic continuations")
-    ax.set_ylim(bottom=0)
-    percent_ticks(ax.yaxis)
-    handles = [
-        Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, ms=5, label=literal(method))
-        for method, look in looks.items()
-    ]
-    add_legend(figure, handles, columns=3)
-    first = results[results["metric"] == "toxic"].iloc[0]
-    figure.suptitle(f"{model_title(first['model'], first['corpus'])}, {first['n']:,} prompts")
-    figure.draw_without_rendering()  # settles where the points are
-    _write_coefficients(ax, points.dropna(subset=["coefficient", "perplexity"]))
-    return figure
 
 
-def _write_coefficients(ax: Axes, points: pd.DataFrame) -> None:
+def _write_coefficients(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> None:
     """Write the coefficient of each point where it covers least of what is drawn."""
-    looks = method_looks(points["method"])
     covered = _ink(ax)
     for method, coefficient, *point in points[["method", "coefficient", "perplexity", "toxic"]].to_numpy():
         centre = ax.transData.transform(point)

@@ -12,14 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import CONTROL, EXITS, OF_FFNS, SENTENCES, SHEETS, TRACED, Workbench, refused, run
+from analysing import CONTROL, EXITS, OF_FFNS, REMOVAL, SENTENCES, SHEETS, TRACED, Workbench, refused, run
 from conftest import N_LAYERS, SINK_TOKENS
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
 
 import matlens
 from matlens import annotation, control, ffn
-from matlens.corpora import TokenFrequency, WordSimilarity
+from matlens.corpora import TokenFrequency, WordSimilarity, make_windows
 from matlens.lens import prediction_confidence
 
 
@@ -31,7 +31,9 @@ def workbench(
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, *TRACED)])
+@pytest.mark.parametrize(
+    "name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, REMOVAL, *TRACED)]
+)
 def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: Workbench) -> None:
     options = {
         "paper_b_fig4_overlap": ["--random", 9, "--top", 5], **SENTENCES,
@@ -40,11 +42,23 @@ def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: 
     workbench.run(name, model, *options[name])
     table, origin = workbench.table(name), workbench.origin(name)
     assert set(table["layer"].dropna()) == set(range(N_LAYERS))
-    assert table["value"].between(0, 1).all()
+    assert table[table["method"] != "difference"]["value"].between(0, 1).all()
     assert origin["seed"] == 0
     assert origin["model"]["base_model_name_or_path"].endswith(model)
     assert origin["command"].startswith(f"{name}.py --model")
     workbench.assert_figure(name)
+
+
+def test_removal_is_compared_with_every_reading_at_the_layers_that_are_asked_for(
+    workbench: Workbench,
+) -> None:
+    workbench.run("paper_b_removal", "gemma3", "--sentences", 3, "--dominant", 2, "--every", 2, "--top", 5)
+    table, origin = workbench.table("paper_b_removal"), workbench.origin("paper_b_removal")
+    assert set(table["layer"].dropna()) == {0, 2}
+    assert set(table["method"]) == {"v", "g v", "f v", "f g v", "another v"}
+    assert set(table["n"]) == {3}
+    assert (origin["dominant"], origin["data"]["n"]) == (2, 3)
+    workbench.assert_figure("paper_b_removal")
 
 
 EVENT_TABLES = ("paper_b_table4_events", "paper_b_fig3_scores", "paper_b_table9_saturation")
@@ -65,6 +79,11 @@ def test_events_are_counted_alike_in_all_tables_of_one_trace(
             alike = alike[alike[column] == getattr(row, column)]
         assert alike["n"].sum() == row.n
         assert (alike["value"] * alike["n"]).sum() / row.n == pytest.approx(row.value, rel=1e-4, abs=1e-7)
+    by_effect = workbench.table("paper_b_fig3_by_effect")
+    cells = ["event", "examples", "metric", "layer", "value", "n"]
+    kept = layers[(layers["read"] == "score") & (layers["method"] == "dominant")][cells]
+    kept = kept[kept["metric"].isin(("max", "mean", "min"))].reset_index(drop=True)
+    pd.testing.assert_frame_equal(by_effect[cells], kept)
     by_ffn = frequency[frequency["method"] == "ffn"]["value"].sum()
     whole = events[(events["event"] == "saturation") & (events["examples"] == "all examples")]
     assert set(whole["n"]) == {round(40 * by_ffn)}
@@ -157,7 +176,7 @@ def control_options(tmp_path: Path) -> list[object]:
     (tmp_path / "banned.txt").write_text("w9\nw10 w11\n")
     return [
         "--prompts", tmp_path / "prompts.txt", "--banned", tmp_path / "banned.txt", "--word", "w2", "--n", 3,
-        "--sentences", 6, "--announce", "threat",
+        "--windows", 5, "--window", 12, "--announce", "threat",
     ]  # fmt: skip
 
 
@@ -186,11 +205,13 @@ def test_control_and_its_baselines_are_in_one_table(
         assert estimates.loc["toxic", "value"] == pytest.approx((same["toxicity"] >= 0.5).mean())
         assert estimates.loc["score", "value"] == pytest.approx(same["toxicity"].mean())
         assert estimates.loc["score", "n"] == 3
-        assert "corpus" not in estimates or set(rows[rows["metric"] == "perplexity"]["n"]) <= {6}
+        assert set(rows[rows["metric"] == "perplexity"]["n"]) <= {5}
     unchanged = table[table["method"] == "unchanged"].set_index("metric")["value"]
     assert (unchanged["score_change"], unchanged["perplexity_ratio"]) == (0, 1)
     workbench.assert_figure(name)
     assert all(method in printed for method in methods)
+    tokens = workbench.table("paper_b_table8_tokens")
+    assert tokens.groupby("method", sort=False)["value"].unique().map(list).to_dict() == origin["vectors"]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +225,8 @@ def test_control_and_its_baselines_are_in_one_table(
         (["--banned", "absent.txt"], "There is no file 'absent.txt'"),
         (["--challenging"], "marks no prompt as challenging"),
         (["--announce", "wine"], "'wine' cannot be announced"),
+        (["--samples", 2, "--beams", 2], "Beams are searched where nothing is drawn"),
+        (["--text", "absent.txt"], "There is no file 'absent.txt'. Expected a file with running text"),
         (["--value", "nan"], "coefficients of changes_to_compare is of the kind list, [nan]"),
     ],
 )
@@ -464,10 +487,10 @@ def test_concepts_that_are_found_are_those_of_the_search(
 
 
 @torch.inference_mode()
-def perplexity_by_hand(name: str, plain: Any, model: Any, sentences: Sequence[str]) -> float:
+def perplexity_by_hand(plain: Any, windows: Sequence[Sequence[int]]) -> float:
     lost, counted = 0.0, 0
-    for sentence in sentences:
-        ids = torch.tensor([model.tokenizer(sentence)["input_ids"]])
+    for window in windows:
+        ids = torch.tensor([window])
         lost += float(plain(ids, labels=ids).loss) * (ids.shape[1] - 1)
         counted += ids.shape[1] - 1
     return math.exp(lost / counted)
@@ -491,7 +514,8 @@ def test_every_line_of_control_is_that_of_its_change(
     workbench.run(CONTROL, "gpt2", *options, "--samples", 0)
     table, vectors = workbench.table(CONTROL), workbench.origin(CONTROL)["vectors"]
     model, plain = small_model("gpt2"), plain_model("gpt2")
-    part = matlens.load_corpus(str(workbench.words)).split(n_train=1, n_validation=6)[1]
+    windows = make_windows(model, matlens.load_corpus(str(workbench.words)), size=12, most=5)
+    read = [tokens.tolist() for tokens in np.split(windows.tokens, windows.offsets[1:-1])]
     e, word = plain_unembedding(plain), model.tokenizer.convert_tokens_to_ids("w2")
     ranks = {
         f"L{layer}D{i}": (e @ v).argsort(descending=True).tolist().index(word)
@@ -500,13 +524,11 @@ def test_every_line_of_control_is_that_of_its_change(
     }
     assert sorted(ranks[value] for value in vectors["words, 3 vectors"]) == sorted(ranks.values())[:3]
     measured = table[table["metric"] == "perplexity"].set_index(["method", "coefficient"])["value"]
-    assert measured["unchanged"].item() == pytest.approx(
-        perplexity_by_hand("gpt2", plain, model, part.sentences), rel=1e-4
-    )
+    assert measured["unchanged"].item() == pytest.approx(perplexity_by_hand(plain, read), rel=1e-4)
     for method, names in vectors.items():
         for coefficient in (0.5, 4.0):
             with controlled_by_hand("gpt2", plain, dict.fromkeys(names, coefficient)):
-                expected = perplexity_by_hand("gpt2", plain, model, part.sentences)
+                expected = perplexity_by_hand(plain, read)
             assert measured[method, coefficient] == pytest.approx(expected, rel=1e-4)
     debiasing = control.SelfDebiasing(["threat"])
     banned = control.word_filter(model.tokenizer, ["w9", "w10 w11"])
@@ -522,10 +544,10 @@ def test_every_line_of_control_is_that_of_its_change(
         control.ModelChange("WordFilter", processor=banned),
     ]
     grader = control.make_grader("profanity-check")
-    whole, texts = control.compare_control(model, changes, prompts, part, grader, prompts_name="prompts.txt")
-    assert_table(workbench, CONTROL, whole.assign(corpus=table["corpus"]))
+    whole, texts = control.compare_control(model, changes, {"prompts.txt": prompts}, windows, grader)
+    assert_table(workbench, CONTROL, whole)
     assert_table(workbench, f"{CONTROL}_texts", texts)
     debiased = measured["Self-Debiasing"].item()
     assert debiased == pytest.approx(
-        control.perplexity_estimate(control.sentence_losses(model, part, debiasing=debiasing)).value
+        control.perplexity_estimate(control.text_losses(model, windows, debiasing=debiasing)).value
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS
@@ -18,13 +19,16 @@ from matlens import InputError
 from matlens.control.baselines import SelfDebiasing, word_filter
 from matlens.control.comparison import (
     ModelChange,
+    attribute_table,
     changes_to_compare,
     choose_values,
     compare_control,
     estimates_by_change,
     main_scores,
+    tokens_of_chosen,
 )
 from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import make_examples
 
 Models = Callable[[str], Any]
 PROMPTS = ["w4 w40 w11", "w17", "w8 w8 w30 w21"]
@@ -109,7 +113,7 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
     )  # fmt: skip
     told: list[str] = []
     table, texts = compare_control(
-        model, changes, PROMPTS, few, Words(), prompts_name="p.txt", announce=told.append
+        model, changes, {"p.txt": PROMPTS}, make_examples(model, few), Words(), announce=told.append
     )
     assert told == [
         "unchanged", "picked, coefficient -2", "picked, coefficient 6", "graded, coefficient -2",
@@ -144,18 +148,49 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
     counts = table[table["metric"] == "toxic"].drop_duplicates(["method"]).set_index("method")["k"]
     assert counts.dropna().to_dict() == {"picked": 2, "graded": 1}
     assert set(table["experiment"]) == {"table5_control"}
+    assert set(texts["prompts"]) == {"p.txt"}
+    wide = attribute_table(table)
+    assert wide["method"].tolist() == [change.method for change in changes]
+    assert wide["toxicity"].tolist() == [
+        np.mean([odd(text) >= 0.5 for text in each]) for each in written.values()
+    ]
+    assert wide["threat"].tolist() == [
+        np.mean([low(text) >= 0.5 for text in each]) for each in written.values()
+    ]
+    assert wide["perplexity"].dropna().tolist() == pytest.approx(list(measured.values()), rel=1e-4)
+    assert wide["perplexity"].isna().tolist() == [change.method == "WordFilter" for change in changes]
+
+
+def test_lists_of_prompts_are_continued_each_for_itself(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("llama")
+    windows = make_examples(model, Corpus("few", sentences.sentences[:2], 2, 0, 0, 0))
+    changes = [ModelChange("unchanged"), ModelChange("picked", 6.0, ("L0D5",))]
+    lists = {"one": PROMPTS[:1], "rest": PROMPTS[1:]}
+    table, texts = compare_control(model, changes, lists, windows, Words())
+    for name, prompts in lists.items():
+        alone, written = compare_control(model, changes, {name: prompts}, windows, Words())
+        rows = table[table["corpus"].isin([name, windows.provenance["corpus"]])].reset_index(drop=True)
+        pd.testing.assert_frame_equal(rows, alone)
+        of_list = texts[texts["prompts"] == name]["text"].tolist()
+        assert of_list == written["text"].tolist()
+    assert attribute_table(table)["prompts"].tolist() == ["one", "rest"] * 2
+    beamed = compare_control(model, changes, lists, windows, Words(), n_beams=3).texts
+    assert beamed["text"].tolist() != texts["text"].tolist()
+    with pytest.raises(InputError, match="0 lists of prompts are given"):
+        compare_control(model, changes, {}, windows, Words())
 
 
 def test_draws_are_as_many_as_asked_for_and_the_seeds(small_model: Models, sentences: Corpus) -> None:
-    model, few = small_model("llama"), Corpus("few", sentences.sentences[:2], 2, 0, 0, 0)
+    model, lists = small_model("llama"), {"prompts": PROMPTS}
+    texts = make_examples(model, Corpus("few", sentences.sentences[:2], 2, 0, 0, 0))
     change = [ModelChange("unchanged")]
     draws = [
-        compare_control(model, change, PROMPTS, few, Words(), n_samples=2, seed=seed).texts["text"].tolist()
+        compare_control(model, change, lists, texts, Words(), n_samples=2, seed=seed).texts["text"].tolist()
         for seed in (0, 0, 1)
     ]
     assert draws[0] == draws[1] != draws[2]
     assert len(draws[0]) == 2 * len(PROMPTS)
-    (greedy,) = {tuple(compare_control(model, change, PROMPTS, few, Words()).texts["text"])}
+    (greedy,) = {tuple(compare_control(model, change, lists, texts, Words()).texts["text"])}
     assert len(greedy) == len(PROMPTS)
 
 
@@ -164,7 +199,8 @@ def test_zero_is_a_coefficient_and_not_none(
 ) -> None:
     model, few = small_model("gpt2"), Corpus("few", sentences.sentences[:3], 3, 0, 0, 0)
     off = ModelChange("off", 0.0, tuple(f"L1D{i}" for i in range(60)))
-    table = compare_control(model, [ModelChange("unchanged"), off], PROMPTS, few, Words()).table
+    texts, changes = make_examples(model, few), [ModelChange("unchanged"), off]
+    table = compare_control(model, changes, {"prompts": PROMPTS}, texts, Words()).table
     ratio = table[(table["method"] == "off") & (table["metric"] == "perplexity_ratio")]["value"].item()
     set_to = dict.fromkeys(off.names, 0.0)
     with controlled_by_hand("gpt2", plain_model("gpt2"), set_to):
@@ -213,6 +249,11 @@ def test_chosen_by_words_are_those_that_hold_most_of_them_highest(
     chosen = choose_values(model, Banned(), words, picked=["L-1D2", "L0D1"], n=6, seed=3)
     assert list(chosen) == ["picked, 2 vectors", "words, 6 vectors", "graded, 6 vectors"]
     assert chosen["picked, 2 vectors"] == (f"L{N_LAYERS - 1}D2", "L0D1")
+    table8 = tokens_of_chosen(model, chosen, k=4)
+    for (method, value), rows in table8.groupby(["method", "value"]):
+        assert value in chosen[str(method)]
+        assert rows["token_id"].tolist() == tops[str(value)][:4]
+    assert len(table8) == (2 + 6 + 6) * 4
     by_words = chosen["words, 6 vectors"]
     assert len(set(by_words)) == 6
     assert list(map(goodness, by_words)) == sorted(map(goodness, tops))[:6]

@@ -89,6 +89,41 @@ def test_a_patched_model_goes_on_as_patched(small_model: Models) -> None:
     assert expected != unpatched[0]
 
 
+def beams_by_hand(plain: Any, tokenizer: Any, prompt: str, n: int, banned: Sequence[int] = ()) -> str:
+    """The best of ``n`` beams, whose log-probabilities are summed from texts that are read as a whole."""
+    tokens = tokenizer(prompt)["input_ids"]
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(N_NEW):
+        longer = []
+        for score, new in beams:
+            p = np.log(plain_probabilities(plain, [*tokens, *new]))
+            longer += [(score + p[w], [*new, w]) for w in range(len(p)) if w not in banned]
+        beams = sorted(longer, key=lambda beam: -beam[0])[:n]
+    return str(tokenizer.decode(beams[0][1]))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_beams_find_what_a_search_by_hand_does(name: str, small_model: Models, plain_model: Models) -> None:
+    model, plain = small_model(name), plain_model(name)
+    expected = [beams_by_hand(plain, model.tokenizer, prompt, 3) for prompt in PROMPTS]
+    for batch_size in (1, 4):
+        assert texts(model, n_beams=3, batch_size=batch_size) == expected
+    assert expected != texts(model)
+    with controlled_by_hand(name, plain, GENTLE):
+        controlled_beams = [beams_by_hand(plain, model.tokenizer, prompt, 3) for prompt in PROMPTS]
+    with controlled(model, GENTLE, GENTLE):
+        assert texts(model, n_beams=3) == controlled_beams
+    words = ["w1", "w30", "w44", "w7"]
+    without = [model.tokenizer.convert_tokens_to_ids(word) for word in words]
+    assert texts(model, n_beams=3, processor=word_filter(model.tokenizer, words)) == [
+        beams_by_hand(plain, model.tokenizer, prompt, 3, without) for prompt in PROMPTS
+    ]
+    debiasing = SelfDebiasing(decay=0.0)  # its announcements go on beside the prompts, and change nothing
+    assert texts(model, n_beams=3, processor=debiasing) == expected
+    with pytest.raises(InputError, match="3 beams and 2 draws of each prompt"):
+        texts(model, n_beams=3, n_samples=2)
+
+
 # Chance
 
 

@@ -127,7 +127,8 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     gather.main(out, results=results, images=images)
     assert {path.name for path in results.glob("*.csv")} == {"fit.csv"}
     kept = render.Results(results)
-    assert list(kept.table("fit")) == ["method", "layer", "value", "metric", "low"]
+    assert "model" not in (results / "fit.csv").read_text()
+    assert list(kept.table("fit")) == ["method", "layer", "value", "metric", "low", "model"]
     assert kept.value("fit", method="mat", layer=1) == 0.666667
     origin = kept.origin("fit")
     assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})

@@ -45,6 +45,27 @@ def test_control_is_a_line_over_its_coefficients_and_baselines_are_points() -> N
     assert_legible(figure)
 
 
+def test_lists_of_prompts_are_panels_with_the_same_axes() -> None:
+    table = control_table()
+    other = table[table["corpus"] == "prompts.txt"].assign(corpus="held_out.txt", n=80)
+    other = other.assign(value=other["value"] / 2, low=0.0)
+    figure = toxicity_against_perplexity(pd.concat([table, other]))
+    left, right = figure.axes
+    assert [ax.get_title() for ax in (left, right)] == [
+        "prompts.txt, 117 prompts",
+        "held_out.txt, 80 prompts",
+    ]
+    for ax, share in ((left, 0.2), (right, 0.1)):
+        bars = {box.get_label(): box for box in ax.containers}
+        assert list(bars["SD"].lines[0].get_xdata()) == [24]
+        assert list(bars["SD"].lines[0].get_ydata()) == pytest.approx([share])
+        assert {text.get_text() for text in ax.texts} == {"1", "3", "6"}
+    assert left.get_ylim() == right.get_ylim()
+    assert named(figure) == ["unchanged", "SD", "filter", "words"]
+    assert figure.get_suptitle() == "gpt2"
+    assert_legible(figure)
+
+
 def test_coefficients_of_points_that_nearly_meet_can_be_read() -> None:
     table = control_table()
     twin = table[table["method"] == "words"]
