@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ import torch
 from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
-    LAYERS,
     MASKED,
     N_LAYERS,
     assert_near,
@@ -24,7 +22,7 @@ from conftest import (
     plain_vectors,
     save_model,
 )
-from plain_values import NORM_BEHIND, plain_scale, plain_unembedding, plain_values
+from plain_values import NORM_BEHIND, plain_logits, plain_scale, plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
 
@@ -43,17 +41,6 @@ WIRINGS = (*ARCHITECTURES, "neox-sequential")
 N, K, BUDGET = 10, 4, 30  # sentences, sub-updates, tokens of a batch
 
 ROUNDING = 2e-5  # of the largest number
-
-
-@torch.inference_mode()
-def plain_logits(name: str, plain: Any, vector: Tensor) -> Tensor:
-    """The model's own final norm and head, in float32."""
-    norm = copy.deepcopy(plain.get_submodule(LAYERS[name][1])).float()
-    if name in MASKED:  # the module is the whole head
-        return norm(vector.float())
-    logits = copy.deepcopy(plain.get_output_embeddings()).float()(norm(vector.float()))
-    cap = getattr(plain.config, "final_logit_softcapping", None)
-    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 @pytest.fixture(scope="module")
