@@ -196,7 +196,7 @@ def render(folder: Path, results: Path) -> str:
         quoted.lines.clear()
         try:
             sections.append(environment.get_template(name).render().strip())
-        except (InputError, jinja2.TemplateError, KeyError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever an expression of the section runs into
             raise InputError(f"{folder / name}: {error}") from error
         title = re.match(r"#+ (.*)", sections[-1])
         claims += [Claim(title[1] if title else "", *line) for line in quoted.lines]

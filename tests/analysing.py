@@ -42,8 +42,10 @@ OPTIONS = {
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
     "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],
     "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
+    "paper_b_sec5_clusters": [
+        *SENTENCES_OF, "clusters", "linkage", "memory", "disk", "threshold", "beside", "compared",
+    ],
     REMOVAL: [*SENTENCES_OF, "dominant", "every", "top"],
-    "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
     "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
     SHEETS: [*STUDY, "title", "filled", "per-layer", "top", "wordnet"],
     CONTROL: [
@@ -51,7 +53,8 @@ OPTIONS = {
         "banned", "announce", "samples", "beams", "text", "window", "windows",
     ],
     EXITS: [
-        *SENTENCES_OF, "dominant", "clusters", "beside", "splits", "folds", "fewest", "strength", "lasso",
+        *SENTENCES_OF, "dominant", "clusters", "beside", "linkage", "memory", "disk", "splits", "folds",
+        "fewest", "strength", "lasso",
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
     "sample_sizes": MAPS,

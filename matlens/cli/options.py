@@ -24,6 +24,13 @@ class ReadChoice(StrEnum):
     norm = "norm"
 
 
+class LinkageChoice(StrEnum):
+    """How far apart two clusters are."""
+
+    average = "average"
+    complete = "complete"
+
+
 class DtypeChoice(StrEnum):
     """Precision that the model runs in."""
 
@@ -56,6 +63,13 @@ Patched = Annotated[
 ]
 Memory = Annotated[
     float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
+]
+Disk = Annotated[
+    float, typer.Option(min=0, help="Most GiB of disk that exact clusters may take where memory has no room.")
+]
+LinkageOption = Annotated[
+    LinkageChoice,
+    typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
 Seed = Annotated[

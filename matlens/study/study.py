@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
+from matlens.agglomeration import Linkage, method_within
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
 from matlens.errors import InputError, printable
-from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
@@ -304,16 +305,27 @@ class Study:
         """Vectors of sites at the drawn positions of the validation sentences, kept beside the traces."""
         return collect(self.model, self.validation_examples, sites, folder=self._traces("stream"))
 
-    def clusters(self, n_clusters: int = N_CLUSTERS, *, memory: float = MEMORY_GIB) -> Clusters:
+    def clusters(
+        self,
+        n_clusters: int = N_CLUSTERS,
+        *,
+        linkage: Linkage = "average",
+        memory: float = MEMORY_GIB,
+        disk: float = 0.0,
+    ) -> Clusters:
         """Clusters of the model's value vectors, in ``clusters/`` of the output folder; see `Clusters.fit`.
 
         Raises
         ------
         InputError
-            More clusters than vectors, or a vector without a direction.
+            More clusters than vectors, a vector without a direction, or complete linkage without room.
         """
-        name = f"{self._model_name}--{n_clusters}-{method_within(len(self.values), memory)}"
-        return Clusters.fit(self.values, n_clusters, memory=memory, folder=self.out / "clusters" / name)
+        method = method_within(len(self.values), memory, disk)
+        kind = f"{linkage}-{method}" if linkage == "complete" else method
+        return Clusters.fit(
+            self.values, n_clusters, linkage=linkage, memory=memory, disk=disk,
+            folder=self.out / "clusters" / f"{self._model_name}--{n_clusters}-{kind}",
+        )  # fmt: skip
 
     @property
     def _model_name(self) -> str:
