@@ -44,9 +44,10 @@ def cluster(
     study = Study(load_model=model.load, out=out)
     values = study.values
     asked = [values.resolve(name) for name in names or ()]  # and before the work
+    projection = reading.projection(study.model)
     fitted = study.clusters(clusters, linkage=linkage.value, memory=memory, disk=disk)
     chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
-    table = cluster_table(values, reading.projection(study.model), fitted, chosen, n_tokens=reading.tokens)
+    table = cluster_table(values, projection, fitted, chosen, n_tokens=reading.tokens)
     exact = fitted.method == "exact"
     how = f"exactly, by {fitted.linkage} linkage" if exact else "by near neighbours"
     title = f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}"

@@ -43,6 +43,7 @@ from matlens.models.sites import require_finite
 from matlens.models.vocabulary import token_texts, visible
 from matlens.progress import waiting
 from matlens.signatures import checked
+from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 CLUSTERS, _LABELS = "clusters", "labels"
@@ -175,7 +176,8 @@ class Clusters:
             The folder holds no clusters, or they are damaged.
         """
         config, _, rows = read_rows(folder, CLUSTERS)
-        return cls._from_rows(config, rows)
+        with reading_record(folder):
+            return cls._from_rows(config, rows)
 
     @classmethod
     def _from_rows(cls, config: dict[str, Any], rows: Mapping[str, Tensor]) -> Clusters:

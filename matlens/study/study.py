@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -210,6 +210,7 @@ class Study:
     @cached_property
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
+        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         _ = self.stream
         return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
@@ -228,7 +229,7 @@ class Study:
 
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
-        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        resolve_pairs(self.pairs, self.n_layers)  # before the read-out, too
         readout, _ = self.readout, self.maps
         return steps.evaluate_maps(self.model, self.folder, readout=readout)
 
@@ -338,15 +339,6 @@ class Study:
         n_train, n_validation = self.sizes
         sizes = f"{n_validation}" if n_train == 1 else f"{n_train}+{n_validation}"
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
-
-
-@checked
-def in_proportion(study: Study) -> Study:
-    """The study itself, or one that splits a corpus which is too small in the same proportion."""
-    if study.n_validation is None:  # whatever is left is for validation
-        return study
-    n_train, n_validation = fitting_sizes(len(study.corpus), study.n_train, study.n_validation)
-    return replace(study, n_train=n_train, n_validation=n_validation)
 
 
 @checked

@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, N_LAYERS, make_tokenizer
+from damage import require_refused_or_read
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plain_values import plain_unit_vectors
@@ -357,6 +359,15 @@ def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_p
     write_json(config, sealed(json.loads(config.read_text()) | {"holds": "maps"}))
     with pytest.raises(InputError, match="Expected a folder that holds clusters"):
         Clusters.load(tmp_path / "clusters")
+
+
+def test_a_record_that_lacks_something_is_refused_in_words(
+    small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
+    needed = ["provenance", "provenance.n_clusters", "provenance.method", "columns", "columns.labels"]
+    load = partial(Clusters.load, tmp_path / "clusters")
+    require_refused_or_read(tmp_path / "clusters" / "config.json", load, needed)
 
 
 # What is told of them

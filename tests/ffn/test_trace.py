@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from conftest import (
     plain_vectors,
     save_model,
 )
+from damage import require_refused_or_read
 from plain_values import NORM_BEHIND, plain_logits, plain_scale, plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
 
 import matlens
 from matlens import InputError, collect, make_examples
+from matlens.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.ffn import trace as module
@@ -485,3 +488,16 @@ def test_nothing_is_left_behind_after_an_exception_in_the_middle(
         assert hook_counts() == before
         assert all(not point.fwd_hooks for point in model.hook_dict.values())
     assert not (tmp_path / "out").exists(), "something half-written is left"
+
+
+def test_a_record_that_lacks_something_is_refused_in_words(
+    llama: tuple[Any, Examples], tmp_path: Path
+) -> None:
+    """By somebody who has written it anew with its digest: else the digest tells."""
+    Trace.run(*llama, k=3, folder=tmp_path / "trace", progress=False)
+    load = partial(Trace.load, tmp_path / "trace")
+    needed = ["provenance", "provenance.k", "provenance.model", "columns", "columns.rank"]
+    require_refused_or_read(tmp_path / "trace" / "config.json", load, needed)
+    collect(*llama, folder=tmp_path / "vectors", progress=False)
+    load = partial(Activations.load, tmp_path / "vectors")
+    require_refused_or_read(tmp_path / "vectors" / "config.json", load, ["provenance", "columns"])
