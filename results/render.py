@@ -191,7 +191,7 @@ class Section:
     link
         Its title, as a link from another page.
     verdicts
-        How often it says each of the verdicts, such as ``same 3, different``; a dash where it compares nothing.
+        How often it says each verdict, such as ``same 3, different``; a dash where it compares nothing.
     """
 
     link: str
@@ -212,8 +212,8 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
     )  # fmt: skip
     environment.globals |= {
         "table": quoted.table, "value": quoted.value, "origin": quoted.origin, "command": quoted.command,
-        "claim": quoted.claim, "verdict": verdict, "grid": grid, "lens": lens, "rows_of": partial(_rows_of, folder),
-        "section": _sections_of_pages(folder.parent, results),
+        "claim": quoted.claim, "verdict": verdict, "grid": grid, "lens": lens,
+        "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}
     head, *names = sorted(path.name for path in folder.glob("*.md"))
