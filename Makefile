@@ -57,6 +57,7 @@ RESULTS_B := \
 	paper_b_fig4_overlap \
 	paper_b_fig6_dominance \
 	paper_b_table1_concept_vectors \
+	paper_b_sec4_search \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
