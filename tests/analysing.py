@@ -20,11 +20,12 @@ SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
-OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, *TRACED)  # not the columns that all others have
-SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, *TRACED)}
+REMOVAL = "paper_b_removal"
+OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, REMOVAL, *TRACED)  # not the columns that all others have
+SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 
-STUDY = ["model", "corpus", "seed", "device", "out"]
+STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
 MAPS = [*STUDY, "train", "val"]
 SENTENCES_OF = [*STUDY, "sentences", "title"]
 # The options of every script.
@@ -41,10 +42,13 @@ OPTIONS = {
     "paper_a_sec5_corpora": [*MAPS, "title"],
     "paper_a_table1_tokens": [*MAPS, "title", "prompt", "layer"],
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
-    "paper_b_fig4_overlap": ["model", "seed", "device", "out", "title", "random", "top"],
+    "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],
     "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
-    "paper_b_sec5_clusters": [*SENTENCES_OF, "clusters", "memory", "threshold", "beside"],
-    SEARCH: ["model", "seed", "device", "out", "words", "prompt", "top", "shown"],
+    SEARCH: ["model", "seed", "device", "suffix", "out", "words", "prompt", "top", "shown"],
+    "paper_b_sec5_clusters": [
+        *SENTENCES_OF, "clusters", "linkage", "memory", "disk", "threshold", "beside", "compared",
+    ],
+    REMOVAL: [*SENTENCES_OF, "dominant", "every", "top"],
     "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
     SHEETS: [*STUDY, "title", "filled", "per-layer", "top", "wordnet"],
     CONTROL: [
@@ -52,12 +56,13 @@ OPTIONS = {
         "banned", "announce", "samples", "beams", "text", "window", "windows",
     ],
     EXITS: [
-        *SENTENCES_OF, "dominant", "clusters", "beside", "splits", "folds", "fewest", "strength", "lasso",
+        *SENTENCES_OF, "dominant", "clusters", "beside", "linkage", "memory", "disk", "splits", "folds",
+        "fewest", "strength", "lasso",
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
     "sample_sizes": MAPS,
     "sinks": [*MAPS, "title"],
-    "small_bert": ["corpus", "seed", "out", "trunk", "steps"],
+    "small_bert": ["corpus", "seed", "out", "train", "val", "trunk", "steps"],
     "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip

@@ -24,6 +24,13 @@ class ReadChoice(StrEnum):
     norm = "norm"
 
 
+class LinkageChoice(StrEnum):
+    """How far apart two clusters are."""
+
+    average = "average"
+    complete = "complete"
+
+
 class DtypeChoice(StrEnum):
     """Precision that the model runs in."""
 
@@ -56,6 +63,13 @@ Patched = Annotated[
 ]
 Memory = Annotated[
     float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
+]
+Disk = Annotated[
+    float, typer.Option(min=0, help="Most GiB of disk that exact clusters may take where memory has no room.")
+]
+LinkageOption = Annotated[
+    LinkageChoice,
+    typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
 Seed = Annotated[
@@ -95,6 +109,9 @@ Folder = Annotated[
     Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
 ]
 Title = Annotated[str | None, typer.Option("--title", help="Title of the figures, instead of their own.")]
+Suffix = Annotated[
+    str, typer.Option("--suffix", help="Put behind the names of tables and figures, such as _bert.")
+]
 Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
 Read = Annotated[
     ReadChoice,

@@ -33,28 +33,36 @@ class Report:
         The output folder.
     title
         Title of all figures, instead of their own.
+    suffix
+        What is put behind the names of all tables and figures, so that those of several models can lie in
+        one folder.
     """
 
     out: Path
     title: str | None = None
+    suffix: str = ""
 
     def write(
         self, name: str, table: pd.DataFrame, origin: Mapping[str, Any], figure: Figure | None = None
     ) -> None:
         """Write a table with its origin beside it, and its figure, as ``name``; print where they are."""
-        write_results(self.out, name, table, origin)
-        print_line(self.out / f"{name}.csv")
+        write_results(self.out, name + self.suffix, table, origin)
+        print_line(self.path(name))
         if figure is not None:
             self.write_figure(name, figure)
 
+    def path(self, name: str) -> Path:
+        """Where a table is."""
+        return self.out / f"{name}{self.suffix}.csv"
+
     def write_figure(self, name: str, figure: Figure) -> None:
         """Write a figure alone; print where it is."""
-        for path in plots.save(figure, self.out, name, title=self.title):
+        for path in plots.save(figure, self.out, name + self.suffix, title=self.title):
             print_line(path)
 
     def write_table(self, name: str, table: pd.DataFrame) -> Path:
         """Write a table alone, such as one that people fill in."""
-        path = self.out / f"{name}.csv"
+        path = self.path(name)
         with system_errors(path):
             self.out.mkdir(parents=True, exist_ok=True)
             write_text(path, csv_text(table))
@@ -107,6 +115,7 @@ def run_study(
     shared["seed"] = options.Seed, 0
     if model is not None:
         shared["device"] = options.Device, None
+        shared["suffix"] = options.Suffix, ""
     shared["out"] = options.Out, Path(out)
     if figures:
         shared["title"] = options.Title, None
@@ -114,7 +123,7 @@ def run_study(
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
-        report = Report(chosen["out"], chosen.get("title"))
+        report = Report(chosen["out"], chosen.get("title"), chosen.get("suffix", ""))
         sizes: dict[str, Any] = {}
         if sentences is not None:
             sizes = sizes_of(1, chosen["sentences"], default_val=sentences)

@@ -9,6 +9,7 @@ these tokens is measured by the overlap of the two lists (appendix A.1).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
+from scipy import stats
 from torch import Tensor, nn
 
 from matlens import metrics
@@ -338,8 +340,13 @@ def norm_overlap(
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
 
     One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
-    with their mean and standard deviation. The columns are those of all tables; ``k`` is the length of the
-    lists, ``target`` the layer itself, and the corpus is ``none``.
+    with their mean and standard deviation, and the metric is ``iou``. ``difference`` is how far the value
+    vectors lie above the random ones: its metrics are ``iou`` with its interval by Welch, ``above``, the
+    probability that the lists of a value vector overlap more than those of a random one (equal ones count a
+    half), and ``p``, by the Mann-Whitney test of whether that is one half. Rows without a layer are over all
+    layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon test
+    of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
+    ``target`` the layer itself, and the corpus is ``none``.
 
     Parameters
     ----------
@@ -357,21 +364,52 @@ def norm_overlap(
     Raises
     ------
     InputError
-        The model has no value vectors, no unembedding or no final norm, or ``n_random`` or ``k`` is less
-        than 1.
+        The model has no value vectors, no unembedding or no final norm, ``n_random`` is less than 2, or ``k``
+        less than 1.
     """
-    n_random = require_whole(n_random, "The number of random vectors", least=1)
+    n_random = require_whole(n_random, "The number of random vectors", least=2)
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
-    rows = []
+    overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
     layers = range(values.n_layers)
     for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
-            overlap = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
-            rows.append(
-                result_row(
-                    OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer,
-                    target=layer, metric="iou", k=k, estimate=overlap,
-                )
-            )  # fmt: skip
-    return result_table(rows)
+            overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
+    pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
+    means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
+    rows = []
+    for layer, (real, drawn) in enumerate(pairs):
+        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
+        rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
+    rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
+    above = means["values"] - means["random"]
+    rows.append(("difference", "iou", None, metrics.mean(above)))
+    p = stats.wilcoxon(above.double().cpu().numpy()).pvalue if above.any() else 1.0
+    rows.append(("difference", "p", None, _exactly(p, len(above))))
+    return result_table(
+        result_row(
+            OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer, target=layer,
+            metric=metric, k=k, estimate=estimate,
+        )
+        for method, metric, layer, estimate in rows
+    )  # fmt: skip
+
+
+def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
+    """How far overlaps of value vectors lie above those of random vectors."""
+    first, second = real.double().cpu().numpy(), drawn.double().cpu().numpy()
+    parts = [sample.var(ddof=1) / len(sample) for sample in (first, second)]
+    difference, n, half = float(first.mean() - second.mean()), len(first) + len(second), 0.0
+    if sum(parts) > 0:
+        weights = [part**2 / (len(sample) - 1) for part, sample in zip(parts, (first, second), strict=True)]
+        half = float(stats.t.ppf(0.975, sum(parts) ** 2 / sum(weights)) * math.sqrt(sum(parts)))
+    test = stats.mannwhitneyu(first, second)
+    return {
+        "iou": metrics.Estimate(difference, difference - half, difference + half, n),
+        "above": _exactly(test.statistic / (len(first) * len(second)), n),
+        "p": _exactly(test.pvalue, n),
+    }
+
+
+def _exactly(value: float, n: int) -> metrics.Estimate:
+    return metrics.Estimate(float(value), math.nan, math.nan, n)

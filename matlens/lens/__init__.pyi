@@ -9,6 +9,7 @@ from .early_exit import layers_saved as layers_saved
 from .early_exit import least_lam as least_lam
 from .early_exit import savings as savings
 from .early_exit import thresholds as thresholds
+from .predictions import masked_accuracy as masked_accuracy
 from .predictions import prediction_confidence as prediction_confidence
 from .predictions import predictions_table as predictions_table
 from .predictions import prompt_texts as prompt_texts

@@ -14,12 +14,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.arguments import require_whole, short
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import is_masked, make_examples
 from matlens.errors import InputError, printable
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
+from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import visible
 from matlens.signatures import checked
 from matlens.storage.tables import read_table, require_columns
@@ -163,3 +167,40 @@ def prediction_confidence(
     last = collect(model, examples, ["h.-1"], progress=progress)[-1]
     readout = Readout(model)
     return torch.cat([readout.logits(rows).softmax(-1).amax(-1).cpu() for rows in last.split(_ROWS)])
+
+
+@checked
+def masked_accuracy(
+    model: TransformerBridge, corpus: Corpus, *, seed: int = 0, progress: bool = True
+) -> metrics.Estimate:
+    """How often a masked-LM model fills in the token that the sentence has there; one is masked in each.
+
+    Parameters
+    ----------
+    model
+        The model.
+    corpus
+        Sentences that it was not trained on. Tokens that the tokenizer adds are not masked.
+    seed
+        Seed of the positions.
+    progress
+        Whether to show a progress bar.
+
+    Raises
+    ------
+    InputError
+        The model predicts the next token and not a masked one.
+    """
+    if not is_masked(model):
+        raise InputError(
+            f"{model.cfg.model_name} is a decoder and fills in no masks. Expected a masked-LM model."
+        )
+    examples = make_examples(model, corpus, seed=seed, draw_special=False)
+    there = [
+        encode_text(model, text).ids[position]
+        for text, position in zip(corpus.sentences, examples.positions.tolist(), strict=True)
+    ]
+    last = collect(model, examples, [-1], progress=progress)[-1]
+    readout = Readout(model)
+    best = torch.cat([readout.logits(part).argmax(-1).cpu() for part in last.split(_ROWS)])
+    return metrics.proportion(best == torch.tensor(there))

@@ -67,10 +67,12 @@ def fit_quality(
         )
     counted = slice(None) if rows is None else rows
     table = []
-    pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
-    for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
+    for source, target in Bar(list(maps), desc="r2", unit="pair", disable=not progress):
         h, truth = validation[source][counted], validation[target][counted]
-        for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
+        substitutes = {"mat": maps[source, target](h), "id": h}
+        if not (_is_stream(source) and _is_stream(target)):
+            substitutes = {f"mat {source} -> {target}": substitutes["mat"]}
+        for method, prediction in substitutes.items():
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
             table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))

@@ -425,12 +425,14 @@ def test_the_small_bert_learns_and_can_be_analysed(
     surprisal = []
     for steps in (1, 150):
         out = tmp_path / f"bert-{steps}"
-        run("small_bert", "--trunk", trunk, "--corpus", corpora / "words.txt", "--steps", steps, "--out", out)
-        assert capsys.readouterr().out.split()[-1] == str(out)
-        model = matlens.load(str(out), device="cpu")
+        options = ["--corpus", corpora / "words.txt", "--steps", steps, "--out", out]
+        run("small_bert", "--trunk", trunk, "--train", 80, "--val", 40, *options)
+        said = capsys.readouterr().out
+        assert str(out / "small-bert") in said
+        model = matlens.load(str(out / "small-bert"), device="cpu")
         assert is_masked(model)
         assert model.cfg.n_layers == matlens.load(str(model_folder("bert")), device="cpu").cfg.n_layers
-        lines = matlens.load_corpus(str(corpora / "words.txt"), limit=60)
+        _, lines = matlens.load_corpus(corpora / "words.txt").split(n_train=80, n_validation=40)
         examples = matlens.make_examples(model, lines, draw_special=False)
         true = torch.tensor(
             [
@@ -441,7 +443,19 @@ def test_the_small_bert_learns_and_can_be_analysed(
         last = matlens.collect(model, examples, progress=False)[-1]
         log_probs = matlens.Readout(model).log_probs(last)
         surprisal.append(-float(log_probs[torch.arange(len(true)), true].mean()))
+        (row,) = pd.read_csv(out / "small_bert.csv").itertuples()
+        assert row.value == pytest.approx(float((log_probs.argmax(-1) == true).double().mean()))
+        assert f"{row.value:.1%} of 40 masked tokens of held-out sentences" in said
     assert surprisal[1] < surprisal[0] - 0.1
+
+
+def test_a_suffix_keeps_tables_of_several_models_apart(finished: Finished, corpora: Path) -> None:
+    name = "paper_a_fig2_r2"
+    out, model = finished(name, SINKS), read(finished, name)["model"].iloc[0]
+    options = ["--model", model, "--corpus", corpora / "words.txt", *sizes(), "--out", out]
+    run(name, *options, "--suffix", "_again")
+    assert (out / f"{name}_again.csv").read_bytes() == (out / f"{name}.csv").read_bytes()
+    assert_figure(out, f"{name}_again")
 
 
 # What it says

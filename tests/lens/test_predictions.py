@@ -21,6 +21,7 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.lens.predictions import (
     COLUMNS,
+    masked_accuracy,
     prediction_confidence,
     predictions_table,
     prompt_texts,
@@ -237,3 +238,8 @@ def test_confidence_is_the_largest_probability_of_the_plain_model(
         expected.append(float(seen["logits"][0, position].softmax(-1).max()))
     ours = prediction_confidence(small_model(name), examples, progress=False)
     assert ours.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_decoder_fills_in_no_masks(small_model: Callable[[str], Any], sentences: Corpus) -> None:
+    with pytest.raises(InputError, match="is a decoder and fills in no masks"):
+        masked_accuracy(small_model("gpt2"), sentences)

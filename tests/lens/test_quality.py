@@ -145,7 +145,12 @@ def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> N
     maps, data = mapset(ALL + INSIDE), activations()
     table = fit_quality(maps, data, progress=False)
     assert list(table.columns) == COLUMNS
-    assert len(table) == 2 * len(ALL)
+    assert len(table) == 2 * len(ALL) + len(INSIDE)
+    for source, target in INSIDE:  # by the names of both sites: layers alone would be those of the stream
+        mapped = np.array([apply(maps[source, target], h) for h in data[source].tolist()])
+        row = only_row(table, method=f"mat {source} -> {target}")
+        assert row["value"] == pytest.approx(r2_score(data[target].double().numpy(), mapped), abs=1e-5)
+        assert (row["layer"], row["target"], row["n"]) == (0, 0, N)
     for source, target in ALL:
         truth = data[target].double().numpy()
         mapped = np.array([apply(maps[source, target], h) for h in data[source].tolist()])
