@@ -23,7 +23,7 @@ from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, iou
-from matlens.ffn.values import NormGain, ValueVector, ValueVectors, norm_after_ffn
+from matlens.ffn.values import FFN_OUT, NormGain, ValueVector, ValueVectors, norm_after_ffn
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, POST_NORM, Site
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 DOMINANCE, REMOVAL = "dominance", "removal"  # experiments
 AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal is read out
-FFN_OUT = "ffn_out"
 
 
 @checked
