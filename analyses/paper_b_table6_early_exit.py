@@ -76,6 +76,11 @@ def main(
         for n in (clusters, *(beside or ()))
     )
     readings = compare_readings(trace, [fitted, *more], seed=study.seed)
+    studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
+        "clusters": fitted.provenance.to_json()
+    }
+    report.write(READINGS, readings.assign(**studied), origin)
     activations = study.collect_validation(classifier_sites(study.model))
     comparison = compare_exits(
         study.model, trace, fitted, activations, seeds=splits, folds=folds, fewest=fewest,
@@ -83,17 +88,14 @@ def main(
     )  # fmt: skip
     table = summarize_exits(comparison.judged, trace.n_layers)
     show(table, trace.n_layers)
-    studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
     table = table.assign(**studied, n=len(trace))
     judged = comparison.judged
-    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
-        "clusters": fitted.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
-        "penalties": comparison.penalties,
+    origin |= {
+        "splits": splits, "folds": folds, "fewest": fewest, "penalties": comparison.penalties,
         "accuracy": {method: [exits.accuracy for exits in each] for method, each in judged.items()},
         "chance": {method: [exits.chance for exits in each] for method, each in judged.items()},
     }  # fmt: skip
     report.write(NAME, table, origin, exits_figure(table))
-    report.write(READINGS, readings.assign(**studied), origin)
 
 
 def show(table: pd.DataFrame, n_layers: int) -> None:

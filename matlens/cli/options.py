@@ -22,6 +22,7 @@ class ReadChoice(StrEnum):
 
     plain = "plain"
     norm = "norm"
+    head = "head"
 
 
 class LinkageChoice(StrEnum):
@@ -131,7 +132,11 @@ Suffix = Annotated[
 Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
 Read = Annotated[
     ReadChoice,
-    typer.Option("--read", help="plain: E v, as in the paper. norm: through the final norm first."),
+    typer.Option(
+        "--read",
+        help="plain: E v, as in the paper. norm: through the final norm first. head: through the gain of the "
+        "final norm, and in masked-LM models the dense layer of the head.",
+    ),
 ]
 TopTokens = Annotated[int, typer.Option("--tokens", min=1, help="How many tokens to show of each vector.")]
 AmongTop = Annotated[

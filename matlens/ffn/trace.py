@@ -21,8 +21,8 @@ from matlens.activations.collecting import Rows, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
 from matlens.corpora.examples import ARRAYS, Examples
 from matlens.errors import InputError
-from matlens.ffn.updates import DOMINANT, FFN_OUT, random_sub_updates, require_count
-from matlens.ffn.values import ValueVectors, unembedding
+from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
+from matlens.ffn.values import FFN_OUT, ValueVectors, unembedding
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
