@@ -63,7 +63,10 @@ RESULTS_A := \
 RESULTS_B := \
 	paper_b_fig4_overlap \
 	paper_b_fig6_dominance \
+	paper_b_removal \
+	paper_b_removal_bert \
 	paper_b_table1_concept_vectors \
+	paper_b_sec4_search \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
@@ -135,6 +138,9 @@ $(RESULTS)/compatibility.csv: | install
 $(RESULTS)/paper_b_%.csv: | install
 	$(BIN)/python analyses/paper_b_$*.py --out $(RESULTS) $(OPTIONS)
 
+$(RESULTS)/paper_b_removal_bert.csv: | $(RESULTS)/small_bert.csv
+	$(BIN)/python analyses/paper_b_removal.py --model $(BERT) --suffix _bert --every 1 --out $(RESULTS)
+
 $(RESULTS)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
 $(RESULTS)/paper_b_sec5_clusters.csv: OPTIONS = --sentences $(SENTENCES)
 # Lasso beside ridge takes twenty times as long.
@@ -145,7 +151,7 @@ PICKED := L18D748 L24D547 L20D630 L19D675 L20D546 L27D1523 L22D1369 L23D855 L29D
 $(RESULTS)/paper_b_table5_control.csv: OPTIONS = --seed 1 --samples 1 --windows $(WINDOWS) $(foreach n,1 3 6,--value $(n)) \
 	$(foreach name,provocations held_out,--prompts analyses/prompts/$(name).txt) $(PICKED:%=--vector %)
 
-# The last of its three tables.
+# The last of its tables.
 $(RESULTS)/paper_b_table9_saturation.csv: | install
 	$(BIN)/python analyses/paper_b_fig3_events.py --sentences $(SENTENCES) --out $(RESULTS)
 

@@ -18,20 +18,20 @@ from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.errors import printable
 from matlens.lens import fit_equally_many, transfer_losses, transfer_quality
-from matlens.study import Study, in_proportion, origin_of
+from matlens.study import Study, origin_of
 
 NAME = "paper_a_sec5_corpora"
 
 
 def main(studies: Iterator[Study], report: Report) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
-    by_corpus = {study.corpus.name: in_proportion(study) for study in studies}
+    by_corpus = {study.corpus.name: study for study in studies}
     maps = fit_equally_many({name: study.stream[0] for name, study in by_corpus.items()})
     validations = {name: study.validation for name, study in by_corpus.items()}
     readout = next(iter(by_corpus.values())).readout
     table = transfer_quality(readout, maps, validations)
     origins = {name: origin_of(maps[name], validations[name]) for name in maps}
-    n_fitted = min(study.n_train for study in by_corpus.values())
+    n_fitted = min(study.sizes[0] for study in by_corpus.values())
     show(transfer_losses(table))
     report.write(NAME, table, {"studies": origins, "n_fitted": n_fitted}, plots.across_corpora(table))
 

@@ -9,7 +9,9 @@ near zero at elimination, and far smaller scores of random sub-updates. The pape
 The first two tables have the definition's score first, and then two readings that leave out what moves no
 probability: ``lift``, above the mean over the vocabulary, and ``odds``, against the token that the candidate
 competes with. In the rows of ``sinks left out`` the examples whose position is an attention sink do not
-count. The trace that all is read off is kept in the output folder, for other analyses too.
+count. The part of Figure 3's table that has the scores of dominant sub-updates by what an update does stands
+apart, since means over any layers follow from it. The trace that all is read off is kept in the output
+folder, for other analyses too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from matlens.cli import Dominant, Report, run_study
 from matlens.ffn import event_tables
 from matlens.study import Study
 
-EVENTS, LAYERS = "paper_b_table4_events", "paper_b_fig3_scores"
+EVENTS, LAYERS, BY_EFFECT = "paper_b_table4_events", "paper_b_fig3_scores", "paper_b_fig3_by_effect"
 SATURATION = "paper_b_table9_saturation"
 
 
@@ -35,6 +37,9 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     )
     report.write(EVENTS, tables.events, origin, events)
     report.write(LAYERS, tables.scores, origin, layers)
+    scores = tables.scores_of("score")
+    chosen = (scores["method"] == "dominant") & scores["metric"].isin(("max", "mean", "min"))
+    report.write(BY_EFFECT, scores[chosen].drop(columns="read"), origin)
     report.write(SATURATION, tables.saturation, origin, saturation)
 
 

@@ -2,7 +2,8 @@
 
 The share of the ten sub-updates with the largest ``|m_i| ||v_i||`` at every layer, and of ten random ones, at
 one drawn position of each sentence. Expect the dominant ones to hold 5% to 10% and more of the whole, the
-random ones ``10 / d_mlp``. The paper's figure is ``--model gpt2-medium``, 2,000 sentences.
+random ones ``10 / d_mlp``. The table also has how many of the ten have negative coefficients, which turn
+their vectors round (A.3). The paper's figure is ``--model gpt2-medium``, 2,000 sentences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     examples = study.validation_examples
     table = dominance(study.model, examples, k=dominant, seed=study.seed)
     origin = study.origin_of_weights | {"data": examples.provenance}
-    report.write(NAME, table, origin, shares_by_layer(table, f"share of {dominant} sub-updates"))
+    shares = table[table["metric"] == "share"]
+    report.write(NAME, table, origin, shares_by_layer(shares, f"share of {dominant} sub-updates"))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from matlens.cli import Dominant, Report, run_study
+from matlens.cli import Disk, Dominant, LinkageChoice, LinkageOption, Memory, Report, run_study
 from matlens.ffn import (
     EXIT_CLUSTERS,
     FEWEST_EVENTS,
     FOLDS,
     LASSO,
+    MEMORY_GIB,
     PENALTY_STRENGTHS,
     RIDGE,
     classifier_sites,
@@ -53,6 +54,9 @@ def main(
         list[int] | None,
         typer.Option(min=1, help="Another number of clusters to read the rule by; give it once for each."),
     ] = None,
+    linkage: LinkageOption = LinkageChoice.average,
+    memory: Memory = MEMORY_GIB,
+    disk: Disk = 0.0,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = FOLDS,
     fewest: Annotated[
@@ -66,8 +70,17 @@ def main(
     lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso beside ridge?")] = True,
 ) -> None:
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
-    trace, fitted = study.trace(dominant), study.clusters(clusters)
-    readings = compare_readings(trace, [fitted, *map(study.clusters, beside or ())], seed=study.seed)
+    trace = study.trace(dominant)
+    fitted, *more = (
+        study.clusters(n, linkage=linkage.value, memory=memory, disk=disk)
+        for n in (clusters, *(beside or ()))
+    )
+    readings = compare_readings(trace, [fitted, *more], seed=study.seed)
+    studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
+    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
+        "clusters": fitted.provenance.to_json()
+    }
+    report.write(READINGS, readings.assign(**studied), origin)
     activations = study.collect_validation(classifier_sites(study.model))
     comparison = compare_exits(
         study.model, trace, fitted, activations, seeds=splits, folds=folds, fewest=fewest,
@@ -75,17 +88,14 @@ def main(
     )  # fmt: skip
     table = summarize_exits(comparison.judged, trace.n_layers)
     show(table, trace.n_layers)
-    studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
     table = table.assign(**studied, n=len(trace))
     judged = comparison.judged
-    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
-        "clusters": fitted.provenance.to_json(), "splits": splits, "folds": folds, "fewest": fewest,
-        "penalties": comparison.penalties,
+    origin |= {
+        "splits": splits, "folds": folds, "fewest": fewest, "penalties": comparison.penalties,
         "accuracy": {method: [exits.accuracy for exits in each] for method, each in judged.items()},
         "chance": {method: [exits.chance for exits in each] for method, each in judged.items()},
     }  # fmt: skip
     report.write(NAME, table, origin, exits_figure(table))
-    report.write(READINGS, readings.assign(**studied), origin)
 
 
 def show(table: pd.DataFrame, n_layers: int) -> None:

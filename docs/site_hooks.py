@@ -77,7 +77,7 @@ def reference(package: str, name: str) -> str:
 def home_page() -> str:
     """README, with its links as they are from here."""
     text = re.sub(r"\]\(docs/", "](", (PROJECT / "README.md").read_text())
-    return re.sub(r"\[([^\]]+)\]\((analyses|benchmarks)\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\((analyses|benchmarks|results)\)", r"\1", text)
 
 
 def notebook_page(path: Path) -> str:

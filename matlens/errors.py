@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-_MOST = 2000  # characters of a message: what is longer echoes something
+_MOST = 1950  # characters of a message: what is longer echoes something, and others may put words before it
 _SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, is written by its number
 
 

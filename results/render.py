@@ -19,6 +19,10 @@ What a section can say, beside all that Jinja2 and pandas offer:
     What a comparison comes to, by a condition.
 ``claim(claim, paper, ours, verdict(...))``
     A line ``| claim | paper | ours | verdict |``; it also goes into the page's summary.
+``section("paper-a/10-fit")``
+    A section of another page: ``link`` to it and its ``verdicts``.
+``rows_of("items.csv")``
+    Rows of a table that lies beside the sections.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
 ``lens``
@@ -31,8 +35,9 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +71,8 @@ class Claim:
     @property
     def link(self) -> str:
         """The section that it is from."""
-        return f"[{self.title}](#{slugify(self.title, '-')})"
+        items = re.search(r"\(([^)]+)\)$", self.title)  # the figures and tables that it is about
+        return f"[{items[1] if items else self.title}](#{slugify(self.title, '-')})"
 
 
 @dataclass
@@ -91,7 +97,7 @@ class Results:
         rows = rows.assign(**self.origin(name).get("all_rows", {}))  # left out where they are alike
         for column, cell in cells.items():
             if column not in rows:
-                raise InputError(f"{path} has no column {column!r}, but {', '.join(rows)}.")
+                raise InputError(f"{path} has no column {column!r}, but {', '.join(map(str, rows))}.")
             rows = rows[rows[column].isin(cell if isinstance(cell, list) else [cell])]
         if rows.empty and cells:
             raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
@@ -177,8 +183,29 @@ def whole(value: float) -> str:
     return f"{round(value):,}"
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section of a page, and what it claims.
+
+    Attributes
+    ----------
+    link
+        Its title, as a link from another page.
+    verdicts
+        How often it says each verdict, such as ``same 3, different``; a dash where it compares nothing.
+    """
+
+    link: str
+    verdicts: str
+
+
 def render(folder: Path, results: Path) -> str:
     """Render a page from its sections."""
+    return _render(folder, results)[0]
+
+
+def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
+    """A page, and its sections by the names of their files."""
     quoted = Results(results)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder), undefined=jinja2.StrictUndefined, trim_blocks=True,
@@ -187,21 +214,51 @@ def render(folder: Path, results: Path) -> str:
     environment.globals |= {
         "table": quoted.table, "value": quoted.value, "origin": quoted.origin, "command": quoted.command,
         "claim": quoted.claim, "verdict": verdict, "grid": grid, "lens": lens,
+        "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}
     head, *names = sorted(path.name for path in folder.glob("*.md"))
-    sections: list[str] = []
+    sections: dict[str, str] = {}
     claims: list[Claim] = []
+    claimed: dict[str, Section] = {}
     for name in names:
         quoted.lines.clear()
         try:
-            sections.append(environment.get_template(name).render().strip())
-        except (InputError, jinja2.TemplateError, KeyError, ValueError, TypeError) as error:
+            sections[name] = environment.get_template(name).render().strip()
+        except Exception as error:  # whatever an expression of the section runs into
             raise InputError(f"{folder / name}: {error}") from error
-        title = re.match(r"#+ (.*)", sections[-1])
-        claims += [Claim(title[1] if title else "", *line) for line in quoted.lines]
-    whole_page = [environment.get_template(head).render(claims=claims).strip(), *sections]
-    return "\n\n".join(re.sub(r"\n{3,}", "\n\n", section) for section in whole_page) + "\n"
+        heading = re.match(r"#+ (.*)", sections[name])
+        title = heading[1] if heading else ""
+        claims += [Claim(title, *line) for line in quoted.lines]
+        link = f"[{title}]({folder.name}.md#{slugify(title, '-')})"
+        claimed[name.removesuffix(".md")] = Section(link, _counted([line[-1] for line in quoted.lines]))
+    whole_page = [environment.get_template(head).render(claims=claims).strip(), *sections.values()]
+    text = "\n\n".join(re.sub(r"\n{3,}", "\n\n", section) for section in whole_page) + "\n"
+    return text, claimed
+
+
+def _counted(verdicts: list[str]) -> str:
+    counts = {word: verdicts.count(word) for word in VERDICTS if word in verdicts}
+    return ", ".join(word if count == 1 else f"{word} {count}" for word, count in counts.items()) or "–"
+
+
+def _sections_of_pages(pages: Path, results: Path) -> Callable[[str], Section]:
+    """What gives a section of another page by ``page/section``; each page is rendered once."""
+    rendered = cache(lambda page: _render(pages / page, results)[1])
+
+    def section(name: str) -> Section:
+        page, _, file = name.partition("/")
+        if file not in rendered(page):
+            raise InputError(f"There is no section {name!r}. {page} has {', '.join(rendered(page))}.")
+        return rendered(page)[file]
+
+    return section
+
+
+def _rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    """Rows of a table that lies beside the sections of a page."""
+    rows = pd.read_csv(folder / name, dtype=str, keep_default_na=False)
+    return [{str(column): cell for column, cell in row.items()} for row in rows.to_dict("records")]
 
 
 def main(arguments: list[str], *, results: Path = RESULTS, pages: Path = PAGES) -> int:

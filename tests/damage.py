@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from matlens import InputError
+from matlens.storage.files import sealed
 
 Harm = Callable[[bytes, random.Random], bytes]
 
@@ -65,3 +68,37 @@ def outcome(work: Callable[[], Any]) -> tuple[Any, str | None]:
         return work(), None
     except InputError as error:
         return None, str(error)
+
+
+def without_each_key(config: Path) -> Iterator[str]:
+    """Take each key of a record's request out in turn, with a digest that fits; gives its path."""
+    whole = json.loads(config.read_text())
+
+    def paths(part: Any, at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        if isinstance(part, dict):
+            for key, value in part.items():
+                yield (*at, key)
+                yield from paths(value, (*at, key))
+
+    for path in list(paths(whole["request"], ())):
+        changed = copy.deepcopy(whole)
+        part = changed["request"]
+        for key in path[:-1]:
+            part = part[key]
+        del part[path[-1]]
+        config.write_text(json.dumps(sealed(changed)))
+        yield ".".join(path)
+    config.write_text(json.dumps(whole))
+
+
+def require_refused_or_read(config: Path, load: Callable[[], Any], needed: Iterable[str]) -> None:
+    """What lacks a key of its record is refused in words, or read without it; what is needed is refused."""
+    refused = {}
+    for path in without_each_key(config):
+        try:
+            load()
+        except InputError as error:
+            refused[path] = str(error)
+    assert all("damaged" in words or "is not known" in words for words in refused.values())
+    assert set(needed) <= set(refused)
+    load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from conftest import (
     ARCHITECTURES,
     LAYERS,
+    MASKED,
     N_LAYERS,
     SITE_MODULES,
 )
@@ -62,3 +64,14 @@ def plain_unembedding(plain: Any) -> Tensor:
 def plain_norm(name: str, plain: Any, vectors: Tensor) -> Tensor:
     path = "cls.predictions.transform.LayerNorm" if name == "bert" else LAYERS[name][1]
     return plain.get_submodule(path)(vectors)
+
+
+@torch.inference_mode()
+def plain_logits(name: str, plain: Any, vector: Tensor) -> Tensor:
+    """The model's own final norm and head, in float32."""
+    norm = copy.deepcopy(plain.get_submodule(LAYERS[name][1])).float()
+    if name in MASKED:  # the module is the whole head
+        return norm(vector.float())
+    logits = copy.deepcopy(plain.get_output_embeddings()).float()(norm(vector.float()))
+    cap = getattr(plain.config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits

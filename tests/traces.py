@@ -78,5 +78,5 @@ def make_trace_of_dominant(dominant: np.ndarray, fingerprint: str) -> Trace:
 
 
 def make_clusters(labels: Sequence[int] | np.ndarray, identity: ModelIdentity) -> Clusters:
-    details = {"method": "exact", "n_clusters": int(max(labels)) + 1}
+    details = {"method": "exact", "linkage": "average", "n_clusters": int(max(labels)) + 1}
     return Clusters(np.array(labels), Provenance(identity, details=details))

@@ -50,7 +50,7 @@ print(lens.layer_table(quality))
 figure = plots.prediction(quality)
 
 # %% [markdown]
-# ![Precision and surprisal over layers](../images/prediction.png)
+# ![Precision and surprisal over layers](../images/paper_a_fig4_next_token.png)
 #
 # ## One sentence, layer by layer
 

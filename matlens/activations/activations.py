@@ -16,6 +16,7 @@ from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.signatures import checked
+from matlens.storage.folders import reading_record
 from matlens.storage.rows import read_rows
 
 Positions = Literal["drawn", "all"]
@@ -94,6 +95,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
             The folder holds no finished collection.
         """
         config, arrays, vectors = read_rows(folder, HOLDS, ARRAYS)
-        provenance = Provenance.from_config(config)
-        examples = Examples(**arrays, provenance=dict(provenance.data or {}))
-        return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)
+        with reading_record(folder):
+            provenance = Provenance.from_config(config)
+            examples = Examples.from_arrays(arrays, provenance.data)
+            return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)

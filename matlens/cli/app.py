@@ -99,6 +99,17 @@ def evaluate(
         str | None, typer.Option(help="Where the model is now, if not where it was collected from.")
     ] = None,
     device: Device = None,
+    dtype: Annotated[
+        DtypeChoice | None,
+        typer.Option(help="Precision of the model.", show_default="that of the maps' model"),
+    ] = None,
+    same_precision: Annotated[
+        bool,
+        typer.Option(
+            "--same-precision/--other-precision",
+            help="Must the model run in the precision that the maps were fitted in?",
+        ),
+    ] = True,
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
@@ -108,9 +119,14 @@ def evaluate(
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
-    dtype = DtypeChoice(require_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
-    options = ModelOptions(name, device, dtype, revision, trust_remote_code)
-    evaluate_maps(options.load(), folder)
+    own = DtypeChoice(require_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
+    if same_precision and dtype not in (None, own):
+        raise InputError(
+            f"The maps in {folder / MAPS} were fitted in {own.value}, not in {dtype.value}. Where the same "
+            "weights are meant in another precision, say so with --other-precision."
+        )
+    options = ModelOptions(name, device, dtype or own, revision, trust_remote_code)
+    evaluate_maps(options.load(), folder, same_precision=same_precision)
     print_results(folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from matlens.cli.groups import ModelOptions, ReadOptions, grouped
-from matlens.cli.options import Memory, Out
+from matlens.cli.options import Disk, LinkageChoice, LinkageOption, Memory, Out
 from matlens.cli.printing import print_table
 from matlens.storage.numbers import number_text
 
@@ -25,7 +25,9 @@ def cluster(
         typer.Argument(help="Value vectors, such as L3D12, whose clusters to show.", show_default=False),
     ] = None,
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = 10_000,
+    linkage: LinkageOption = LinkageChoice.average,
     memory: Memory = 4.0,
+    disk: Disk = 0.0,
     limit: Annotated[int, typer.Option(min=1, help="Without names, show so many, the largest.")] = 20,
     out: Out = Path("out"),
 ) -> None:
@@ -42,10 +44,12 @@ def cluster(
     study = Study(load_model=model.load, out=out)
     values = study.values
     asked = [values.resolve(name) for name in names or ()]  # and before the work
-    fitted = study.clusters(clusters, memory=memory)
+    projection = reading.projection(study.model)
+    fitted = study.clusters(clusters, linkage=linkage.value, memory=memory, disk=disk)
     chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
-    table = cluster_table(values, reading.projection(study.model), fitted, chosen, n_tokens=reading.tokens)
-    how = "exactly" if fitted.method == "exact" else "by near neighbours"
+    table = cluster_table(values, projection, fitted, chosen, n_tokens=reading.tokens)
+    exact = fitted.method == "exact"
+    how = f"exactly, by {fitted.linkage} linkage" if exact else "by near neighbours"
     title = f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}"
     cells = table.assign(
         layers=[

@@ -13,7 +13,7 @@ from functools import wraps
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from matlens.arguments import require_number, short
+from matlens.arguments import require_number, require_whole, short
 from matlens.cli import options
 from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice
 from matlens.errors import InputError
@@ -131,6 +131,8 @@ class SampleOptions(Group):
                 known[MAPS]["ridge"] = fit.ridge
         require_output(self.out, known)
         model.check()
+        if fit is not None:
+            fit.check(model)
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
         """The study whose main folder is the output folder; the corpus is read and described."""
@@ -165,6 +167,17 @@ class FitOptions(Group):
     intercept: options.Intercept = False
     ridge: options.Ridge = None
 
+    def check(self, model: ModelOptions) -> None:
+        """Refuse pairs of layers that the model does not have, where that is known before it is loaded."""
+        pairs = _pairs(self.pairs)
+        if pairs in ("all", "last") or model.revision is not None:
+            return
+        from matlens.linear.pairs import resolve_pairs
+        from matlens.models.places import blocks_in_configuration
+
+        if (blocks := blocks_in_configuration(model.model)) is not None:
+            resolve_pairs(pairs, blocks)
+
     def fit_arguments(self) -> dict[str, Any]:
         """Arguments of `fit_maps`."""
         if self.ridge is not None:
@@ -183,8 +196,13 @@ class ReadOptions:
         """How vectors of the model are read."""
         from matlens.ffn.projection import Projection
 
-        plain = self.read == ReadChoice.plain
-        return Projection.from_model(model) if plain else Projection.after_norm(model)
+        require_whole(self.tokens, "--tokens", least=1, most=model.cfg.d_vocab_out)  # before the work
+        make = {
+            ReadChoice.plain: Projection.from_model,
+            ReadChoice.norm: Projection.after_norm,
+            ReadChoice.head: Projection.through_head,
+        }
+        return make[self.read](model)
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:

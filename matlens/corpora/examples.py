@@ -8,7 +8,7 @@ around it, the split, the order and the batches are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,11 @@ class Examples:
         if not len(self.sentences):
             object.__setattr__(self, "sentences", np.arange(len(self.positions)))
         _require_consistent(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], data: Mapping[str, Any] | None) -> Examples:
+        """The examples whose ``arrays`` were stored, and what they said of themselves."""
+        return cls(**arrays, provenance=dict(data or {}))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

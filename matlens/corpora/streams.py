@@ -7,7 +7,6 @@ UTF-8 is called by its name.
 from __future__ import annotations
 
 import lzma
-import os
 import re
 import shlex
 import tarfile
@@ -18,14 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tqdm.auto import tqdm
-
 from matlens.bounds import LINE
 from matlens.corpora.packing import HEAD, PIECE, Reader, packing_of, shown, text_name, texts
 from matlens.errors import InputError, printable
+from matlens.progress import waiting
 from matlens.storage.files import open_regular
 
-_CHECKED = 2**26  # bytes of a packed file that is read to its checksum though only its beginning is asked for
 _OTHER_KINDS = (
     (rb"\x28\xb5\x2f\xfd", "a Zstandard file"), (rb"7z\xbc\xaf", "a 7z archive"), (rb"Rar!", "a RAR archive"),
     (rb"PAR1", "a Parquet file, which is read from a folder of its own"), (rb"%PDF-", "a PDF"),
@@ -54,7 +51,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_to_the_end(path: Path) -> None:
-    """Read a packed file to its checksum, as reading all of its lines does; a very large one is only named.
+    """Read a packed file to its checksum, as reading all of its lines does.
 
     Raises
     ------
@@ -63,15 +60,12 @@ def check_to_the_end(path: Path) -> None:
     """
     with _read_errors(path):
         with open_regular(path) as file:
-            kind, size = packing_of(file.read(HEAD)), os.fstat(file.fileno()).st_size
-        if kind is None:
-            return
-        if size > _CHECKED:
-            tqdm.write(f"Only the beginning of {shown(path)} is read, so its checksum is not checked.")
-            return
-        for text in texts(path):
-            while text.read(PIECE):
-                pass
+            if packing_of(file.read(HEAD)) is None:
+                return
+        with waiting("checking"):
+            for text in texts(path):
+                while text.read(PIECE):
+                    pass
 
 
 def inner_name(path: Path) -> str:

@@ -2,6 +2,7 @@ from .clusters import MEMORY_GIB as MEMORY_GIB
 from .clusters import N_CLUSTERS as N_CLUSTERS
 from .clusters import Clusters as Clusters
 from .clusters import cluster_table as cluster_table
+from .clusters import compare_linkages as compare_linkages
 from .early_exit import EXIT_CLUSTERS as EXIT_CLUSTERS
 from .early_exit import JudgedExits as JudgedExits
 from .early_exit import OverlapRule as OverlapRule
@@ -32,6 +33,7 @@ from .exit_comparison import compare_exits as compare_exits
 from .extremes import ExtremeTables as ExtremeTables
 from .extremes import SubUpdates as SubUpdates
 from .extremes import cluster_activity as cluster_activity
+from .extremes import concentration as concentration
 from .extremes import default_threshold as default_threshold
 from .extremes import draw_sub_updates as draw_sub_updates
 from .extremes import extreme_sub_updates as extreme_sub_updates
@@ -49,5 +51,6 @@ from .trace import Trace as Trace
 from .updates import Updates as Updates
 from .updates import dominance as dominance
 from .updates import dominant_table as dominant_table
+from .updates import removal_table as removal_table
 from .values import ValueVector as ValueVector
 from .values import ValueVectors as ValueVectors

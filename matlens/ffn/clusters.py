@@ -1,8 +1,8 @@
 """Clusters of value vectors that point the same way (section 5.2).
 
-Value vectors are clustered by agglomeration on their cosine distances, at one of two costs in memory.
-``exact`` is average linkage over all pairs, while their distances fit a limit of memory. Past it
-``neighbours`` merges two clusters only where one holds a near neighbour of the other, and of these merges the
+Value vectors are clustered by agglomeration on their cosine distances, in one of two ways. ``exact`` is
+average or complete linkage over all pairs, while their distances have room in memory or on the disk. Past
+that ``neighbours`` merges two clusters only where one holds a near neighbour of the other, and of these the
 one that adds least to the squared distances of the vectors from their cluster's mean (Ward), which of unit
 vectors are cosine distances. Average linkage over the few distances that a graph of neighbours has would
 chain thousands of vectors together.
@@ -10,8 +10,8 @@ chain thousands of vectors together.
 
 from __future__ import annotations
 
+import itertools
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,15 +21,20 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from scipy.cluster.hierarchy import linkage
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
-from sklearn.cluster import AgglomerativeClustering
-from sklearn.neighbors import kneighbors_graph
+from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens.arguments import require_number, short
+from matlens.agglomeration import (
+    EXACT,
+    NEIGHBOURS,
+    Linkage,
+    agglomerate,
+    gib_in_memory,
+    gib_on_disk,
+    method_within,
+)
+from matlens.arguments import require_number, require_whole, short
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
@@ -38,6 +43,7 @@ from matlens.models.sites import require_finite
 from matlens.models.vocabulary import token_texts, visible
 from matlens.progress import waiting
 from matlens.signatures import checked
+from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 CLUSTERS, _LABELS = "clusters", "labels"
@@ -45,11 +51,8 @@ N_CLUSTERS = 10_000
 """How many clusters there are unless another number is given, as in the paper."""
 MEMORY_GIB = 4.0
 """Memory in GiB that exact clusters may take unless another limit is given."""
-EXACT, NEIGHBOURS = "exact", "neighbours"
-NEAR = 10  # neighbours of each vector in the graph
+WARD = "ward"  # what clusters by near neighbours are linked by
 _IN_WORDS = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
-_BLOCK = 256  # rows whose distances are made at once
-_COPIES = 2  # of the distances, in float64: scipy works on one of its own
 
 
 @checked
@@ -61,8 +64,8 @@ class Clusters:
     labels
         ``[n_layers * d_mlp]``, from 0, layer after layer as in `ValueVectors.at`. Clusters are numbered by
         their size, the largest first, and those of one size by their first vector.
-    method
-        ``exact`` or ``neighbours``.
+    method, linkage
+        ``exact`` by ``average`` or ``complete`` linkage, or ``neighbours`` by ``ward``.
     sizes
         ``[n_clusters]``, how many value vectors each cluster has.
     provenance
@@ -71,7 +74,8 @@ class Clusters:
 
     def __init__(self, labels: Int[np.ndarray, " n"], provenance: Provenance) -> None:
         self.labels, self.provenance = labels, provenance
-        self.method, self.sizes = str(provenance.details["method"]), np.bincount(labels)
+        self.method, self.linkage = str(provenance.details["method"]), str(provenance.details["linkage"])
+        self.sizes = np.bincount(labels)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -86,7 +90,9 @@ class Clusters:
         values: ValueVectors,
         n_clusters: int = N_CLUSTERS,
         *,
+        linkage: Linkage = "average",
         memory: float = MEMORY_GIB,
+        disk: float = 0.0,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Clusters:
@@ -100,18 +106,26 @@ class Clusters:
             Value vectors of the model.
         n_clusters
             How many clusters to make; the paper makes 10,000 of the 36,864 vectors of GPT-2.
+        linkage
+            How far apart two clusters are: as their vectors on ``average``, or as the two furthest of them
+            (``complete``), by which the paper's authors cluster. Clusters by near neighbours have none.
         memory
             Most GiB that exact clusters may take for their distances, ``8 n (n - 1)`` bytes. The default is
             enough for 23,000 vectors; those of GPT-2 take 10.1 GiB, those of SmolLM2-135M 15.8.
+        disk
+            Most GiB that the distances may take on the disk, ``4 n n`` bytes, where memory has no room for
+            them: 7.9 for SmolLM2-135M, 36 for gpt2-medium. They are kept beside ``folder`` while the work
+            lasts; without a folder where temporary files are.
         folder
             Where the clusters are kept, and read from if they are there.
         progress
-            Whether to print the line.
+            Whether to print the line, and to show bars.
 
         Raises
         ------
         InputError
-            More clusters than vectors, a vector without a direction, or a folder of another job.
+            More clusters than vectors, a vector without a direction, complete linkage without room for the
+            distances, or a folder of another job.
         """
         n = len(values)
         if not 1 <= n_clusters <= n:
@@ -119,20 +133,28 @@ class Clusters:
                 f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
             )
         require_number(memory, "memory", least=0)
-        method = method_within(n, memory)
-        provenance = Provenance(values.identity, details={"n_clusters": n_clusters, "method": method})
+        require_number(disk, "disk", least=0)
+        method = method_within(n, memory, disk)
+        if (method, linkage) == (NEIGHBOURS, "complete"):
+            raise InputError(
+                f"Complete linkage needs the distances of all pairs of {n:,} vectors: {gib_in_memory(n):.1f} "
+                f"GiB of memory or {gib_on_disk(n):.1f} GiB on the disk. Raise memory ({memory:g}) or disk "
+                f"({disk:g}), or leave the linkage at average, which goes by near neighbours instead."
+            )
+        details = {
+            "n_clusters": n_clusters,
+            "method": method,
+            "linkage": linkage if method == EXACT else WARD,
+        }
+        provenance = Provenance(values.identity, details=details)
+        beside = None if folder is None else Path(folder).absolute().parent
 
         def cluster(_: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
             if progress:
-                relation = "over" if method == NEIGHBOURS else "within"
-                tqdm.write(
-                    f"Clustering {n:,} value vectors, {_IN_WORDS[method]}: the distances of exact clusters "
-                    f"take {distances_gib(n):.1f} GiB, {relation} the limit of {memory:g} GiB.",
-                    file=sys.stderr,
-                )
+                tqdm.write(_reason(n, method, memory, disk), file=sys.stderr)
             with waiting("clustering", progress=progress):
-                labels = torch.from_numpy(agglomerate(_units(values), n_clusters, method))
-            yield np.arange(n), {_LABELS: labels[:, None]}
+                labels = agglomerate(_units(values), n_clusters, method, linkage, memory, beside, progress)
+            yield np.arange(n), {_LABELS: torch.from_numpy(labels)[:, None]}
 
         config, rows = keep_rows(
             CLUSTERS,
@@ -154,7 +176,8 @@ class Clusters:
             The folder holds no clusters, or they are damaged.
         """
         config, _, rows = read_rows(folder, CLUSTERS)
-        return cls._from_rows(config, rows)
+        with reading_record(folder):
+            return cls._from_rows(config, rows)
 
     @classmethod
     def _from_rows(cls, config: dict[str, Any], rows: Mapping[str, Tensor]) -> Clusters:
@@ -293,6 +316,18 @@ def cluster_table(
     return pd.DataFrame(rows, columns=columns)
 
 
+def _reason(n: int, method: str, memory: float, disk: float) -> str:
+    """By which method vectors are clustered, and why."""
+    needed, relation = gib_in_memory(n), "within" if gib_in_memory(n) <= memory else "over"
+    text = (
+        f"Clustering {n:,} value vectors, {_IN_WORDS[method]}: the distances of exact clusters take "
+        f"{needed:.1f} GiB, {relation} the limit of {memory:g} GiB"
+    )
+    if method == EXACT and needed > memory:
+        text += f", but {gib_on_disk(n):.1f} GiB on the disk, within the limit of {disk:g} GiB there"
+    return f"{text}."
+
+
 def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
     vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
@@ -306,69 +341,56 @@ def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
     return vectors.div_(lengths).numpy()
 
 
-def distances_gib(n: int) -> float:
-    """GiB that the distances of ``n`` vectors take while they are clustered exactly."""
-    return _COPIES * 8 * (n * (n - 1) // 2) / 2**30
+@checked
+def compare_linkages(
+    values: ValueVectors, n_clusters: int = N_CLUSTERS, *, n_vectors: int = 12_000, seed: int = 0
+) -> pd.DataFrame:
+    """How far clusters hang on how they are made: each way against each other, on some of the value vectors.
 
-
-def method_within(n: int, memory: float) -> str:
-    """``exact`` if the distances of ``n`` vectors take no more than ``memory`` GiB, else ``neighbours``."""
-    return EXACT if distances_gib(n) <= memory else NEIGHBOURS
-
-
-def agglomerate(unit: Float[np.ndarray, "n d"], n_clusters: int, method: str) -> Int[np.ndarray, " n"]:
-    """Cluster vectors: which cluster each is in, numbered by size, then by their first vector.
+    The vectors are drawn at random, and made into as many clusters in proportion. One row for each two of the
+    ways ``average``, ``complete`` and ``neighbours``; columns are ``method, other, rand``, the adjusted Rand
+    index of their clusters; ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its
+    cluster; ``vectors`` and ``clusters``, how many there are.
 
     Parameters
     ----------
-    unit
-        Vectors of length 1, in float64.
+    values
+        Value vectors of the model.
     n_clusters
-        How many clusters to make, from 1 to as many as there are vectors.
-    method
-        ``exact`` or ``neighbours``.
+        How many clusters all value vectors would make.
+    n_vectors
+        How many vectors are drawn; all where there are fewer. Their distances take ``8 n (n - 1)`` bytes.
+    seed
+        Seed of the draw.
+
+    Raises
+    ------
+    InputError
+        There are fewer than two vectors, or one without a direction.
     """
-    if n_clusters == len(unit):
-        return np.arange(len(unit))
-    if method == EXACT:
-        return _by_size(_cut(linkage(_distances(unit), "average"), n_clusters))
-    return _by_size(_of_neighbours(unit.astype(np.float32), n_clusters))
+    require_whole(n_vectors, "n_vectors", least=2)
+    unit = _units(values)
+    drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
+    unit = unit[np.sort(drawn)]
+    n = min(len(unit), max(1, round(n_clusters * len(unit) / len(values))))
+    ways: tuple[tuple[str, str, Linkage], ...] = (
+        ("average", EXACT, "average"), ("complete", EXACT, "complete"), (NEIGHBOURS, NEIGHBOURS, "average"),
+    )  # fmt: skip
+    labels = {
+        name: agglomerate(unit, n, method, linkage, gib_in_memory(len(unit)))
+        for name, method, linkage in ways
+    }
+    tight = {name: _tightness(unit, each) for name, each in labels.items()}
+    rows = [
+        (name, other, adjusted_rand_score(labels[name], labels[other]), tight[name], tight[other])
+        for name, other in itertools.combinations(labels, 2)
+    ]
+    table = pd.DataFrame(rows, columns=["method", "other", "rand", "cosine", "other_cosine"])
+    return table.assign(vectors=len(unit), clusters=n)
 
 
-def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
-    graph = kneighbors_graph(unit, min(NEAR, len(unit) - 1), mode="connectivity", include_self=False)
-    ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)
-    with warnings.catch_warnings():
-        # Where the graph falls into parts, scikit-learn joins them at their nearest vectors, which is right
-        # for bundles without neighbours outside; its warning would tell users nothing that they can act on.
-        warnings.filterwarnings("ignore", "the number of connected components", UserWarning)
-        return ward.fit_predict(unit)
-
-
-def _distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " pairs"]:
-    """Cosine distances of all pairs, as scipy wants them: row by row above the diagonal."""
-    n = len(unit)
-    distances, start = np.empty(n * (n - 1) // 2), 0
-    for first in range(0, n, _BLOCK):
-        block = 1 - unit[first : first + _BLOCK] @ unit.T
-        for row, to_all in enumerate(block, start=first):
-            distances[start : start + n - 1 - row] = to_all[row + 1 :]
-            start += n - 1 - row
-    return distances
-
-
-def _cut(merges: Float[np.ndarray, "n_minus_1 4"], n_clusters: int) -> Int[np.ndarray, " n"]:
-    """Labels after as many merges as leave exactly so many clusters."""
-    n = len(merges) + 1
-    children = merges[: n - n_clusters, :2].astype(int)
-    parents = np.repeat(np.arange(n, n + len(children)), 2)
-    edges = coo_array((np.ones(children.size), (children.ravel(), parents)), shape=(2 * n, 2 * n))
-    return connected_components(edges, directed=False)[1][:n]
-
-
-def _by_size(labels: np.ndarray) -> Int[np.ndarray, " n"]:
-    """The same clusters numbered by size, the largest first, and those of one size by their first vector."""
-    _, first, label, size = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
-    number = np.empty_like(first)
-    number[np.lexsort((first, -size))] = np.arange(len(first))
-    return number[label]
+def _tightness(unit: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]) -> float:
+    """The mean cosine of a vector with the mean of its cluster."""
+    sums = np.zeros((labels.max() + 1, unit.shape[1]))
+    np.add.at(sums, labels, unit)
+    return float(np.linalg.norm(sums, axis=1).sum() / len(unit))

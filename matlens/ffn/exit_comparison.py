@@ -42,7 +42,7 @@ from matlens.ffn.exit_classifiers import (
     ExitClassifiers,
 )
 from matlens.ffn.trace import Trace, sites_before_ffn
-from matlens.ffn.updates import FFN_OUT
+from matlens.ffn.values import output_kind
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.quality import as_substitute
 from matlens.linear.fitting import fit_samples
@@ -72,7 +72,8 @@ def classifier_sites(model: TransformerBridge) -> list[str]:
     """
     anatomy = Anatomy.from_model(model)
     inside = [
-        [*sites_before_ffn(model, layer), str(Site(FFN_OUT, layer))] for layer in range(anatomy.n_layers)
+        [*sites_before_ffn(model, layer), str(Site(output_kind(anatomy), layer))]
+        for layer in range(anatomy.n_layers)
     ]
     return list(dict.fromkeys([*map(str, anatomy.stream), *(site for sites in inside for site in sites)]))
 
@@ -181,12 +182,13 @@ def classifier_features(
     model: TransformerBridge, activations: Activations
 ) -> dict[str, list[Float[np.ndarray, "n d"]]]:
     """Features of classifiers: the stream before each FFN, what the FFN writes, and the sum of the two."""
-    layers = range(Anatomy.from_model(model).n_layers)
+    anatomy = Anatomy.from_model(model)
+    layers = range(anatomy.n_layers)
     x = [
         torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
         for layer in layers
     ]
-    o = [activations[Site(FFN_OUT, layer)].numpy() for layer in layers]
+    o = [activations[Site(output_kind(anatomy), layer)].numpy() for layer in layers]
     total = [before + written for before, written in zip(x, o, strict=True)]
     return dict(zip(CLASSIFIERS, (x, o, total), strict=True))
 

@@ -228,6 +228,31 @@ def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str
     return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())
 
 
+def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
+    """How few clusters account for the extreme sub-updates (section 5.2).
+
+    One row for each reading and each ``of``, a half, four in five and all of the extreme sub-updates: how
+    many ``clusters``, the largest first, it takes for them, and what share of the value ``vectors`` these
+    hold.
+
+    Parameters
+    ----------
+    activity
+        The table of that name of `extreme_tables`.
+    clusters
+        The clusters that it was made with.
+    """
+    rows = []
+    for read, table in activity[activity["sub_updates"] == "extreme"].groupby("read", sort=False):
+        by_cluster = table.groupby("cluster")["extremes"].sum().sort_values(ascending=False, kind="stable")
+        reached = by_cluster.cumsum().to_numpy()
+        for part in (0.5, 0.8, 1.0):
+            n = int((reached < part * reached[-1]).sum()) + 1
+            vectors = clusters.sizes[by_cluster.index[:n]].sum() / len(clusters.labels)
+            rows.append((read, part, n, vectors))
+    return pd.DataFrame(rows, columns=["read", "of", "clusters", "vectors"])
+
+
 class ExtremeTables(NamedTuple):
     """Tables of `extreme_tables`, and the ``thresholds`` that they were made with, by reading."""
 

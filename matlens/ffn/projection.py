@@ -9,6 +9,7 @@ these tokens is measured by the overlap of the two lists (appendix A.1).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
+from scipy import stats
 from torch import Tensor, nn
 
 from matlens import metrics
 from matlens.arguments import require_whole
 from matlens.errors import InputError
-from matlens.ffn.values import ValueName, ValueVectors, unembedding
+from matlens.ffn.values import NormGain, ValueName, ValueVectors, unembedding
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
@@ -46,6 +48,17 @@ class TopTokens(NamedTuple):
     scores: Float[Tensor, "n k"]
 
 
+class _LinearHead(nn.Module):
+    """What vectors go through before the unembedding, its linear parts alone."""
+
+    def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
+        super().__init__()
+        self.dense, self.gain = None if dense is None else dense.detach().float(), gain
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
+
+
 @checked
 @dataclass(frozen=True, eq=False)
 class Projection:
@@ -58,7 +71,7 @@ class Projection:
     tokenizer
         The tokenizer of the model.
     norm
-        What vectors go through first: nothing, or the model's final norm.
+        What vectors go through first: nothing, the model's final norm, or the linear parts of its head.
     identity
         The model whose vocabulary it is; ``None`` where that is not known.
     """
@@ -93,6 +106,24 @@ class Projection:
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
         norm = copy.deepcopy(model.ln_final.original_component).float()
         return cls(plain, model.tokenizer, norm, _identity(model))
+
+    @classmethod
+    def through_head(cls, model: TransformerBridge) -> Projection:
+        """``E (f * v)``, with the gain ``f`` of the final norm; in a masked-LM head ``E (f * W v)``.
+
+        These are the linear parts of what the model does behind its last block (``W`` is the head's dense
+        layer), without biases and scale. In a masked-LM model ``E v`` alone says nothing of what ``v``
+        promotes: the head turns the stream before the unembedding reads it.
+
+        Raises
+        ------
+        InputError
+            The model has no unembedding or no final norm, or one that is not known.
+        """
+        normed = cls.after_norm(model)
+        dense = model.mlm_head.original_component.weight if hasattr(model, "mlm_head") else None
+        head = _LinearHead(dense, NormGain.from_module(model.ln_final.original_component, model.cfg.d_model))
+        return cls(normed.unembedding, normed.tokenizer, head, normed.identity)
 
     def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
         """Refuse vectors of another model; where one of the models is not known they are taken.
@@ -338,8 +369,13 @@ def norm_overlap(
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
 
     One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
-    with their mean and standard deviation. The columns are those of all tables; ``k`` is the length of the
-    lists, ``target`` the layer itself, and the corpus is ``none``.
+    with their mean and standard deviation, and the metric is ``iou``. ``difference`` is how far the value
+    vectors lie above the random ones: its metrics are ``iou`` with its interval by Welch, ``above``, the
+    probability that the lists of a value vector overlap more than those of a random one (equal ones count a
+    half), and ``p``, by the Mann-Whitney test of whether that is one half. Rows without a layer are over all
+    layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon test
+    of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
+    ``target`` the layer itself, and the corpus is ``none``.
 
     Parameters
     ----------
@@ -357,21 +393,52 @@ def norm_overlap(
     Raises
     ------
     InputError
-        The model has no value vectors, no unembedding or no final norm, or ``n_random`` or ``k`` is less
-        than 1.
+        The model has no value vectors, no unembedding or no final norm, ``n_random`` is less than 2, or ``k``
+        less than 1.
     """
-    n_random = require_whole(n_random, "The number of random vectors", least=1)
+    n_random = require_whole(n_random, "The number of random vectors", least=2)
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
-    rows = []
+    overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
     layers = range(values.n_layers)
     for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
-            overlap = metrics.mean(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
-            rows.append(
-                result_row(
-                    OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer,
-                    target=layer, metric="iou", k=k, estimate=overlap,
-                )
-            )  # fmt: skip
-    return result_table(rows)
+            overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
+    pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
+    means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
+    rows = []
+    for layer, (real, drawn) in enumerate(pairs):
+        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
+        rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
+    rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
+    above = means["values"] - means["random"]
+    rows.append(("difference", "iou", None, metrics.mean(above)))
+    p = stats.wilcoxon(above.double().cpu().numpy()).pvalue if above.any() else 1.0
+    rows.append(("difference", "p", None, _exactly(p, len(above))))
+    return result_table(
+        result_row(
+            OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer, target=layer,
+            metric=metric, k=k, estimate=estimate,
+        )
+        for method, metric, layer, estimate in rows
+    )  # fmt: skip
+
+
+def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
+    """How far overlaps of value vectors lie above those of random vectors."""
+    first, second = real.double().cpu().numpy(), drawn.double().cpu().numpy()
+    parts = [sample.var(ddof=1) / len(sample) for sample in (first, second)]
+    difference, n, half = float(first.mean() - second.mean()), len(first) + len(second), 0.0
+    if sum(parts) > 0:
+        weights = [part**2 / (len(sample) - 1) for part, sample in zip(parts, (first, second), strict=True)]
+        half = float(stats.t.ppf(0.975, sum(parts) ** 2 / sum(weights)) * math.sqrt(sum(parts)))
+    test = stats.mannwhitneyu(first, second)
+    return {
+        "iou": metrics.Estimate(difference, difference - half, difference + half, n),
+        "above": _exactly(test.statistic / (len(first) * len(second)), n),
+        "p": _exactly(test.pvalue, n),
+    }
+
+
+def _exactly(value: float, n: int) -> metrics.Estimate:
+    return metrics.Estimate(float(value), math.nan, math.nan, n)

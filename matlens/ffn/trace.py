@@ -21,13 +21,14 @@ from matlens.activations.collecting import Rows, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
 from matlens.corpora.examples import ARRAYS, Examples
 from matlens.errors import InputError
-from matlens.ffn.updates import DOMINANT, FFN_OUT, random_sub_updates, require_count
-from matlens.ffn.values import ValueVectors, unembedding
+from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
+from matlens.ffn.values import FFN_OUT, ValueVectors, unembedding
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.signatures import checked
+from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
 
 if TYPE_CHECKING:
@@ -169,8 +170,9 @@ class Trace:
             The folder holds no finished trace.
         """
         config, arrays, rows = read_rows(folder, TRACE, ARRAYS)
-        provenance = Provenance.from_config(config)
-        return cls(rows, Examples(**arrays, provenance=dict(provenance.data or {})), provenance)
+        with reading_record(folder):
+            provenance = Provenance.from_config(config)
+            return cls(rows, Examples.from_arrays(arrays, provenance.data), provenance)
 
 
 def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
 _MOST_RANDOM = 10**5  # vectors that are drawn at once
 _PROBES = 5  # value vectors of each layer that the layer itself is asked for
-_FFN_OUT, _NORMED_OUT = "ffn_out", "ln2_post_out"  # what joins the stream; the second where a norm follows
+FFN_OUT, _NORMED_OUT = "ffn_out", "ln2_post_out"  # what joins the stream; the second where a norm follows
 
 
 @checked
@@ -162,7 +162,7 @@ class ValueVectors:
         shape = (self.d_mlp, self.d_model)
         self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
         self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
-        self.output_kind = _NORMED_OUT if _NORMED_OUT in anatomy.kinds else _FFN_OUT
+        self.output_kind = output_kind(anatomy)
         self._norms: list[nn.Module] = []
         self._gains: list[NormGain] = []
         if self.output_kind == _NORMED_OUT:
@@ -296,6 +296,11 @@ def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:
     if isinstance(names, str | ValueVector):
         raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
     return names
+
+
+def output_kind(anatomy: Anatomy) -> str:
+    """Kind of the site at which what an FFN writes joins the stream: behind its own norm, if it has one."""
+    return _NORMED_OUT if _NORMED_OUT in anatomy.kinds else FFN_OUT
 
 
 def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:

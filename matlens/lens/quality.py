@@ -43,6 +43,9 @@ def fit_quality(
 ) -> pd.DataFrame:
     """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
 
+    Of maps between other sites, where both were collected, there is r2 of the map alone; the method's name
+    then says which sites, such as ``mat attn_in.3 -> attn_out.3``.
+
     Parameters
     ----------
     maps
@@ -67,10 +70,13 @@ def fit_quality(
         )
     counted = slice(None) if rows is None else rows
     table = []
-    pairs = [(source, target) for source, target in maps if _is_stream(source) and _is_stream(target)]
+    pairs = [pair for pair in maps if all(_is_stream(site) or site in validation for site in pair)]
     for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
         h, truth = validation[source][counted], validation[target][counted]
-        for method, prediction in (("mat", maps[source, target](h)), ("id", h)):
+        substitutes = {"mat": maps[source, target](h), "id": h}
+        if not (_is_stream(source) and _is_stream(target)):
+            substitutes = {f"mat {source} -> {target}": substitutes["mat"]}
+        for method, prediction in substitutes.items():
             score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
             table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))

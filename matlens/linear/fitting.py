@@ -25,10 +25,16 @@ from matlens.linear.samples import (
 )
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.progress import Bar
 from matlens.signatures import checked
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 _KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
+
+
+def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
+    """Maps as they are fitted, with a bar over all of them."""
+    return Bar(maps, total=n, desc="fitting", unit="map", disable=not progress)
 
 
 @checked

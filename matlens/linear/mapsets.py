@@ -18,7 +18,7 @@ from torch import Tensor
 
 from matlens.arguments import short
 from matlens.errors import InputError
-from matlens.linear.fitting import fit_rows
+from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
 from matlens.linear.moments import require_ridge
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -26,7 +26,6 @@ from matlens.linear.samples import Samples, require_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
@@ -37,7 +36,7 @@ from matlens.storage.arrays import (
     require_tensor,
 )
 from matlens.storage.files import damaged, write_bytes
-from matlens.storage.folders import Workplace, read_config
+from matlens.storage.folders import Workplace, read_config, reading_record
 from matlens.storage.notes import Notes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
@@ -175,8 +174,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         maps = fit_rows(
             activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=require_ridge(ridge)
         )
-        total = len(dict.fromkeys(wanted))
-        return cls(Bar(maps, total=total, desc="fitting", unit="map", disable=not progress))
+        return cls(fitting_bar(maps, len(dict.fromkeys(wanted)), progress=progress))
 
     @property
     def n_samples(self) -> int | None:
@@ -244,12 +242,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         folder = Path(folder)
         config = read_config(folder, _HOLDS)
         request = config["request"]
-        try:
-            pairs, provenance = list(request["pairs"]), Provenance.from_json(request["provenance"])
-        except (KeyError, TypeError) as error:
-            raise damaged(folder / "config.json", f"lacks {error}") from error
-        if not isinstance(request["provenance"], Mapping):
-            raise damaged(folder / "config.json", "says in another way what the maps come from")
+        with reading_record(folder):
+            pairs, said = list(request["pairs"]), request["provenance"]
+            provenance = Provenance.from_json({**said})
         maps, files = cls(provenance=provenance, same_precision=same_precision), {}
         for pair in pairs:
             match pair:

@@ -6,7 +6,6 @@ from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import require_raw as require_raw
 from .loading import load as load
-from .loading import require_known as require_known
 from .loading import wrap as wrap
 from .places import SMOLLM2 as SMOLLM2
 from .places import locate as locate

@@ -197,32 +197,6 @@ def _follow_tokenizer(model: TransformerBridge, tokenizer: Any) -> None:
     model.cfg.tokenizer_appends_eos = False  # an end of text that the tokenizer appends is not taken away
 
 
-@checked
-def require_known(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Refuse a name that no model can be loaded by, without loading anything.
-
-    A path is looked at and a hub is asked once, which takes seconds at most: check it before any long work.
-
-    Raises
-    ------
-    InputError
-        There is no such file, folder or model, or its configuration is of a kind that cannot be read.
-    """
-    folder, gguf, commit = locate(name, revision)
-    if gguf or commit:
-        return
-    try:
-        config = _configuration(folder)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            return
-        raise InputError(
-            f"The model {called(os.fspath(name))} cannot be loaded: its config.json is not usable: "
-            f"{cause(error)} Expected a Hugging Face model folder, as save_pretrained writes it."
-        ) from error
-    _require_readable(os.fspath(name), config)
-
-
 def _configuration(folder: str, **options: Any) -> Any:
     from transformer_lens.utilities.hf_utils import autoconfig_with_remote_post_init_compat
     from transformers import AutoConfig

@@ -79,7 +79,7 @@ def patched(
 def _patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
 ) -> Iterator[TransformerBridge]:
-    if not isinstance(replacements, Iterable):
+    if not isinstance(replacements, Iterable) or (isinstance(replacements, Mapping) and not replacements):
         raise InputError(f"Expected a list of maps or replacements, not {type(replacements).__name__}.")
     wanted = [_as_replacement(item) for item in replacements]
     with apply_replacements(model, resolve_replacements(model, wanted, _ACTIVE.get(model, []))):

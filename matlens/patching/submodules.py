@@ -7,6 +7,7 @@ reads and where its output goes follows from how the block is wired.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,13 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.arguments import short
 from matlens.errors import InputError
-from matlens.linear.fitting import fit_rows
+from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn, resolve_replacements
-from matlens.progress import Bar
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -99,9 +99,12 @@ def fit_submodules(
     """
     pairs = resolve_pairs(pairs, samples.provenance)
     require_collected(pairs, samples)
-    for pair in Bar(pairs, desc="fitting", unit="map", disable=not progress):
-        # One by one: only the two sites of a pair are held in float64.
-        yield from fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge)
+    # One by one: only the two sites of a pair are held in float64.
+    one_by_one = (
+        fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge)
+        for pair in pairs
+    )
+    yield from fitting_bar(itertools.chain.from_iterable(one_by_one), len(pairs), progress=progress)
 
 
 @checked

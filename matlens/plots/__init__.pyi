@@ -18,6 +18,7 @@ from .style import model_title as model_title
 from .style import save as save
 from .updates import events_figure as events_figure
 from .updates import layers_figure as layers_figure
+from .updates import removal_figure as removal_figure
 from .updates import saturation_figure as saturation_figure
 from .values import concept_shares as concept_shares
 from .values import pattern_sizes as pattern_sizes

@@ -163,3 +163,40 @@ def _curve(results: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
 def _title(results: pd.DataFrame) -> str:
     first = results.iloc[0]
     return model_title(first["model"], first["corpus"])
+
+
+@checked
+@styled
+def removal_figure(results: pd.DataFrame) -> Figure:
+    """How far readings of value vectors agree with what their removal does, layer by layer.
+
+    Correlations above, shares of common top tokens below; the stream of the layer on the left, the model's
+    own logits on the right.
+
+    Parameters
+    ----------
+    results
+        What `removal_table` gives.
+    """
+    by_layer = results.dropna(subset="layer").astype({"layer": int})
+    effects, metrics = list(by_layer["effect"].unique()), ["correlation", "common"]
+    figure = Figure(figsize=(4.1 * len(effects) + 0.4, 6))
+    panels = figure.subplots(len(metrics), len(effects), squeeze=False, sharey="row", sharex=True)
+    looks = method_looks(by_layer["method"])
+    for i, metric in enumerate(metrics):
+        for j, effect in enumerate(effects):
+            chosen = by_layer[(by_layer["metric"] == metric) & (by_layer["effect"] == effect)]
+            for method, part in chosen.groupby("method", sort=False):
+                draw_line(panels[i, j], part, looks[str(method)], literal(str(method)))
+            panels[i, j].axhline(0, color=GREY, lw=0.8)
+            if i == 0:
+                panels[i, j].set_title(literal(f"logits {effect}"))
+    for j in range(len(effects)):
+        panels[-1, j].set_xlabel("layer")
+        panels[-1, j].set_xticks(layer_ticks(int(by_layer["layer"].max())))
+    panels[0, 0].set_ylabel("correlation over the vocabulary")
+    panels[1, 0].set_ylabel("share of top tokens in common")
+    percent_ticks(panels[1, 0].yaxis)
+    add_legend(figure, panels[0, 0].get_legend_handles_labels()[0])
+    figure.suptitle(_title(results))
+    return figure

@@ -103,11 +103,15 @@ def require_writable(folder: Path) -> None:
     InputError
         The system refuses a file there, or where the folder would be made.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     with system_errors(folder):
-        trial = there / f".trial.{secrets.token_hex(8)}.partial"
+        trial = nearest_existing(folder) / f".trial.{secrets.token_hex(8)}.partial"
         os.close(create(trial))
         trial.unlink(missing_ok=True)  # who locks the folder removes such files too
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself or, where it is not there yet, the nearest one above it that is."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
 def create(path: Path) -> int:

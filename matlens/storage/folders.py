@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
@@ -23,6 +23,7 @@ from matlens.storage.notes import NOTES
 
 LAYOUT = 3  # of config.json and what lies beside it; a folder of another is refused
 CONFIG, UNFINISHED = "config.json", "unfinished.json"
+_NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 
 
@@ -180,7 +181,11 @@ class Workplace:
         )
         ignored = self._only_unfinished if self.finished else ()
         compared = now if partly else {**now, **there}
-        differing = [key for key in compared if now.get(key) != there.get(key) and key not in ignored]
+        differing = [
+            key
+            for key in compared
+            if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
+        ]
         if differing:
             names = {key: key.removeprefix("provenance.") for key in differing[:4]}
             differences = "; ".join(
@@ -192,6 +197,13 @@ class Workplace:
                 f"The folder {self.folder} belongs to another job ({differences}{more}). Choose another "
                 "folder, or remove this one."
             )
+
+
+def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """Whether something says how a model is called, of which a fingerprint says that it is the same."""
+    of, _, name = key.rpartition(".")
+    fingerprint = f"{of}.fingerprint"
+    return name in _NAMES and fingerprint in now and now[fingerprint] == there.get(fingerprint)
 
 
 def _is_marker(name: str) -> bool:
@@ -245,6 +257,26 @@ def read_config(folder: str | Path, expected: str) -> dict[str, Any]:
     if not isinstance(config.get("files"), dict):
         raise damaged(folder / CONFIG, "has no record of its files")
     return config
+
+
+@contextmanager
+def reading_record(folder: str | Path) -> Iterator[None]:
+    """Refuse a folder whose ``config.json`` does not say what its files need to be read.
+
+    Somebody has written it anew, with a digest that fits.
+
+    Raises
+    ------
+    InputError
+        What is done in the context fails, as it does where something is missing or of another kind.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
+        cause = printable(f"{type(error).__name__}: {error}", most=200)
+        raise damaged(Path(folder) / CONFIG, f"does not say what belongs to its files ({cause})") from error
 
 
 def is_record(record: Any) -> bool:

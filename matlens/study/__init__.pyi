@@ -8,5 +8,4 @@ from .steps import plot_results as plot_results
 from .steps import read_results as read_results
 from .study import Fitted as Fitted
 from .study import Study as Study
-from .study import in_proportion as in_proportion
 from .study import slug as slug

@@ -7,10 +7,10 @@ not done twice, and what was broken off goes on. The folder holds ``train/`` and
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,7 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, is_masked, make_examples
 from matlens.errors import InputError, printable
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
-from matlens.linear.fitting import fit_samples
+from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
@@ -34,8 +34,8 @@ from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.progress import Bar
 from matlens.signatures import checked
+from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.output import MAPS, RESULTS, TRAIN, VALIDATION
 from matlens.study.sizes import note_on_samples
@@ -115,8 +115,9 @@ def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) 
     if is_masked(model) or not are_few(len(examples), d_model):
         return False
     n_bytes = len(examples.tokens) * (n_layers + 1) * d_model * 4
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    if n_bytes > shutil.disk_usage(there).free / 2 and not (folder / TRAIN).exists():
+    with system_errors(folder):
+        free = shutil.disk_usage(nearest_existing(folder)).free
+    if n_bytes > free / 2 and not (folder / TRAIN).exists():
         return False
     tqdm.write(
         f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "
@@ -159,7 +160,7 @@ def fit_maps(
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
-        return Bar(maps, total=len(missing), desc="fitting", unit="map", disable=not progress)
+        return fitting_bar(maps, len(missing), progress=progress)
 
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 
@@ -176,7 +177,12 @@ def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
 
 @checked
 def evaluate_maps(
-    model: TransformerBridge, folder: str | Path, *, readout: Readout | None = None, progress: bool = True
+    model: TransformerBridge,
+    folder: str | Path,
+    *,
+    readout: Readout | None = None,
+    same_precision: bool = True,
+    progress: bool = True,
 ) -> pd.DataFrame:
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
@@ -188,11 +194,16 @@ def evaluate_maps(
         The model, and the folder of the maps.
     readout
         The model's read-out, where it has been made already.
+    same_precision
+        Whether the model must run in the precision that the maps were fitted in. With ``False`` the same
+        weights may predict in another one.
     progress
         Whether to show bars.
     """
     folder = Path(folder)
-    maps, validation = MapSet.load(folder / MAPS), Activations.load(folder / VALIDATION)
+    maps = MapSet.load(folder / MAPS, same_precision=same_precision)
+    validation = Activations.load(folder / VALIDATION)
+    validation.provenance = replace(validation.provenance, same_precision=same_precision)
     maps.provenance.require_same(ModelIdentity.from_model(model), ours="the maps")
     if (folder / TRAIN / "config.json").is_file():
         train = Activations.load(folder / TRAIN)
@@ -260,7 +271,9 @@ def read_results(folder: str | Path) -> pd.DataFrame:
         path, dict.fromkeys(COLUMNS, "str") | numbers | {"k": "Int64"}, what="a table of results",
         made_by="'matlens evaluate' writes it.", keep_default_na=True,
     )  # fmt: skip
-    if FIT not in set(results["experiment"]) or not set(results["method"]) <= {"mat", "id"}:
+    # Maps between other sites than the stream's have their sites in the name.
+    methods = {method for method in results["method"] if not method.startswith("mat ")}
+    if FIT not in set(results["experiment"]) or not methods <= {"mat", "id"}:
         raise InputError(
             f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "
             "mat and id. 'matlens evaluate' writes it."

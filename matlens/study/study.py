@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
+from matlens.agglomeration import Linkage, method_within
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
 from matlens.errors import InputError, printable
-from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, method_within
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
@@ -210,6 +211,7 @@ class Study:
     @cached_property
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
+        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         _ = self.stream
         return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
@@ -228,7 +230,7 @@ class Study:
 
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
-        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        resolve_pairs(self.pairs, self.n_layers)  # before the read-out, too
         readout, _ = self.readout, self.maps
         return steps.evaluate_maps(self.model, self.folder, readout=readout)
 
@@ -314,16 +316,27 @@ class Study:
         """Vectors of sites at the drawn positions of the validation sentences, kept beside the traces."""
         return collect(self.model, self.validation_examples, sites, folder=self._traces("stream"))
 
-    def clusters(self, n_clusters: int = N_CLUSTERS, *, memory: float = MEMORY_GIB) -> Clusters:
+    def clusters(
+        self,
+        n_clusters: int = N_CLUSTERS,
+        *,
+        linkage: Linkage = "average",
+        memory: float = MEMORY_GIB,
+        disk: float = 0.0,
+    ) -> Clusters:
         """Clusters of the model's value vectors, in ``clusters/`` of the output folder; see `Clusters.fit`.
 
         Raises
         ------
         InputError
-            More clusters than vectors, or a vector without a direction.
+            More clusters than vectors, a vector without a direction, or complete linkage without room.
         """
-        name = f"{self._model_name}--{n_clusters}-{method_within(len(self.values), memory)}"
-        return Clusters.fit(self.values, n_clusters, memory=memory, folder=self.out / "clusters" / name)
+        method = method_within(len(self.values), memory, disk)
+        kind = f"{linkage}-{method}" if linkage == "complete" else method
+        return Clusters.fit(
+            self.values, n_clusters, linkage=linkage, memory=memory, disk=disk,
+            folder=self.out / "clusters" / f"{self._model_name}--{n_clusters}-{kind}",
+        )  # fmt: skip
 
     @property
     def _model_name(self) -> str:
@@ -337,15 +350,6 @@ class Study:
         n_train, n_validation = self.sizes
         sizes = f"{n_validation}" if n_train == 1 else f"{n_train}+{n_validation}"
         return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
-
-
-@checked
-def in_proportion(study: Study) -> Study:
-    """The study itself, or one that splits a corpus which is too small in the same proportion."""
-    if study.n_validation is None:  # whatever is left is for validation
-        return study
-    n_train, n_validation = fitting_sizes(len(study.corpus), study.n_train, study.n_validation)
-    return replace(study, n_train=n_train, n_validation=n_validation)
 
 
 @checked

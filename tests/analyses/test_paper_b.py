@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import CONTROL, EXITS, OF_FFNS, SENTENCES, SHEETS, TRACED, Workbench, refused, run
+from analysing import CONTROL, EXITS, OF_FFNS, OWN_TABLES, SEARCH, SENTENCES, SHEETS, Workbench, refused, run
 from conftest import N_LAYERS, SINK_TOKENS
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
@@ -31,7 +31,7 @@ def workbench(
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, *TRACED)])
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in OWN_TABLES])
 def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: Workbench) -> None:
     options = {
         "paper_b_fig4_overlap": ["--random", 9, "--top", 5], **SENTENCES,
@@ -40,11 +40,23 @@ def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: 
     workbench.run(name, model, *options[name])
     table, origin = workbench.table(name), workbench.origin(name)
     assert set(table["layer"].dropna()) == set(range(N_LAYERS))
-    assert table["value"].between(0, 1).all()
+    assert table[table["method"] != "difference"]["value"].between(0, 1).all()
     assert origin["seed"] == 0
     assert origin["model"]["base_model_name_or_path"].endswith(model)
     assert origin["command"].startswith(f"{name}.py --model")
     workbench.assert_figure(name)
+
+
+def test_removal_is_compared_with_every_reading_at_the_layers_that_are_asked_for(
+    workbench: Workbench,
+) -> None:
+    workbench.run("paper_b_removal", "gemma3", "--sentences", 3, "--dominant", 2, "--every", 2, "--top", 5)
+    table, origin = workbench.table("paper_b_removal"), workbench.origin("paper_b_removal")
+    assert set(table["layer"].dropna()) == {0, 2}
+    assert set(table["method"]) == {"v", "g v", "f v", "f g v", "another v"}
+    assert set(table["n"]) == {3}
+    assert (origin["dominant"], origin["data"]["n"]) == (2, 3)
+    workbench.assert_figure("paper_b_removal")
 
 
 EVENT_TABLES = ("paper_b_table4_events", "paper_b_fig3_scores", "paper_b_table9_saturation")
@@ -65,6 +77,11 @@ def test_events_are_counted_alike_in_all_tables_of_one_trace(
             alike = alike[alike[column] == getattr(row, column)]
         assert alike["n"].sum() == row.n
         assert (alike["value"] * alike["n"]).sum() / row.n == pytest.approx(row.value, rel=1e-4, abs=1e-7)
+    by_effect = workbench.table("paper_b_fig3_by_effect")
+    cells = ["event", "examples", "metric", "layer", "value", "n"]
+    kept = layers[(layers["read"] == "score") & (layers["method"] == "dominant")][cells]
+    kept = kept[kept["metric"].isin(("max", "mean", "min"))].reset_index(drop=True)
+    pd.testing.assert_frame_equal(by_effect[cells], kept)
     by_ffn = frequency[frequency["method"] == "ffn"]["value"].sum()
     whole = events[(events["event"] == "saturation") & (events["examples"] == "all examples")]
     assert set(whole["n"]) == {round(40 * by_ffn)}
@@ -109,15 +126,32 @@ def test_extreme_sub_updates_are_counted_alike_by_cluster_and_by_group(
             assert values["raised"] == pytest.approx(
                 (part["raised"] * part["share"]).sum() / part["share"].sum()
             )
+    few, largest, alone, ways = (
+        workbench.table(f"paper_b_sec5_{name}") for name in ("few", "largest", "alone", "ways")
+    )
+    for row in few.to_dict("records"):
+        activity = clusters[(clusters["read"] == row["read"]) & (clusters["sub_updates"] == "extreme")]
+        counts = activity.groupby("cluster")["extremes"].sum().sort_values(ascending=False)
+        least = next(n for n in range(1, 31) if counts[:n].sum() >= row["of"] * 6)
+        assert row["clusters"] == least
+        if row["of"] == 1:
+            held = activity.drop_duplicates("cluster")["size"].sum()
+            assert row["vectors"] == pytest.approx(held / ways["vectors"][0])
+    assert largest["extremes"].sum() == 12
+    shares = alone[(alone["metric"] == "share") & (alone["method"] != "all")].groupby("read")["value"].sum()
+    assert shares.tolist() == pytest.approx([1, 1])
+    assert (ways["clusters"] == 30).all()
     for name in CLUSTER_TABLES:
         origin = workbench.origin(name)
         assert (origin["n_clusters"], origin["method"], origin["data"]["n"]) == (30, "exact", 20)
         assert origin["thresholds"]["score"] > 0
     workbench.assert_figure(CLUSTER_TABLES[0])
     # Given again, nothing is traced or clustered: both are there.
+    (labels,) = workbench.out.glob("clusters/*/labels.npy")
+    written = labels.stat().st_mtime_ns
     monkeypatch.setattr("matlens.ffn.trace.stream", None)
-    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", None)
     workbench.unchanged_when_run_again(CLUSTER_TABLES, *job)
+    assert labels.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(
@@ -271,6 +305,32 @@ def test_the_vectors_that_were_found_are_written_and_printed(workbench: Workbenc
         tokens = str(row.top).replace("␣", "").split(", ")
         assert len(tokens) == 20
         assert set(str(row.pattern).split(", ")) <= set(tokens)
+
+
+def test_a_search_gives_the_vector_that_holds_most_words_and_its_tokens(
+    workbench: Workbench, small_model: Models, plain_model: Models
+) -> None:
+    options = ["--words", "w2 w7 w31", "--words", "w40", "--top", 12, "--shown", 4, "--prompt", "w4 w40 w11"]
+    workbench.run(SEARCH, "gpt2", *options)
+    table, plain, tokenizer = workbench.table(SEARCH), plain_model("gpt2"), small_model("gpt2").tokenizer
+    e = plain_unembedding(plain)
+    tops = {
+        f"L{layer}D{i}": [
+            tokenizer.convert_ids_to_tokens(token) or f"<{token}>"
+            for token in (e @ v).topk(12).indices.tolist()
+        ]
+        for layer in range(N_LAYERS)
+        for i, v in enumerate(plain_values("gpt2", plain, layer))
+    }
+    assert table["search"].tolist() == ["w2 w7 w31", "w40"]
+    for row in table.itertuples():
+        held = {value: len(set(row.search.split()) & set(top)) for value, top in tops.items()}
+        assert held[row.value] == row.words == max(held.values()) > 0
+        assert row.tokens.split(", ") == tops[row.value][:4]
+    updates = workbench.table("paper_b_sec4_updates")
+    assert updates["layer"].tolist() == list(range(N_LAYERS))
+    assert set(updates["prompt"]) == {"w4 w40 w11"}
+    assert updates["share"].between(1 / 128, 1).all()
 
 
 SMALL = ("--per-layer", 2, "--top", 6)

@@ -415,6 +415,52 @@ def test_evaluate_takes_a_model_that_has_moved(
     assert (out / "results.csv").read_bytes() == table
 
 
+def test_a_collection_goes_on_after_the_model_was_renamed(
+    run_matlens: Matlens, inputs: list[str], gpt2: Path, tmp_path: Path
+) -> None:
+    """The fingerprint says that it is the same model, and its name does not matter."""
+    out = tmp_path / "out"
+    assert run_matlens("collect", *inputs, "--out", out).code == 0
+    before = files(out)
+    shutil.rmtree(out / "validation")
+    shutil.copytree(gpt2, tmp_path / "renamed")
+    inputs = [str(tmp_path / "renamed") if item == str(gpt2) else item for item in inputs]
+    assert run_matlens("run", *inputs, "--out", out).code == 0
+    kept = {name: content for name, content in files(out).items() if name.startswith("train/")}
+    assert kept == {name: content for name, content in before.items() if name.startswith("train/")}
+    with_other = shutil.copytree(gpt2, tmp_path / "other")
+    config = json.loads((with_other / "config.json").read_text())
+    (with_other / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
+    inputs = [str(with_other) if item == str(tmp_path / "renamed") else item for item in inputs]
+    assert_refused(run_matlens("collect", *inputs, "--out", out), "belongs to another job", "fingerprint")
+
+
+def test_pairs_of_layers_that_are_not_there_are_refused_before_anything_is_read(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("matlens.corpora.corpus.load_corpus", None)
+    monkeypatch.setattr("matlens.models.loading.load", None)
+    outcome = run_matlens("run", *inputs, "--out", tmp_path / "out", "--pairs", "0:99")
+    assert_refused(outcome, "Layer 99 of site 'h' is out of range", f"h.0 to h.{N_LAYERS}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_maps_are_evaluated_in_another_precision_where_the_user_says_so(
+    run_matlens: Matlens, finished: Path
+) -> None:
+    table = results(finished)
+    options = ["evaluate", finished, "--device", "cpu", "--dtype", "bfloat16"]
+    assert_refused(run_matlens(*options), "fitted in float32, not in bfloat16", "--other-precision")
+    assert run_matlens(*options, "--other-precision").code == 0
+    fits = table["metric"] == "r2"
+    again = results(finished)
+    pd.testing.assert_frame_equal(again[fits], table[fits])
+    assert not again[~fits]["value"].equals(table[~fits]["value"])
+    assert again[~fits]["value"].to_numpy() == pytest.approx(
+        table[~fits]["value"].to_numpy(), rel=0.2, abs=0.2
+    )
+
+
 @pytest.mark.parametrize("command", ["run", "collect", "fit", "evaluate", "plot"])
 def test_help(run_matlens: Matlens, command: str) -> None:
     outcome = run_matlens(command, "--help")

@@ -39,7 +39,13 @@ def cluster_cells(table: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("memory", "how"), [([], "exactly"), (["--memory", "0"], "by near neighbours")], ids=["exact", "near"]
+    ("memory", "how"),
+    [
+        ([], "exactly, by average linkage"),
+        (["--memory", "0"], "by near neighbours"),
+        (["--memory", "0", "--disk", "1", "--linkage", "complete"], "exactly, by complete linkage"),
+    ],
+    ids=["exact", "near", "complete"],
 )
 @pytest.mark.parametrize("read", ["plain", "norm"])
 def test_cluster_prints_the_largest_clusters_and_keeps_them(
@@ -54,7 +60,9 @@ def test_cluster_prints_the_largest_clusters_and_keeps_them(
     model = small_model("llama")
     given = ["--clusters", 40, "--limit", 3, "--tokens", 2, "--read", read, "--out", tmp_path, *memory]
     printed = commands.run("values", "cluster", *given, model="llama")
-    clusters = Clusters.fit(ValueVectors(model), 40, memory=0 if memory else MEMORY_GIB, progress=False)
+    linkage: Any = "complete" if "complete" in memory else "average"
+    limit = 0 if how == "by near neighbours" else MEMORY_GIB
+    clusters = Clusters.fit(ValueVectors(model), 40, linkage=linkage, memory=limit, progress=False)
     projection = Projection.from_model(model) if read == "plain" else Projection.after_norm(model)
     expected = cluster_table(ValueVectors(model), projection, clusters, range(3), n_tokens=2)
     assert [row[:4] for row in cells(printed)] == cluster_cells(expected)
@@ -90,6 +98,10 @@ def test_defaults_of_the_command_are_those_of_clusters() -> None:
     parameters = inspect.signature(cluster).parameters
     assert parameters["clusters"].default == N_CLUSTERS
     assert parameters["memory"].default == MEMORY_GIB
+    fitted = inspect.signature(Clusters.fit).parameters
+    assert (parameters["disk"].default, str(parameters["linkage"].default)) == (
+        fitted["disk"].default, fitted["linkage"].default,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -100,6 +112,11 @@ def test_defaults_of_the_command_are_those_of_clusters() -> None:
         (["values", "cluster"], "10,000 clusters of 384 value vectors: expected 1 to 384"),
         (["values", "cluster", "--clusters", "0"], "Invalid value for '--clusters'"),
         (["values", "cluster", "--clusters", "9", "--memory", "-1"], "Invalid value for '--memory'"),
+        (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),
+        (
+            ["values", "cluster", "--clusters", "9", "--memory", "0", "--linkage", "complete"],
+            "Complete linkage needs the distances of all pairs",
+        ),
         (["values", "cluster", "--clusters", "9", "--tokens", "61"], "The number of tokens is 61. Expected"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_committed_pages_are_what_their_tables_give() -> None:
 def test_a_page_has_the_numbers_of_its_tables(results: Path) -> None:
     assert run(results) == 0
     assert (results.parent / "page.md").read_text() == (
-        "# Page\n| [Fit of maps (Figure 2)](#fit-of-maps-figure-2) | mat is better | same |\n\n"
+        "# Page\n| [Figure 2](#fit-of-maps-figure-2) | mat is better | same |\n\n"
         "## Fit of maps (Figure 2)\n\n`python analyses/fit.py --train 40 --val 2`\n\n"
         "|  | 0 | 1 |\n| --- | --- | --- |\n| `id` | 0.1 | 0.2 |\n| `mat` | 0.5 | 0.8 |\n\n"
         "| mat is better | yes | 0.75 of 4,000 | same |\n"
@@ -141,3 +142,38 @@ def test_a_table_too_large_to_be_quoted_is_refused(results: Path, tmp_path: Path
     write_results(tmp_path / "out", "fit", values, {})
     with pytest.raises(InputError, match="bytes when reduced"):
         gather.main(tmp_path / "out", results=results, images=tmp_path)
+
+
+AUDIT = pd.read_csv(PROJECT / "results" / "pages" / "audit" / "items.csv", dtype=str, keep_default_na=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(AUDIT["where"])))
+def test_what_the_audit_names_is_there(name: str) -> None:
+    target: object = importlib.import_module("matlens")
+    for part in name.split(".")[1:]:
+        target = getattr(target, part)
+    assert target.__doc__
+
+
+def test_every_command_of_the_audit_is_there_and_every_analysis_in_it() -> None:
+    assert all((PROJECT / path).is_file() for path in AUDIT["script"])
+    of_papers = {f"analyses/{path.name}" for path in (PROJECT / "analyses").glob("paper_*.py")}
+    assert of_papers - set(AUDIT["script"]) <= {"analyses/paper_b_removal.py"}  # of no item of the paper
+
+
+def test_a_section_of_another_page_is_linked_with_its_verdicts(results: Path) -> None:
+    write_fit(results, mat=0.75)
+    other = results / "pages" / "audit"
+    other.mkdir()
+    (other / "00-head.md").write_text("# Audit\n")
+    (other / "10-items.md").write_text(
+        '{% set fit = section("page/10-fit") %}{{ fit.link }}: {{ fit.verdicts }}'
+        '{% for row in rows_of("items.csv") %}, {{ row.name }}{% endfor %}'
+    )
+    (other / "items.csv").write_text("name\nfirst\nsecond\n")
+    assert render.render(other, results).splitlines()[-1] == (
+        "[Fit of maps (Figure 2)](page.md#fit-of-maps-figure-2): same, first, second"
+    )
+    (other / "10-items.md").write_text('{{ section("page/99-none").link }}')
+    with pytest.raises(InputError, match="no section 'page/99-none'"):
+        render.render(other, results)

@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, N_LAYERS, make_tokenizer
+from damage import require_refused_or_read
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plain_values import plain_unit_vectors
@@ -24,15 +26,8 @@ from traces import make_clusters
 
 import matlens
 from matlens import InputError
-from matlens.ffn.clusters import (
-    EXACT,
-    NEIGHBOURS,
-    Clusters,
-    agglomerate,
-    cluster_table,
-    distances_gib,
-    method_within,
-)
+from matlens.agglomeration import EXACT, NEIGHBOURS, agglomerate, gib_in_memory, gib_on_disk, method_within
+from matlens.ffn.clusters import Clusters, cluster_table, compare_linkages
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.storage.files import sealed, write_json
@@ -152,12 +147,15 @@ def test_a_vector_for_each_cluster_is_its_own(method: str) -> None:
 
 def test_the_method_follows_the_memory() -> None:
     """Two float64 for each pair."""
-    assert distances_gib(2**15) == pytest.approx(8, rel=1e-4)
-    assert distances_gib(1) == 0
-    assert distances_gib(46080) == pytest.approx(15.82, abs=0.01)
-    needed = distances_gib(1000)
+    assert gib_in_memory(2**15) == pytest.approx(8, rel=1e-4)
+    assert gib_in_memory(1) == 0
+    assert gib_in_memory(46080) == pytest.approx(15.82, abs=0.01)
+    needed = gib_in_memory(1000)
     assert method_within(1000, needed) == EXACT
     assert method_within(1000, 0.999 * needed) == NEIGHBOURS
+    assert gib_on_disk(98304) == pytest.approx(36)
+    assert method_within(1000, 0, gib_on_disk(1000)) == EXACT
+    assert method_within(1000, 0, 0.999 * gib_on_disk(1000)) == NEIGHBOURS
 
 
 def changed(
@@ -192,6 +190,35 @@ def test_clusters_of_a_model_are_those_of_its_plain_weights(
     assert alone.labels.tolist() == list(range(len(values)))
 
 
+@pytest.mark.parametrize("linkage", ["average", "complete"])
+def test_exact_clusters_are_the_same_wherever_the_distances_are(
+    linkage: Any, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    values, unit = ValueVectors(small_model("gpt2")), plain_unit_vectors("gpt2", plain_model("gpt2"))
+    options = {"metric": "precomputed", "linkage": linkage}
+    theirs = AgglomerativeClustering(n_clusters=40, **options).fit_predict(1 - unit @ unit.T)
+    for memory, disk in ((1, 0), (0, 1)):
+        ours = Clusters.fit(
+            values, 40, linkage=linkage, memory=memory, disk=disk, folder=tmp_path / str(memory) / "clusters"
+        )
+        assert (ours.method, ours.linkage) == ("exact", linkage)
+        assert adjusted_rand_score(theirs, ours.labels) == 1
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["clusters"]
+    assert (
+        "over the limit of 0 GiB, but 0.0 GiB on the disk, within the limit of 1 GiB"
+        in capsys.readouterr().err
+    )
+
+
+def test_complete_linkage_without_room_is_refused(small_model: Callable[[str], Any]) -> None:
+    values = ValueVectors(small_model("gpt2"))
+    with pytest.raises(InputError, match=r"all pairs of 384 vectors.* Raise memory \(0\) or disk \(0\)"):
+        Clusters.fit(values, 40, linkage="complete", memory=0, progress=False)
+    near = Clusters.fit(values, 40, memory=0, progress=False)
+    assert (near.method, near.linkage) == ("neighbours", "ward")
+
+
 @pytest.mark.parametrize(("n_clusters", "message"), [(0, "0 clusters of 384"), (385, "385 clusters of 384")])
 def test_clusters_are_one_to_as_many_as_vectors(
     n_clusters: int, message: str, small_model: Callable[[str], Any], tmp_path: Path
@@ -205,7 +232,7 @@ def test_the_method_and_its_reason_are_told_before_the_work(
     small_model: Callable[[str], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = ValueVectors(small_model("gpt2"))
-    needed = distances_gib(len(values))
+    needed = gib_in_memory(len(values))
     exact = Clusters.fit(values, 9, memory=needed)
     said = capsys.readouterr()
     assert said.out == ""
@@ -334,6 +361,15 @@ def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_p
         Clusters.load(tmp_path / "clusters")
 
 
+def test_a_record_that_lacks_something_is_refused_in_words(
+    small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
+    needed = ["provenance", "provenance.n_clusters", "provenance.method", "columns", "columns.labels"]
+    load = partial(Clusters.load, tmp_path / "clusters")
+    require_refused_or_read(tmp_path / "clusters" / "config.json", load, needed)
+
+
 # What is told of them
 
 
@@ -383,3 +419,26 @@ def test_the_table_is_the_one_written_out(
         best = np.argsort(-(embedding @ vector))[:4].tolist()
         names = zip(best, model.tokenizer.convert_ids_to_tokens(best), strict=True)
         assert texts == ", ".join(f"<{token}>" if name is None else name for token, name in names)
+
+
+def test_ways_to_cluster_are_compared_on_drawn_vectors(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    values, unit = ValueVectors(small_model("gpt2")), plain_unit_vectors("gpt2", plain_model("gpt2"))
+    table = compare_linkages(values, 100, n_vectors=96, seed=2)
+    unit = unit[sorted(np.random.default_rng(2).permutation(len(unit))[:96])]
+    theirs = {
+        linkage: AgglomerativeClustering(n_clusters=25, metric="cosine", linkage=linkage).fit_predict(unit)
+        for linkage in ("average", "complete")
+    } | {"neighbours": ward_of_neighbours(unit, 25)}
+    assert (table["vectors"].unique().tolist(), table["clusters"].unique().tolist()) == ([96], [25])
+    for row in table.to_dict("records"):
+        ours, others = theirs[row["method"]], theirs[row["other"]]
+        assert row["rand"] == pytest.approx(adjusted_rand_score(ours, others))
+        for labels, cosine in ((ours, row["cosine"]), (others, row["other_cosine"])):
+            means = np.array([unit[labels == label].mean(0) for label in labels])
+            expected = np.mean((means * unit).sum(1) / np.linalg.norm(means, axis=1))
+            assert cosine == pytest.approx(expected)
+    assert table[["method", "other"]].values.tolist() == [
+        ["average", "complete"], ["average", "neighbours"], ["complete", "neighbours"],
+    ]  # fmt: skip

@@ -17,6 +17,7 @@ from conftest import (
     assert_near,
     plain_vectors,
 )
+from plain_values import NORM_BEHIND
 from torch import Tensor
 
 from matlens import InputError, Readout, collect, make_examples
@@ -100,6 +101,7 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
 ) -> None:
     model = small_model(name)
     before = ("h", "attn_out") if name in ("gptj", "neox") else ("mid",)
+    written = "ln2_post_out" if name in NORM_BEHIND else "ffn_out"
     examples = make_examples(model, corpus(6), seed=1)
     x, o, total = classifier_features(
         model, collect(model, examples, classifier_sites(model), progress=False)
@@ -110,8 +112,10 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
         for layer in range(N_LAYERS):
             before_ffn = torch.stack([plain[f"{kind}.{layer}"][0, at] for kind in before]).sum(0)
             assert_near(torch.from_numpy(x[layer][row]), before_ffn)
-            assert_near(torch.from_numpy(o[layer][row]), plain[f"ffn_out.{layer}"][0, at])
-            assert_near(torch.from_numpy(total[layer][row]), before_ffn + plain[f"ffn_out.{layer}"][0, at])
+            assert_near(torch.from_numpy(o[layer][row]), plain[f"{written}.{layer}"][0, at])
+            assert_near(torch.from_numpy(total[layer][row]), before_ffn + plain[f"{written}.{layer}"][0, at])
+            if name != "bert":  # whose norm follows
+                assert_near(torch.from_numpy(total[layer][row]), plain[f"h.{layer + 1}"][0, at])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gptj"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -15,6 +16,7 @@ from conftest import (
     make_tokenizer,
 )
 from plain_values import D_MLP, D_VOCAB, all_plain_values, plain_norm, plain_unembedding, plain_values
+from scipy import stats
 from torch import Tensor
 
 from matlens import InputError
@@ -225,17 +227,42 @@ def test_overlap_is_that_of_the_plain_models_lists(
 ) -> None:
     model, plain = small_model(name), plain_model(name)
     table = norm_overlap(model, n_random=20, k=K, seed=2, progress=False)
-    assert table["n"].tolist() == [D_MLP[name], 20] * N_LAYERS
-    assert table["method"].tolist() == ["values", "random"] * N_LAYERS
-    assert (set(table["metric"]), set(table["k"])) == ({"iou"}, {K})
+    shares = table[(table["method"] != "difference") & table["layer"].notna()]
+    assert shares["n"].tolist() == [D_MLP[name], 20] * N_LAYERS
+    assert shares["method"].tolist() == ["values", "random"] * N_LAYERS
+    assert (set(shares["metric"]), set(table["k"])) == ({"iou"}, {K})
     drawn = [ValueVectors(model).random(layer, 20, seed=2) for layer in range(N_LAYERS)]
     real = [plain_values(name, plain, layer) for layer in range(N_LAYERS)]
     e = plain_unembedding(plain)
+    overlaps: dict[tuple[str, int], np.ndarray] = {}
     for method, vectors in (("values", real), ("random", drawn)):
         for layer, of_layer in enumerate(vectors):
             first = (of_layer @ e.T).topk(K).indices.tolist()
             second = (plain_norm(name, plain, of_layer) @ e.T).topk(K).indices.tolist()
             each = [len({*a} & {*b}) / len({*a} | {*b}) for a, b in zip(first, second, strict=True)]
+            overlaps[method, layer] = np.array(each)
             (row,) = table[(table["method"] == method) & (table["layer"] == layer)].itertuples()
             assert row.value == pytest.approx(sum(each) / len(each))
             assert row.low <= row.value <= row.high
+    by_cell = table.set_index(["method", "metric", "layer"]).sort_index()
+    for layer in range(N_LAYERS):
+        ours, theirs = overlaps["values", layer], overlaps["random", layer]
+        row = by_cell.loc[("difference", "iou", layer)]
+        assert row["value"] == pytest.approx(ours.mean() - theirs.mean(), abs=1e-6)
+        if min(ours.std(), theirs.std()) > 0:
+            interval = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
+            assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high), abs=1e-5)
+        pairs = np.sign(np.subtract.outer(ours, theirs))
+        above = by_cell.loc[("difference", "above", layer), "value"]
+        assert above == pytest.approx((pairs + 1).mean() / 2)
+        assert (by_cell.loc[("difference", "p", layer), "value"] < 0.05) == (
+            stats.mannwhitneyu(ours, theirs).pvalue < 0.05
+        )
+    overall = table[table["layer"].isna()].set_index(["method", "metric"])["value"]
+    means = {method: [overlaps[method, layer].mean() for layer in range(N_LAYERS)] for method in METHODS}
+    for method, of_layers in means.items():
+        assert overall[method, "iou"] == pytest.approx(np.mean(of_layers), abs=1e-6)
+    assert overall["difference", "p"] == pytest.approx(stats.wilcoxon(*means.values()).pvalue)
+
+
+METHODS = ("values", "random")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
-    LAYERS,
     MASKED,
     N_LAYERS,
     assert_near,
@@ -24,12 +23,14 @@ from conftest import (
     plain_vectors,
     save_model,
 )
-from plain_values import NORM_BEHIND, plain_scale, plain_unembedding, plain_values
+from damage import require_refused_or_read
+from plain_values import NORM_BEHIND, plain_logits, plain_scale, plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
 
 import matlens
 from matlens import InputError, collect, make_examples
+from matlens.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.ffn import trace as module
@@ -43,17 +44,6 @@ WIRINGS = (*ARCHITECTURES, "neox-sequential")
 N, K, BUDGET = 10, 4, 30  # sentences, sub-updates, tokens of a batch
 
 ROUNDING = 2e-5  # of the largest number
-
-
-@torch.inference_mode()
-def plain_logits(name: str, plain: Any, vector: Tensor) -> Tensor:
-    """The model's own final norm and head, in float32."""
-    norm = copy.deepcopy(plain.get_submodule(LAYERS[name][1])).float()
-    if name in MASKED:  # the module is the whole head
-        return norm(vector.float())
-    logits = copy.deepcopy(plain.get_output_embeddings()).float()(norm(vector.float()))
-    cap = getattr(plain.config, "final_logit_softcapping", None)
-    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 @pytest.fixture(scope="module")
@@ -498,3 +488,16 @@ def test_nothing_is_left_behind_after_an_exception_in_the_middle(
         assert hook_counts() == before
         assert all(not point.fwd_hooks for point in model.hook_dict.values())
     assert not (tmp_path / "out").exists(), "something half-written is left"
+
+
+def test_a_record_that_lacks_something_is_refused_in_words(
+    llama: tuple[Any, Examples], tmp_path: Path
+) -> None:
+    """By somebody who has written it anew with its digest: else the digest tells."""
+    Trace.run(*llama, k=3, folder=tmp_path / "trace", progress=False)
+    load = partial(Trace.load, tmp_path / "trace")
+    needed = ["provenance", "provenance.k", "provenance.model", "columns", "columns.rank"]
+    require_refused_or_read(tmp_path / "trace" / "config.json", load, needed)
+    collect(*llama, folder=tmp_path / "vectors", progress=False)
+    load = partial(Activations.load, tmp_path / "vectors")
+    require_refused_or_read(tmp_path / "vectors" / "config.json", load, ["provenance", "columns"])

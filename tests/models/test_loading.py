@@ -34,8 +34,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import matlens
 from matlens import InputError
 from matlens.models.identity import ModelIdentity
-from matlens.models.loading import require_known
-from matlens.models.places import SMOLLM2
+from matlens.models.places import SMOLLM2, locate
 
 TEXT = " ".join(WORDS[3:15])
 
@@ -466,10 +465,9 @@ def test_a_kind_without_an_adapter_is_refused_without_a_list_of_those_with_one(t
     config = transformers.XLNetConfig(vocab_size=60, d_model=16, n_layer=1, n_head=4, d_inner=24)
     transformers.XLNetLMHeadModel(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    for attempt in (matlens.load, require_known):
-        with pytest.raises(InputError, match=r"no adapter for it \(model type 'xlnet', 'XLNetLM") as caught:
-            attempt(tmp_path)
-        assert len(str(caught.value)) < 500
+    with pytest.raises(InputError, match=r"no adapter for it \(model type 'xlnet', 'XLNetLM") as caught:
+        matlens.load(tmp_path)
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("case", CAUSES)
@@ -524,9 +522,8 @@ ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
 def test_encoder_decoders_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     ENCODER_DECODERS[name]().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    for attempt in (matlens.load, require_known):
-        with pytest.raises(InputError, match=rf"{name} is an encoder-decoder.*such as GPT-2 or BERT"):
-            attempt(str(tmp_path))
+    with pytest.raises(InputError, match=rf"{name} is an encoder-decoder.*such as GPT-2 or BERT"):
+        matlens.load(str(tmp_path))
     bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
     with pytest.raises(InputError, match=f"{name} is an encoder-decoder"):
         matlens.wrap(bridge)
@@ -536,7 +533,7 @@ def test_encoder_decoders_are_refused_with_the_reason(name: str, tmp_path: Path)
     "name", [None, 3, b"gpt2", "", "  ", "a\0b", "gpt2\n", "x" * 5000, "~no-such-user/m"]
 )
 def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
-    for attempt in (matlens.load, require_known):
+    for attempt in (matlens.load, lambda name: locate(name, None)):
         with pytest.raises(InputError, match=r"Expected a hub name such as 'gpt2'") as caught:
             attempt(name)
         assert len(str(caught.value)) < 1000
@@ -571,10 +568,10 @@ def test_a_name_is_known_without_loading(
 ) -> None:
     monkeypatch.setattr(TransformerBridge, "boot_transformers", None)
     for name in (model_folder("gpt2"), str(model_folder("bert")), gguf_file):
-        require_known(name)
+        locate(name, None)
     assert no_network == []
     with pytest.raises(InputError, match="hub cannot be reached"):
-        require_known("someone/no-such-model")
+        locate("someone/no-such-model", None)
     assert len(no_network) <= 2
 
 

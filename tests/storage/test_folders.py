@@ -108,6 +108,19 @@ def test_the_folder_of_another_job_is_refused_and_not_touched(
     assert tree(tmp_path / "x") == before
 
 
+def test_a_name_does_not_make_another_job_where_the_fingerprint_is_the_same(tmp_path: Path) -> None:
+    def job(name: str, fingerprint: str | None) -> dict[str, Any]:
+        return {"model": {"base_model_name_or_path": name, "fingerprint": fingerprint}}
+
+    complete(tmp_path / "done", job("a.gguf", "12"))
+    content = tree(tmp_path / "done")
+    with Workplace(tmp_path / "done", "things", job("b.gguf", "12")).working():
+        pass
+    assert tree(tmp_path / "done") == content
+    with pytest.raises(InputError, match="belongs to another job"):
+        complete(tmp_path / "done", job("a.gguf", "13"))
+
+
 def test_the_folder_of_something_else_is_refused_and_not_touched(tmp_path: Path) -> None:
     complete(tmp_path / "x")
     before = tree(tmp_path / "x")

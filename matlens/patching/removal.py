@@ -1,0 +1,136 @@
+"""The stream with single coefficients of FFNs set to 0: what the model makes of a token without them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from matlens.arguments import require_whole
+from matlens.corpora.examples import Examples, is_masked
+from matlens.errors import InputError
+from matlens.models.anatomy import Anatomy
+from matlens.models.changes import hanging, intervening
+from matlens.models.sites import COEFFICIENTS, STREAM, Site, require_finite
+from matlens.progress import Bar
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+class Removed(NamedTuple):
+    """The stream at an example's position, whole and without each of ``k`` sub-updates of a layer.
+
+    Attributes
+    ----------
+    after, final
+        Behind the block of the layer, and behind the last: in row 0 nothing is left out, in row ``1 + i``
+        the sub-update ``i``.
+    """
+
+    after: Float[Tensor, "1+k d_model"]
+    final: Float[Tensor, "1+k d_model"]
+
+
+class _AllSeen(Exception):
+    """Ends a pass before the unembedding, which is not asked for."""
+
+
+@checked
+def remove_sub_updates(
+    model: TransformerBridge,
+    examples: Examples,
+    index: Mapping[int, Int[Tensor, "n k"]],
+    *,
+    progress: bool = True,
+) -> Iterator[dict[int, Removed]]:
+    """Run a model without single sub-updates at the position of each example, one example after another.
+
+    A sub-update is left out by a coefficient of 0 at that position alone; all that reads the stream later,
+    and a norm behind the FFN, runs on without it.
+
+    Parameters
+    ----------
+    model, examples
+        The model to run, and the examples that it is run on, one position each.
+    index
+        By layer, which sub-updates are left out of each example, each in a run of its own.
+    progress
+        Whether to show a bar over the examples.
+
+    Yields
+    ------
+    dict
+        What is left, by layer.
+
+    Raises
+    ------
+    InputError
+        The model has no coefficients, a layer or an index is not there, or a vector is not finite.
+    """
+    anatomy = Anatomy.from_model(model)
+    if examples.n_positions != len(examples):
+        raise InputError(
+            f"There are {examples.n_positions} positions in {len(examples)} sentences. Expected one in each."
+        )
+    for layer, of_layer in index.items():
+        anatomy.resolve(Site(COEFFICIENTS, layer))
+        if len(of_layer) != len(examples) or int(of_layer.min()) < 0 or int(of_layer.max()) >= anatomy.d_mlp:
+            raise InputError(
+                f"The sub-updates of layer {layer} are {tuple(of_layer.shape)} for {len(examples)} examples. "
+                f"Expected some for each, numbered 0 to {anatomy.d_mlp - 1}."
+            )
+    read = examples if is_masked(model) else examples.up_to_positions()
+    for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
+        tokens = torch.from_numpy(np.array(read.tokens[read.offsets[row] : read.offsets[row + 1]]))
+        position = require_whole(int(read.positions[row]), "position", least=0, most=len(tokens) - 1)
+        yield _remove(model, anatomy, tokens, position, {layer: rows[row] for layer, rows in index.items()})
+
+
+@torch.inference_mode()
+def _remove(
+    model: TransformerBridge, anatomy: Anatomy, tokens: Tensor, position: int, index: Mapping[int, Tensor]
+) -> dict[int, Removed]:
+    """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
+    starts, n_rows = dict[int, int](), 1
+    for layer, of_layer in index.items():
+        starts[layer] = n_rows
+        n_rows += len(of_layer)
+    seen: dict[str, Tensor] = {}
+    last = anatomy.hook(Site(STREAM, anatomy.n_layers))
+
+    def without(layer: int) -> Any:
+        rows = starts[layer] + torch.arange(len(index[layer]))
+
+        def hook(value: Tensor, hook: Any) -> Tensor:
+            changed = value.clone()
+            changed[rows, position, index[layer].to(value.device)] = 0
+            return changed
+
+        return hook
+
+    def keep(value: Tensor, hook: Any) -> None:
+        seen[hook.name] = value[:, position].float()
+        require_finite(seen[hook.name], hook.name)
+        if hook.name == last:
+            raise _AllSeen
+
+    behind = {layer: anatomy.hook(Site(STREAM, layer + 1)) for layer in index}
+    hooks = [(anatomy.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
+    hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
+    with ExitStack() as stack:
+        described = [f"sub-updates of layer {layer} left out" for layer in index]
+        stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
+        stack.enter_context(hanging(model, hooks))
+        stack.enter_context(contextlib.suppress(_AllSeen))
+        copies = tokens.to(model.cfg.device).expand(n_rows, -1)
+        model(copies, attention_mask=torch.ones_like(copies), return_type=None, use_cache=False)
+    rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}
+    return {layer: Removed(seen[behind[layer]][rows], seen[last][rows]) for layer, rows in rows_of.items()}
