@@ -177,3 +177,11 @@ def test_a_section_of_another_page_is_linked_with_its_verdicts(results: Path) ->
     (other / "10-items.md").write_text('{{ section("page/99-none").link }}')
     with pytest.raises(InputError, match="no section 'page/99-none'"):
         render.render(other, results)
+
+
+def test_what_is_kept_is_quoted_and_small() -> None:
+    kept = PROJECT / "results"
+    names = {path.stem for path in kept.glob("*.csv")}
+    assert names == {path.stem for path in kept.glob("*.json")}
+    assert names <= set(gather.quoted_tables(kept / "pages"))
+    assert sum(path.stat().st_size for path in kept.glob("*.*")) < 1_000_000
