@@ -40,6 +40,13 @@ class DtypeChoice(StrEnum):
     float16 = "float16"
 
 
+def _folder(text: str | Path) -> Path:
+    """A folder; an empty word, such as a variable of the shell that is not set, is not where one is now."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty. Expected the path of a folder; '.' for this one.")
+    return Path(text)
+
+
 Model = Annotated[
     str, typer.Option("--model", help="Hub name, Hugging Face folder, .gguf file, or smollm2-135m.")
 ]
@@ -72,7 +79,10 @@ LinkageOption = Annotated[
     LinkageChoice,
     typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
 ]
-Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
+Out = Annotated[
+    Path,
+    typer.Option("--out", parser=_folder, metavar="FOLDER", help="Folder for everything that is written."),
+]
 Seed = Annotated[
     int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the split and of the positions.")
 ]
@@ -107,7 +117,13 @@ Ridge = Annotated[
     ),
 ]
 Folder = Annotated[
-    Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
+    Path,
+    typer.Argument(
+        parser=_folder,
+        metavar="FOLDER",
+        help="The --out folder of 'matlens collect' or 'matlens run'.",
+        show_default=False,
+    ),
 ]
 Title = Annotated[str | None, typer.Option("--title", help="Title of the figures, instead of their own.")]
 Suffix = Annotated[
