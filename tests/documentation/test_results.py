@@ -131,6 +131,7 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     assert "model" not in (results / "fit.csv").read_text()
     assert list(kept.table("fit")) == ["method", "layer", "value", "metric", "low", "model"]
     assert kept.value("fit", method="mat", layer=1) == 0.666667
+    assert (kept.kept("fit"), kept.kept("unquoted")) == (True, False)
     origin = kept.origin("fit")
     assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})
     assert kept.command("fit") == "python analyses/fit.py --train 40 --val 2"
