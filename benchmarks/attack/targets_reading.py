@@ -253,7 +253,7 @@ READING: list[Target] = [
     Target("control.added", {"number": "number"}, {"number": lambda _: 1.0}),
     Target("control.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
     Target("control.continue_prompts", {}, {"n_tokens": lambda _: 2}),
-    Target("control.text_losses"),
+    Target("control.text_losses", {"texts": "object"}, {"texts": lambda w: w.corpus}),
     Target("control.perplexity_estimate"),
     Target("control.perplexity_ratio"),
     Target(
