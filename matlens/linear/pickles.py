@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from matlens.arguments import short
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
 from matlens.signatures import checked
 
 ARRAY, FROM_BUFFER, DTYPE, SCALAR = "array", "array from a buffer", "dtype", "scalar"
@@ -86,8 +86,10 @@ def read_pickle(content: bytes, what: str) -> Any:
     """
     try:
         return _walk(io.BytesIO(content), what)
+    except InputError:
+        raise
     except _FAULTS as error:
-        raise InputError(f"{what} is damaged, or is no pickle: {short(str(error))}.") from error
+        raise InputError(f"{what} is damaged, or is no pickle: {printable(str(error))}.") from error
 
 
 @checked
@@ -118,8 +120,10 @@ def arrays_of(value: Any, what: str) -> list[np.ndarray]:
             arrays = [_array(coefficients, what)]
             return arrays if intercept == 0.0 else [*arrays, _array(intercept, what)]
         return [_array(value, what)]
+    except InputError:
+        raise
     except _FAULTS as error:
-        raise InputError(f"{what} is damaged: {short(str(error))}.") from error
+        raise InputError(f"{what} is damaged: {printable(str(error))}.") from error
 
 
 def _walk(file: io.BytesIO, what: str) -> Any:
@@ -211,7 +215,7 @@ def _named(module: Any, name: Any, what: str) -> Name:
     kind = _NAMES.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
     if kind is None:
         raise InputError(
-            f"{what} is a pickle that asks for {short(f'{module}.{name}')}. Expected arrays of numpy, "
+            f"{what} is a pickle that asks for '{printable(f'{module}.{name}')}'. Expected arrays of numpy, "
             "tensors of torch or linear models of scikit-learn alone. Nothing of it was run."
         )
     return Name(kind)

@@ -71,7 +71,7 @@ def harmful(path: Path) -> list[bytes]:
     return [
         *(pickle.dumps(Runs(os.system, command), protocol) for protocol in range(6)),
         pickle.dumps([tensor, Runs(os.system, command)]),
-        pickle.dumps(Runs(eval, f"open({str(path)!r}, 'w')")),
+        pickle.dumps(Runs(eval, f"__import__('pathlib').Path({str(path)!r}).touch()")),
         pickle.dumps(state),
         pickle.dumps(Runs(torch.storage._load_from_bytes, inner)),
         f"(S'{command}'\nios\nsystem\n.".encode(),
