@@ -180,7 +180,12 @@ FIRST: list[Target] = [
         {"intercept": lambda _: False, "ridge": lambda _: 0.0},
         moments_of,
     ),
-    Target("linear.resolve_pairs", {"model": "whole"}, {"model": lambda _: 3}),
+    Target(
+        "linear.resolve_pairs",
+        {"model": "whole"},
+        {"model": lambda _: 3},
+        takes={"pairs=[('bogus.0', 'h.3')]": lambda _, pairs: pairs == [("bogus.0", "h.3")]},
+    ),
     # Activations.
     Target("activations.Activations.__getitem__", owner=lambda w: w.activations),
     Target(

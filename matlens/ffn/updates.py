@@ -339,6 +339,7 @@ def removal_table(
         ``k`` sub-updates or ``n_tokens`` tokens.
     """
     updates = Updates.run(model, examples, layers, progress=progress)
+    require_whole(n_tokens, "n_tokens", least=1, most=model.cfg.d_vocab_out)
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
