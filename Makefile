@@ -64,6 +64,7 @@ RESULTS_B := \
 	paper_b_removal \
 	paper_b_removal_bert \
 	paper_b_table1_concept_vectors \
+	paper_b_sec4_search \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \

@@ -50,7 +50,7 @@ def main(
         for method in ("values", "random")
     }
     both = pd.concat([concepts.assign(method=method) for method, concepts in best.items()])
-    print(report.write_table(f"{NAME}_vectors", both))
+    report.write(f"{NAME}_vectors", both, origin)
     show(best["values"], table)
 
 

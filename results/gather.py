@@ -1,8 +1,8 @@
 """Keep of what analyses have written what the pages quote: ``python results/gather.py out/results``.
 
 Of each table that a section quotes, the CSV with numbers of six digits, without the columns that say the same
-in every row (the JSON beside it does); of each figure that a page shows, the PNG with as many colours as
-it needs. Where the folder does not have a table or a figure, the old one stays.
+in every row (the JSON beside it does); of each figure that a page shows, the PNG with as many
+colours as it needs. Where the folder does not have a table or a figure, the old one stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matlens.storage import csv_text, read_table, write_results
 RESULTS = Path(__file__).resolve().parent
 IMAGES = RESULTS.parent / "docs" / "images"
 LARGEST = 120_000  # bytes of a table
-DIGITS, COLOURS = 6, 128
+DIGITS, COLOURS = 6, 256
 
 
 def quoted_tables(folder: Path) -> list[str]:
@@ -54,7 +54,11 @@ def keep_table(path: Path, results: Path) -> None:
 
 def keep_figure(path: Path, images: Path) -> None:
     """Write a figure with a palette of few colours, which looks the same and is a third of the size."""
-    figure = Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    figure = (
+        Image.open(path)
+        .convert("RGB")
+        .quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE)
+    )  # no colour of a scale is far from its own
     figure.save(images / path.name, optimize=True)
 
 

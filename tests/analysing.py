@@ -14,12 +14,14 @@ import pytest
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
-NO_CORPUS = ("paper_b_fig4_overlap", "compatibility")
+SEARCH = "paper_b_sec4_search"
+NO_CORPUS = ("paper_b_fig4_overlap", SEARCH, "compatibility")
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
 TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
 REMOVAL = "paper_b_removal"
+OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, REMOVAL, *TRACED)  # not the columns that all others have
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 
@@ -42,6 +44,7 @@ OPTIONS = {
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
     "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],
     "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
+    SEARCH: ["model", "seed", "device", "suffix", "out", "words", "prompt", "top", "shown"],
     "paper_b_sec5_clusters": [
         *SENTENCES_OF, "clusters", "linkage", "memory", "disk", "threshold", "beside", "compared",
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import CONTROL, EXITS, OF_FFNS, REMOVAL, SENTENCES, SHEETS, TRACED, Workbench, refused, run
+from analysing import CONTROL, EXITS, OF_FFNS, OWN_TABLES, SEARCH, SENTENCES, SHEETS, Workbench, refused, run
 from conftest import N_LAYERS, SINK_TOKENS
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
@@ -31,9 +31,7 @@ def workbench(
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize(
-    "name", [name for name in OF_FFNS if name not in (SHEETS, CONTROL, EXITS, REMOVAL, *TRACED)]
-)
+@pytest.mark.parametrize("name", [name for name in OF_FFNS if name not in OWN_TABLES])
 def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: Workbench) -> None:
     options = {
         "paper_b_fig4_overlap": ["--random", 9, "--top", 5], **SENTENCES,
@@ -307,6 +305,32 @@ def test_the_vectors_that_were_found_are_written_and_printed(workbench: Workbenc
         tokens = str(row.top).replace("␣", "").split(", ")
         assert len(tokens) == 20
         assert set(str(row.pattern).split(", ")) <= set(tokens)
+
+
+def test_a_search_gives_the_vector_that_holds_most_words_and_its_tokens(
+    workbench: Workbench, small_model: Models, plain_model: Models
+) -> None:
+    options = ["--words", "w2 w7 w31", "--words", "w40", "--top", 12, "--shown", 4, "--prompt", "w4 w40 w11"]
+    workbench.run(SEARCH, "gpt2", *options)
+    table, plain, tokenizer = workbench.table(SEARCH), plain_model("gpt2"), small_model("gpt2").tokenizer
+    e = plain_unembedding(plain)
+    tops = {
+        f"L{layer}D{i}": [
+            tokenizer.convert_ids_to_tokens(token) or f"<{token}>"
+            for token in (e @ v).topk(12).indices.tolist()
+        ]
+        for layer in range(N_LAYERS)
+        for i, v in enumerate(plain_values("gpt2", plain, layer))
+    }
+    assert table["search"].tolist() == ["w2 w7 w31", "w40"]
+    for row in table.itertuples():
+        held = {value: len(set(row.search.split()) & set(top)) for value, top in tops.items()}
+        assert held[row.value] == row.words == max(held.values()) > 0
+        assert row.tokens.split(", ") == tops[row.value][:4]
+    updates = workbench.table("paper_b_sec4_updates")
+    assert updates["layer"].tolist() == list(range(N_LAYERS))
+    assert set(updates["prompt"]) == {"w4 w40 w11"}
+    assert updates["share"].between(1 / 128, 1).all()
 
 
 SMALL = ("--per-layer", 2, "--top", 6)

@@ -1,0 +1,79 @@
+"""Paper B, sections 3 and 4: value vectors searched by words, and the sub-updates that write a prediction.
+
+For each set of words the value vector that holds most of them among its 30 top tokens, and these tokens; and
+for a prompt the dominant sub-update of every layer, with the tokens that it promotes. Expect one concept a
+vector for words that belong together, most of them in the last third of the layers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from matlens import InputError, make_prompts
+from matlens.cli import Report, run_study
+from matlens.ffn import (
+    Projection,
+    Updates,
+    ValueVectors,
+    dominant_table,
+    token_table,
+    top_tokens_of_all,
+    values_with_tokens,
+)
+from matlens.models import visible
+from matlens.study import Study
+
+NAME, UPDATES = "paper_b_sec4_search", "paper_b_sec4_updates"
+SEARCHES = (
+    "three four five seven eight", "which whose whom where who", "January March June October December",
+    "judge court lawyer trial attorney", "rain snow storm winds temperature", "red blue green yellow purple",
+    "coffee tea beer wine milk",
+)  # fmt: skip
+PROMPT = "The Eiffel Tower stands in the city of"
+
+
+def main(
+    study: Study,
+    report: Report,
+    words: Annotated[
+        list[str] | None,
+        typer.Option(help="Words with spaces between that a vector should promote; once for each search."),
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="A text whose next token is predicted.")] = PROMPT,
+    top: Annotated[int, typer.Option(min=1, help="Top tokens of each vector that are searched.")] = 30,
+    shown: Annotated[int, typer.Option(min=1, help="Top tokens that are written.")] = 10,
+) -> None:
+    """Search value vectors by words, and find those that write a prediction."""
+    model = study.model
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    tokens = top_tokens_of_all(values, projection, k=top)
+    rows = []
+    for search in words or SEARCHES:
+        spaced = [f" {word}" for word in search.split()]
+        best = values_with_tokens(values, projection, tokens, spaced).head(1)
+        if best.empty:
+            raise InputError(f"No value vector has one of {search!r} among its {top} top tokens.")
+        promoted = token_table(values, projection, best["value"].tolist(), k=shown)
+        texts = ", ".join(promoted[promoted["side"] == "top"]["token"].map(visible))
+        rows.append(best.assign(search=search, searched=len(spaced), tokens=texts))
+    table = pd.concat(rows, ignore_index=True)
+    updates = Updates.run(model, make_prompts(model, [prompt]))
+    dominant = dominant_table(updates, projection, k=1, n_tokens=shown)
+    report.write(NAME, table, study.origin_of_weights | {"searched": top})
+    report.write(UPDATES, dominant.assign(prompt=prompt), study.origin_of_weights | {"prompt": prompt})
+    printed = Table("words", "held", "value", "tokens")
+    for row in table.itertuples():
+        printed.add_row(
+            str(row.search), f"{row.words} of {row.searched}", str(row.value), escape(str(row.tokens))
+        )
+    Console().print(printed)
+
+
+if __name__ == "__main__":
+    run_study(main, corpus=None, train=None, figures=False)
