@@ -52,6 +52,8 @@ RESULTS_A := \
 	sample_sizes \
 	all_positions \
 	small_bert \
+	attention_heads \
+	memory_and_layers \
 	paper_a_fig5_masked \
 	paper_a_fig2_r2_bert \
 	paper_a_fig9_early_exit_bert \
@@ -110,6 +112,7 @@ $(RESULTS)/%.csv: | install
 $(RESULTS)/paper_a_fig6_alternation.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
+$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(PATCHED) --every 5
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(PATCHED)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.

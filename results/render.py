@@ -71,7 +71,8 @@ class Claim:
     @property
     def link(self) -> str:
         """The section that it is from."""
-        return f"[{self.title}](#{slugify(self.title, '-')})"
+        items = re.search(r"\(([^)]+)\)$", self.title)  # the figures and tables that it is about
+        return f"[{items[1] if items else self.title}](#{slugify(self.title, '-')})"
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Results:
         rows = rows.assign(**self.origin(name).get("all_rows", {}))  # left out where they are alike
         for column, cell in cells.items():
             if column not in rows:
-                raise InputError(f"{path} has no column {column!r}, but {', '.join(rows)}.")
+                raise InputError(f"{path} has no column {column!r}, but {', '.join(map(str, rows))}.")
             rows = rows[rows[column].isin(cell if isinstance(cell, list) else [cell])]
         if rows.empty and cells:
             raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
@@ -256,7 +257,8 @@ def _sections_of_pages(pages: Path, results: Path) -> Callable[[str], Section]:
 
 def _rows_of(folder: Path, name: str) -> list[dict[str, str]]:
     """Rows of a table that lies beside the sections of a page."""
-    return pd.read_csv(folder / name, dtype=str, keep_default_na=False).to_dict("records")
+    rows = pd.read_csv(folder / name, dtype=str, keep_default_na=False)
+    return [{str(column): cell for column, cell in row.items()} for row in rows.to_dict("records")]
 
 
 def main(arguments: list[str], *, results: Path = RESULTS, pages: Path = PAGES) -> int:

@@ -31,6 +31,8 @@ SENTENCES_OF = [*STUDY, "sentences", "title"]
 # The options of every script.
 OPTIONS = {
     "all_positions": MAPS,
+    "memory_and_layers": [*MAPS, "title"],
+    "attention_heads": [*MAPS, "title", "patched", "every"],
     "compatibility": ["type", "seed", "out"],
     "paper_a_fig10_submodules": [*MAPS, "title", "patched", "every"],
     "paper_a_fig2_r2": [*MAPS, "title"],

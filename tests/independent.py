@@ -91,7 +91,7 @@ def hidden_states(
             if mask:
                 ids[position] = tokenizer.mask_token_id
             taken.clear()
-            model(input_ids=torch.tensor([ids], device=model.device))
+            model.base_model(input_ids=torch.tensor([ids], device=model.device))  # no logits are wanted
             rows.append(torch.stack(taken))
     finally:
         for handle in handles:

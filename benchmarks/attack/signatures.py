@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import matlens
@@ -42,6 +43,9 @@ class Target:
         Gives the object that a method is called on.
     finish
         Does with the result what a user would do next, where nothing happens before.
+    takes
+        By what the library may take though it is unusual, such as ``text='h.99'``, or by a parameter for all
+        of its values: whether what comes of it is right.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Target:
     good: Mapping[str, Good] = field(default_factory=dict)
     owner: Good | None = None
     finish: Callable[[World, Any], Any] | None = None
+    takes: Mapping[str, Callable[[World, Any], bool]] = field(default_factory=dict)
 
     def function(self, world: World) -> Callable[..., Any]:
         """What is called."""
@@ -106,10 +111,12 @@ class Target:
             def run(name: str = name, bad: Bad = bad) -> Any:
                 return self.call(world, **{name: bad.make(world)})
 
-            def right(result: Any) -> bool:
+            def same(result: Any) -> bool:
                 return meaning(result) == meaning(self.call(world))
 
-            yield Case(bad.fault, f"{self.name}({name}={bad.label})", run, right if bad.same else None)
+            taken = self.takes.get(f"{name}={bad.label}", self.takes.get(name))
+            right = partial(taken, world) if taken else same if bad.same else None
+            yield Case(bad.fault, f"{self.name}({name}={bad.label})", run, right)
 
 
 def _constant(value: Any) -> Good:
@@ -246,7 +253,8 @@ KIND_OF: dict[str, str] = {
     "intercept": "truth",
     "draw_special": "truth",
     "same_precision": "truth",
-    "weights": "rows",
+    "weights": "weights",
+    "places": "object",
     "limit": "whole",
     "field": "text",
     "split": "text",

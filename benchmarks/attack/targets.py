@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import matlens
+from attack.targets_comparing import COMPARING
 from attack.targets_first import FIRST
 from attack.targets_reading import READING
 from attack.targets_seeing import SEEING
 
-TARGETS = [*FIRST, *READING, *SEEING]
+TARGETS = [*FIRST, *READING, *COMPARING, *SEEING]
 
 # What takes nothing from a user, or is made by the library alone; and where it is tried instead.
 EXEMPT = {
@@ -23,6 +24,50 @@ EXEMPT = {
     "models.Family": "made by the library",
     "models.block_hook": "a name",
     "models.require_finite": "a check of the library's own",
+    "models.smollm2_path": "takes nothing",
+    "activations.SinkWarning": "a warning",
+    "annotation.WordNet": "takes nothing",
+    "cli.main": "takes a command line, which commands.py tries",
+    "cli.run_study": "takes an analysis, which is no user's input",
+    "cli.LinkageChoice": "an option",
+    "control.Grader": "a protocol",
+    "control.Detoxify": "takes nothing",
+    "control.ProfanityCheck": "takes nothing",
+    "linear.write_maps": "what MapSet.save and fit_maps call",
+    "patching.remove_sub_updates": "what ffn.removal_table calls",
+    "plots.exits_figure": "draws what tables of analyses hold",
+    "plots.extremes_figure": "draws what tables of analyses hold",
+    "plots.removal_figure": "draws what tables of analyses hold",
+    "plots.pattern_sizes": "draws what tables of analyses hold",
+    "plots.shares_by_layer": "draws what tables of analyses hold",
+    # The library's own writers and readers: what users pass through them is tried by what calls them, and
+    # what lies in the files by mutations.
+    **dict.fromkeys(
+        (
+            f"storage.{name}"
+            for name in (
+                "require_writable",
+                "system_errors",
+                "to_json",
+                "write_bytes",
+                "write_json",
+                "write_text",
+                "write_together",
+                "Workplace",
+                "command_line",
+                "make_config",
+                "software_versions",
+                "RowFiles",
+                "keep_rows",
+                "read_rows",
+                "csv_text",
+                "result_row",
+                "result_table",
+                "write_results",
+            )
+        ),
+        "called by the library alone",
+    ),
 }
 
 

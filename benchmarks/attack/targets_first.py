@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -18,12 +22,48 @@ from attack.kept import (
     scheme_of,
 )
 from attack.signatures import Target
+from attack.world import World
 from matlens import lens, linear, models, patching
+
+
+def _is_site(kind: str, layer: int, _: World, site: Any) -> bool:
+    return bool((site.kind, site.layer) == (kind, layer))
+
+
+def _has_end(end: str, name: str, _: World, maps: Any) -> bool:
+    return bool(getattr(maps[0], end) == name)
+
+
+def _ends(linear_map: Any) -> tuple[str, str]:
+    return linear_map.source, linear_map.target
+
+
+def _fits_backwards(source: int, target: int, world: World, maps: Any) -> bool:
+    """A map between any two sites is a least-squares fit, whichever comes first in the model."""
+    x, y = (world.activations[layer].double() for layer in (source, target))
+    solution = torch.linalg.lstsq(x, y, driver="gelsd").solution.T
+    (fitted,) = maps
+    return bool(torch.allclose(fitted.weight.double(), solution, atol=1e-3))
+
+
+BACKWARDS = {f"pairs=[{pair}]": partial(_fits_backwards, *pair) for pair in ((3, 0), (0, 0))}
+NOT_FINITE = ("with_nan", "with_infinity")
+# A site is named before a model is known, which then refuses those that it has not.
+NAMED = {
+    f"text={text!r}": partial(_is_site, kind, layer)
+    for text, kind, layer in (
+        ("h.99", "h", 99), (99, "h", 99), (-99, "h", -99), ("bogus.1", "bogus", 1),
+        ("attn_out.77", "attn_out", 77),
+    )
+}  # fmt: skip
 
 FIRST: list[Target] = [
     # The six lines.
     Target("collect", {"positions": "choice", "dtype": ""}),
-    Target("load_corpus", {"split": ""}),
+    Target(
+        "load_corpus",
+        {"split": "", "name": "text"},
+    ),
     Target("make_examples"),
     Target("make_prompts"),
     Target(
@@ -35,17 +75,31 @@ FIRST: list[Target] = [
     Target("Readout.logits", owner=lambda w: w.readout),
     Target("Readout.log_probs", owner=lambda w: w.readout),
     Target("Readout.top_tokens", {"h": "vector"}, {"h": lambda w: w.activations[3][0]}, lambda w: w.readout),
-    Target("Site.parse", {"text": "site", "n_layers": ""}, {"n_layers": lambda _: 3}),
-    Target("Site.read", {"text": "site"}),
-    Target("Site", {"kind": "text", "layer": "layer"}, {"kind": lambda _: "h"}),
+    Target("Site.parse", {"text": "site", "n_layers": ""}, {"n_layers": lambda _: 3}, takes=NAMED),
+    Target("Site.read", {"text": "site"}, takes=NAMED),
+    Target(
+        "Site",
+        {"kind": "text", "layer": "layer"},
+        {"kind": lambda _: "h"},
+        takes={f"layer={n}": partial(_is_site, "h", n) for n in (99, -99)},
+    ),
     Target(
         "make_token_examples",
         {"tokens": "object", "positions": "where", "attention_mask": "", "name": "", "corpus": ""},
         {"tokens": lambda _: [[5, 6, 7], [8, 9, 10]]},
     ),
+    Target("corpora.make_windows", {"source": "corpus", "name": ""}, {"source": lambda w: w.corpus}),
     Target("models.changes_of"),
     Target("models.token_policy", {"tokenizer": "tokenizer"}),
-    Target("storage.verify", {"folder": "path read"}, {"folder": kept("maps")}),
+    Target(
+        "storage.verify",
+        {"folder": "path read"},
+        {"folder": kept("maps")},
+        takes={
+            f"folder={none}": lambda _, verdicts: verdicts == []  # nothing of this library is there
+            for none in ("'.'", "an_empty_folder", "a_folder_of_others")
+        },
+    ),
     # Maps.
     Target(
         "LinearMap",
@@ -56,8 +110,22 @@ FIRST: list[Target] = [
             "source": lambda _: "h.0",
             "target": lambda _: "h.1",
         },
+        finish=lambda _, linear_map: [matlens.MapSet([linear_map])[pair] for pair in [_ends(linear_map)]],
+        takes={
+            "bias=None": lambda _, maps: maps[0].bias is None,
+            "weight=a_tensor": lambda _, maps: torch.equal(maps[0].weight, torch.zeros(2, 2)),
+            **{
+                f"{end}={name!r}": partial(_has_end, end, name)
+                for end in ("source", "target")
+                for name in ("h.99", "bogus.1", "attn_out.77")
+            },
+        },
     ),
-    Target("LinearMap.__call__", owner=lambda w: w.stream_maps[0, 3]),
+    Target(
+        "LinearMap.__call__",
+        owner=lambda w: w.stream_maps[0, 3],
+        takes={f"h={label}": lambda _, mapped: not mapped.isfinite().any() for label in NOT_FINITE},
+    ),
     Target("LinearMap.to", {"device": "choice"}, {"device": lambda _: "cpu"}, lambda w: w.stream_maps[0, 3]),
     Target(
         "LinearMap.then",
@@ -65,7 +133,12 @@ FIRST: list[Target] = [
         {"following": lambda w: w.stream_maps[1, 3]},
         lambda w: w.stream_maps[0, 1],
     ),
-    Target("MapSet", {"maps": "object"}, {"maps": lambda w: [w.stream_maps[0, 3]]}),
+    Target(
+        "MapSet",
+        {"maps": "object"},
+        {"maps": lambda w: [w.stream_maps[0, 3]]},
+        takes={f"maps={none}": lambda _, maps: len(maps) == 0 for none in ("[]", "{}")},
+    ),
     Target("MapSet.__getitem__", {"pair": "pair"}, {"pair": lambda _: (0, 3)}, lambda w: w.stream_maps),
     Target("MapSet.fit"),
     Target(
@@ -77,12 +150,21 @@ FIRST: list[Target] = [
     Target("MapSet.save", owner=lambda w: w.stream_maps),
     Target("MapSet.load", {"folder": "path read"}, {"folder": kept("maps")}),
     Target("linear.fit_rows"),
-    Target("linear.fit_samples"),
-    Target("linear.fit_stream", {"batches": "object"}, {"batches": lambda w: [dict(w.activations)]}),
+    Target("linear.fit_samples", takes=BACKWARDS),
+    Target(
+        "linear.fit_stream",
+        {"batches": "object"},
+        {"batches": lambda w: [dict(w.activations)]},
+        takes=BACKWARDS,
+    ),
     Target(
         "linear.Moments",
         {"d_in": "count", "d_out": "count", "source": "text", "target": "text"},
         {"d_in": lambda _: 4, "d_out": lambda _: 4},
+        takes={  # nothing is held before there are samples, and names are for messages
+            **{f"{end}=1000000": lambda _, moments: moments.n == 0 for end in ("d_in", "d_out")},
+            **{f"{end}=''": lambda _, moments: moments.n == 0 for end in ("source", "target")},
+        },
     ),
     Target(
         "linear.Moments.update",
@@ -98,10 +180,14 @@ FIRST: list[Target] = [
         {"intercept": lambda _: False, "ridge": lambda _: 0.0},
         moments_of,
     ),
-    Target("linear.resolve_pairs", {"n_layers": "whole"}),
+    Target("linear.resolve_pairs", {"model": "whole"}, {"model": lambda _: 3}),
     # Activations.
     Target("activations.Activations.__getitem__", owner=lambda w: w.activations),
-    Target("activations.Activations.resolve", owner=lambda w: w.activations),
+    Target(
+        "activations.Activations.resolve",
+        owner=lambda w: w.activations,
+        takes={"site='bogus.1'": partial(_is_site, "bogus", 1)},
+    ),
     Target("activations.Activations.head", {"n": "whole"}, owner=lambda w: w.activations),
     Target("activations.Activations.load", {"folder": "path read"}, {"folder": kept("activations")}),
     Target("activations.default_batch_tokens"),
@@ -127,9 +213,20 @@ FIRST: list[Target] = [
         {"ids": lambda _: np.array([[5, 6], [7, 8]])},
         lambda w: w.frequency,
     ),
-    Target("corpora.read_prompts", {"path": "path read", "challenging": "truth"}, {"path": kept("prompts")}),
+    Target(
+        "corpora.read_prompts",
+        {"path": "path read", "challenging": "truth"},
+        {"path": kept("prompts")},
+        takes={"path=a_text": lambda w, prompts: prompts == list(w.sentences)},
+    ),
     Target("corpora.WordSimilarity.fit", {}, {"dimensions": lambda _: 5, "min_count": lambda _: 2}),
-    Target("corpora.WordSimilarity.row", {"text": "text"}, {"text": lambda _: "w12"}, lambda w: w.similarity),
+    Target(
+        "corpora.WordSimilarity.row",
+        {"text": "text"},
+        {"text": lambda _: "w12"},
+        lambda w: w.similarity,
+        takes={"text=''": lambda _, row: row == -1},
+    ),
     Target(
         "corpora.WordSimilarity.compare",
         {"rows": "numbers"},
@@ -142,13 +239,19 @@ FIRST: list[Target] = [
         {"replacements": "object"},
         {"replacements": lambda w: matlens.jump(w.stream_maps, 1, 3)},
         finish=run_in,
+        takes={"replacements=[]": lambda w, logits: torch.equal(logits, run_in(w, nullcontext(w.model)))},
     ),
     Target("jump", {**MAPS}, STREAM_MAPS, finish=patch_with),
     *[Target(name, {**RANGE}, finish=patch_with) for name in ("mat_attn", "mat_ffn", "mat_ln1_ln2")],
     Target(
         "patching.stand_ins", {**RANGE, "names": "names"}, {"names": lambda _: ["attn"]}, finish=patch_with
     ),
-    Target("patching.Replacement.from_map", {"linear": "map"}, {"linear": lambda w: w.stream_maps[0, 3]}),
+    Target(
+        "patching.Replacement.from_map",
+        {"linear": "map"},
+        {"linear": lambda w: w.stream_maps[0, 3]},
+        finish=lambda w, replacement: patch_with(w, [replacement]),
+    ),
     Target(
         "patching.Scheme",
         {"boundaries": "layers", "starts_with": "choice"},
@@ -197,6 +300,7 @@ FIRST: list[Target] = [
         "models.Provenance.from_json",
         {"values": "object"},
         {"values": lambda w: w.activations.provenance.to_json()},
+        takes={"values={}": lambda _, provenance: provenance == models.Provenance()},
     ),
     Target(
         "models.Provenance.require_same",
@@ -207,8 +311,16 @@ FIRST: list[Target] = [
     Target("models.fingerprint"),
     Target("models.unembed_hash"),
     Target("models.require_raw"),
-    Target("models.token_texts", {"tokens": "numbers"}, {"tokens": lambda _: [5, 6]}),
-    Target("models.visible", {"token": "text"}),
+    Target(
+        "models.token_texts",
+        {"tokens": "numbers"},
+        {"tokens": lambda _: [5, 6]},
+        takes={  # a vocabulary may have more rows than a tokenizer has tokens
+            "tokens=[99]": lambda _, texts: texts == ["<99>"],
+            "tokens=[]": lambda _, texts: texts == [],
+        },
+    ),
+    Target("models.visible", {"token": "text"}, takes={"token=''": lambda _, text: text == ""}),
     Target("models.word_token", {"word": "text"}),
     Target("models.word_tokens"),
     # Storage.
@@ -235,12 +347,18 @@ FIRST: list[Target] = [
         {"folder": "path read"},
         {"folder": lambda w: w.study_folder, "pairs": lambda _: "all", "ridge": lambda _: 1.0},
     ),
-    Target("study.plot_results", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
+    Target(
+        "study.plot_results",
+        {"folder": "path read"},
+        {"folder": lambda w: w.study_folder},
+        takes={"title=''": lambda _, paths: len(paths) == 4 and all(path.is_file() for path in paths)},
+    ),
     Target("study.read_results", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
     Target("study.slug", {"name": "text"}),
     Target(
         "study.Study.load",
         {"model": "model", "corpus": "corpus", "out": "path written", "device": ""},
         {"corpus": lambda w: w.corpus, "out": lambda w: w.fresh("study")},
+        takes={"out=a_folder_of_others": lambda _, study: (study.out / "other.txt").is_file()},
     ),
 ]

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 
+from attack.badness import _short
 from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
 from attack.signatures import Target
-from attack.world import ConstantGrader
+from attack.world import ConstantGrader, World
 from matlens import control, ffn, lens
+
+NOT_FINITE = ("with_nan", "with_infinity")
+
+
+def _has(part: str, number: int, _: World, vector: Any) -> bool:
+    return bool(getattr(vector, part) == number)
+
+
+def _shows_none(_: World, table: Any) -> bool:
+    """Maps that are no numbers have no r2 and predict nothing right, and the identity is as it was."""
+    of_maps = table[(table["method"] == "mat") & (table["layer"] < table["target"])]
+    values = of_maps["value"][of_maps["metric"] != "precision"]
+    hits = of_maps["value"][of_maps["metric"] == "precision"]
+    return not values.map(math.isfinite).any() and bool((hits == 0).all())
+
 
 READING: list[Target] = [
     # FFNs.
@@ -26,7 +46,14 @@ READING: list[Target] = [
     Target("ffn.dominant_table", {"projection": "projection, other projection"}),
     Target("ffn.Trace.run"),
     Target("ffn.Trace.load", {"folder": "path read"}, {"folder": kept("trace")}),
-    Target("ffn.ValueVector", {"layer": "whole", "index": "whole"}, {"index": lambda _: 2}),
+    Target(
+        "ffn.ValueVector",
+        {"layer": "whole", "index": "whole"},
+        {"index": lambda _: 2},
+        takes={  # from the end, where a model is known
+            f"{part}={n}": partial(_has, part, n) for part in ("layer", "index") for n in (0, -1)
+        },
+    ),
     Target("ffn.ValueVector.parse", {"text": "name read"}, {"text": lambda _: "L0D1"}),
     Target("ffn.ValueVectors"),
     *[
@@ -38,7 +65,12 @@ READING: list[Target] = [
     Target("ffn.compare_linkages", {}, {"n_clusters": lambda _: 20, "n_vectors": lambda _: 60}),
     Target("ffn.Clusters.load", {"folder": "path read"}, {"folder": kept("clusters")}),
     Target("ffn.Clusters.members", {"cluster": "row"}, {"cluster": lambda _: 1}, lambda w: w.clusters),
-    Target("ffn.Clusters.holding", VALUES, owner=lambda w: w.clusters),
+    Target(
+        "ffn.Clusters.holding",
+        VALUES,
+        owner=lambda w: w.clusters,
+        takes={"names=[]": lambda _, clusters: clusters == []},
+    ),
     Target("ffn.Clusters.directions", VALUES, owner=lambda w: w.clusters),
     Target(
         "ffn.Clusters.cosines",
@@ -70,10 +102,23 @@ READING: list[Target] = [
         {},
         {"rows": lambda w: torch.ones(len(w.examples), dtype=torch.bool)},
         owner=lambda w: ffn.find_events(w.trace)["elimination"],
+        takes={  # events know which examples they are in, and not how many there are
+            "rows=one_too_many": lambda w, events: (
+                len(events.layer) == len(ffn.find_events(w.trace)["elimination"].layer)
+            ),
+            "rows=none_true": lambda _, events: len(events.layer) == 0,
+        },
     ),
     Target("ffn.extreme_sub_updates", VALUES),
     Target("ffn.default_threshold", {"scores": "object"}, {"scores": lambda w: w.trace.score}),
-    Target("ffn.draw_sub_updates", {**VALUES, "n": "count"}),
+    Target(
+        "ffn.draw_sub_updates",
+        {**VALUES, "n": "count"},
+        takes={  # all, where there are fewer
+            f"n={n}": lambda w, drawn: len(drawn.layer) == w.trace.index["dominant"].numel()
+            for n in ("1000000", _short(10**40))
+        },
+    ),
     Target(
         "ffn.cluster_activity", {**VALUES, "sub_updates": "object"}, {"sub_updates": lambda w: w.extremes}
     ),
@@ -126,16 +171,28 @@ READING: list[Target] = [
         },
     ),
     # Lens.
-    Target("lens.as_substitute"),
+    Target(
+        "lens.as_substitute",
+        finish=lambda w, substitute: lens.judge_predictions(
+            w.readout, w.activations[3], {"id": substitute}, progress=False
+        ),
+        takes={  # what a map overflows to predicts nothing: it is behind all tokens
+            f"vectors={label}": lambda _, judged: bool((judged["id"].rank > 0).all()) for label in NOT_FINITE
+        },
+    ),
     Target(
         "lens.exit_confidences",
-        {**READOUT, "substitutes": "object", "name": ""},
+        {"substitutes": "object", "name": ""},  # of plain vectors no model is known
         {"substitutes": lambda w: w.substitutes, "name": lambda _: "id"},
     ),
     Target(
         "lens.exit_layers",
         {"confidence": "any vectors", "threshold": "vector"},
         {"confidence": lambda w: w.confidence.difference, "threshold": lambda w: torch.full((60,), 0.5)},
+        takes={  # of how many layers is not known
+            "confidence=too_narrow": lambda _, layers: int(layers.max()) <= 2,
+            "confidence=too_wide": lambda _, layers: int(layers.max()) <= 6,
+        },
     ),
     Target("lens.exit_sweep", {**MAPS, **READOUT}, STREAM_MAPS),
     Target(
@@ -178,15 +235,21 @@ READING: list[Target] = [
         {**MAPS, **READOUT, "prompts": "activations, other activations"},
         {**STREAM_MAPS, "prompts": lambda w: w.prompt_activations},
     ),
-    Target("lens.fit_quality", {**MAPS, "validation": "activations, other activations"}, STREAM_MAPS),
+    Target(
+        "lens.fit_quality",
+        {**MAPS, "validation": "activations, other activations"},
+        STREAM_MAPS,
+        takes={"maps=with_nan": _shows_none},
+    ),
     Target(
         "lens.prediction_quality",
         {**MAPS, **READOUT, "validation": "activations, other activations", "methods": "names"},
         {**STREAM_MAPS, "methods": lambda _: ["mat"]},
+        takes={"maps=with_nan": _shows_none},
     ),
     Target(
         "lens.judge_predictions",
-        {**READOUT, "substitutes": "object"},
+        {"substitutes": "object"},  # of plain vectors no model is known
         {"substitutes": lambda w: {"id": w.substitutes[0]}},
     ),
     Target("lens.layer_table"),
@@ -196,7 +259,7 @@ READING: list[Target] = [
     Target("control.added", {"number": "number"}, {"number": lambda _: 1.0}),
     Target("control.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
     Target("control.continue_prompts", {}, {"n_tokens": lambda _: 2}),
-    Target("control.text_losses"),
+    Target("control.text_losses", {"texts": "object"}, {"texts": lambda w: w.corpus}),
     Target("control.perplexity_estimate"),
     Target("control.perplexity_ratio"),
     Target(
@@ -210,11 +273,16 @@ READING: list[Target] = [
         {"plain": lambda _: torch.rand(60), "announced": lambda _: torch.rand(6, 60)},
         lambda _: control.SelfDebiasing(),
     ),
-    Target("control.word_filter"),
+    Target("control.word_filter", takes={"words=['w1 w2']": lambda _, processor: processor is not None}),
     Target("control.make_grader", {"name": "choice"}, {"name": lambda _: "profanity-check"}),
     Target("control.draw_harmless", {"below": "number"}, {"below": lambda _: 0.9}),
     Target("control.most_harmless"),
-    Target("control.grade_values", {**VALUES, "grader": "object"}, {"grader": lambda _: ConstantGrader()}),
+    Target(
+        "control.grade_values",
+        {**VALUES, "grader": "object"},
+        {"grader": lambda _: ConstantGrader()},
+        takes={"values=of_other_weights": lambda w, table: table.equals(w.graded)},  # names alone enter
+    ),
     Target(
         "control.grade_continuations",
         {"continuations": "table", "grader": "object"},
@@ -233,6 +301,11 @@ READING: list[Target] = [
         "metrics.r2",
         {"prediction": "vectors", "truth": "vectors"},
         {"prediction": lambda w: w.activations[3], "truth": lambda w: w.activations[3]},
+        takes={  # a number that nobody takes for a result
+            f"{part}={label}": lambda _, value: not math.isfinite(value)
+            for part in ("prediction", "truth")
+            for label in NOT_FINITE
+        },
     ),
     Target(
         "metrics.rank",
@@ -245,5 +318,10 @@ READING: list[Target] = [
         {"log_probs": lambda _: torch.rand(4, 9), "token": lambda _: torch.arange(4)},
     ),
     Target("metrics.proportion", {"hits": "object"}, {"hits": lambda _: torch.tensor([True, False])}),
-    Target("metrics.mean", {"values": "object"}, {"values": lambda _: torch.rand(9)}),
+    Target(
+        "metrics.mean",
+        {"values": "object"},
+        {"values": lambda _: torch.rand(9)},
+        takes={"values=a_tensor": lambda _, mean: (mean.value, mean.n) == (0.0, 4)},
+    ),
 ]

@@ -56,7 +56,12 @@ SEEING: list[Target] = [
         },
     ),
     Target("annotation.read_plausibility_sheet", {"path": "path read"}, {"path": kept("plausibility")}),
-    Target("annotation.write_sheet", {"path": "path written"}, {"path": lambda w: w.fresh("sheet.csv")}),
+    Target(
+        "annotation.write_sheet",
+        {"path": "path written"},
+        {"path": lambda w: w.fresh("sheet.csv")},
+        takes={"table=another_table": lambda _, nothing: nothing is None},  # any table is written
+    ),
     # Plots.
     *[
         Target(f"plots.{name}", finish=draw, good={"results": part})
@@ -68,24 +73,27 @@ SEEING: list[Target] = [
             "saturation_figure": lambda w: ffn.saturation_frequency(w.trace),
         }.items()
     ],
-    *[
-        Target(
-            f"plots.{name}",
-            {"results": "table", "table": "table", "clusters": "table", "size": "whole"},
-            {"results": lambda w: part_of(w, "fit_quality")},
-        )
-        for name in (
-            "across_corpora",
-            "alternation",
-            "by_fitting",
-            "by_method",
-            "concept_shares",
-            "toxicity_against_perplexity",
-        )
-    ],
-    Target("plots.layer_ticks", {"last": "whole"}),
-    Target("plots.literal", {"text": "text"}),
-    Target("plots.model_title", {"model": "text", "corpus": "", "n": ""}, {"model": lambda _: "m"}),
-    Target("plots.save", {"figure": "object", "name": "text"}, {"figure": r2_figure, "name": lambda _: "r2"}),
+    Target(
+        "plots.concept_shares",
+        good={"results": lambda w: annotation.pattern_shares(w.patterns, model_name="m", corpus="c", k=5)},
+        finish=draw,
+    ),
+    Target("plots.layer_ticks", {"last": "whole"}, takes={"last=0": lambda _, ticks: ticks == [0]}),
+    Target("plots.literal", {"text": "text"}, takes={"text=''": lambda _, text: text == ""}),
+    Target(
+        "plots.model_title",
+        {"model": "text", "corpus": "", "n": ""},
+        {"model": lambda _: "m"},
+        takes={"model=''": lambda _, text: text == ""},
+    ),
+    Target(
+        "plots.save",
+        {"figure": "object", "name": "text"},
+        {"figure": r2_figure, "name": lambda _: "r2"},
+        takes={
+            "folder=a_folder_of_others": lambda _, paths: (paths[0].parent / "other.txt").is_file(),
+            "title=''": lambda _, paths: len(paths) == 2,
+        },
+    ),
     Target("plots.token_table", {"tables": "object"}, {"tables": lambda w: {"a": w.table_of_predictions}}),
 ]

@@ -216,7 +216,7 @@ def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
 def _resolve_sites(anatomy: Anatomy, sites: Any) -> list[Site]:
     if isinstance(sites, (str, int, Site)):
         raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
-    if not isinstance(sites, Iterable):
+    if not isinstance(sites, Iterable) or isinstance(sites, Mapping):
         raise InputError(
             f"The sites are {short(sites)}. Expected a list of them, such as ['h.0', 'attn_out.3']."
         )

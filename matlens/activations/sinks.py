@@ -169,9 +169,12 @@ def outlying_rows(
     Raises
     ------
     InputError
-        A norm is negative or not finite, the factor is less than 1, or there are not as many places as rows.
+        A norm is negative or not finite, there is no layer, the factor is less than 1, or there are not as
+        many places as rows.
     """
     factor = require_number(factor, "The factor", least=1)
+    if not norms.shape[1]:
+        raise InputError("There are no norms: the rows have no layer. Expected one layer or more.")
     if norms.ndim != 2 or not bool((norms.isfinite() & (norms >= 0)).all()):
         raise InputError(
             f"The norms are {short(norms)}. Expected a finite number of at least 0 for each row and layer."

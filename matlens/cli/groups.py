@@ -197,8 +197,12 @@ class ReadOptions:
         from matlens.ffn.projection import Projection
 
         require_whole(self.tokens, "--tokens", least=1, most=model.cfg.d_vocab_out)  # before the work
-        plain = self.read == ReadChoice.plain
-        return Projection.from_model(model) if plain else Projection.after_norm(model)
+        make = {
+            ReadChoice.plain: Projection.from_model,
+            ReadChoice.norm: Projection.after_norm,
+            ReadChoice.head: Projection.through_head,
+        }
+        return make[self.read](model)
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ class ReadChoice(StrEnum):
 
     plain = "plain"
     norm = "norm"
+    head = "head"
 
 
 class LinkageChoice(StrEnum):
@@ -37,6 +38,13 @@ class DtypeChoice(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+def _folder(text: str | Path) -> Path:
+    """A folder; an empty word, such as a variable of the shell that is not set, is not where one is now."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty. Expected the path of a folder; '.' for this one.")
+    return Path(text)
 
 
 Model = Annotated[
@@ -71,7 +79,10 @@ LinkageOption = Annotated[
     LinkageChoice,
     typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
 ]
-Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written.")]
+Out = Annotated[
+    Path,
+    typer.Option("--out", parser=_folder, metavar="FOLDER", help="Folder for everything that is written."),
+]
 Seed = Annotated[
     int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the split and of the positions.")
 ]
@@ -106,7 +117,13 @@ Ridge = Annotated[
     ),
 ]
 Folder = Annotated[
-    Path, typer.Argument(help="The --out folder of 'matlens collect' or 'matlens run'.", show_default=False)
+    Path,
+    typer.Argument(
+        parser=_folder,
+        metavar="FOLDER",
+        help="The --out folder of 'matlens collect' or 'matlens run'.",
+        show_default=False,
+    ),
 ]
 Title = Annotated[str | None, typer.Option("--title", help="Title of the figures, instead of their own.")]
 Suffix = Annotated[
@@ -115,7 +132,11 @@ Suffix = Annotated[
 Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
 Read = Annotated[
     ReadChoice,
-    typer.Option("--read", help="plain: E v, as in the paper. norm: through the final norm first."),
+    typer.Option(
+        "--read",
+        help="plain: E v, as in the paper. norm: through the final norm first. head: through the gain of the "
+        "final norm, and in masked-LM models the dense layer of the head.",
+    ),
 ]
 TopTokens = Annotated[int, typer.Option("--tokens", min=1, help="How many tokens to show of each vector.")]
 AmongTop = Annotated[

@@ -130,7 +130,7 @@ def load_corpus(
         Name of the split to read, in datasets.
     limit
         Number of sentences after which reading stops; by default all are read. A packed file is checked to
-        its end all the same, unless it is larger than 64 MiB, which is told.
+        its end all the same.
     name
         What the corpus is called, by default what the source is.
 
@@ -149,6 +149,8 @@ def load_corpus(
         limit = require_whole(limit, "limit", least=1)
     if name is not None:
         require_kind(name, str, "name", way="Give the corpus a name in words.")
+        if not name.strip():
+            raise InputError("The name of the corpus is empty. Give it one in words.")
     pieces = open_source(source, field, split)
     if name is None:
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "given sentences"

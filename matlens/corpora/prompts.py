@@ -61,6 +61,11 @@ def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bo
         )
     if path.name.lower().endswith((".jsonl", ".json")):
         texts = list(_json_prompts(path, field, challenging))
+    elif path.name.lower().endswith((".csv", ".tsv")):
+        raise InputError(
+            f"{str(path)!r} is a table, whose heading would be read as a prompt. Expected a text with one "
+            "prompt a line, or JSON lines."
+        )
     elif challenging:
         raise InputError(
             f"{str(path)!r} is a text, which marks no prompt as challenging. Expected JSON lines with a "

@@ -82,6 +82,8 @@ class ExitClassifiers:
                 f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
                 "Expected positive numbers, at least one."
             )
+        if not kinds:
+            raise InputError("There is no kind of penalty. Expected RIDGE, LASSO or both.")
         if min(folds, fewest) < 2:
             raise InputError(f"{folds} folds and {fewest} events are too few. Expected 2 or more of each.")
         self.strengths, self.kinds, self.folds = strengths, kinds, folds

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from matlens import metrics
 from matlens.arguments import require_whole
 from matlens.errors import InputError
-from matlens.ffn.values import ValueName, ValueVectors, unembedding
+from matlens.ffn.values import NormGain, ValueName, ValueVectors, unembedding
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
@@ -48,6 +48,17 @@ class TopTokens(NamedTuple):
     scores: Float[Tensor, "n k"]
 
 
+class _LinearHead(nn.Module):
+    """What vectors go through before the unembedding, its linear parts alone."""
+
+    def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
+        super().__init__()
+        self.dense, self.gain = None if dense is None else dense.detach().float(), gain
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
+
+
 @checked
 @dataclass(frozen=True, eq=False)
 class Projection:
@@ -60,7 +71,7 @@ class Projection:
     tokenizer
         The tokenizer of the model.
     norm
-        What vectors go through first: nothing, or the model's final norm.
+        What vectors go through first: nothing, the model's final norm, or the linear parts of its head.
     identity
         The model whose vocabulary it is; ``None`` where that is not known.
     """
@@ -95,6 +106,24 @@ class Projection:
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
         norm = copy.deepcopy(model.ln_final.original_component).float()
         return cls(plain, model.tokenizer, norm, _identity(model))
+
+    @classmethod
+    def through_head(cls, model: TransformerBridge) -> Projection:
+        """``E (f * v)``, with the gain ``f`` of the final norm; in a masked-LM head ``E (f * W v)``.
+
+        These are the linear parts of what the model does behind its last block (``W`` is the head's dense
+        layer), without biases and scale. In a masked-LM model ``E v`` alone says nothing of what ``v``
+        promotes: the head turns the stream before the unembedding reads it.
+
+        Raises
+        ------
+        InputError
+            The model has no unembedding or no final norm, or one that is not known.
+        """
+        normed = cls.after_norm(model)
+        dense = model.mlm_head.original_component.weight if hasattr(model, "mlm_head") else None
+        head = _LinearHead(dense, NormGain.from_module(model.ln_final.original_component, model.cfg.d_model))
+        return cls(normed.unembedding, normed.tokenizer, head, normed.identity)
 
     def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
         """Refuse vectors of another model; where one of the models is not known they are taken.

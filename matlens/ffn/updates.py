@@ -309,13 +309,13 @@ def removal_table(
     agree with that difference.
 
     The methods are the readings: ``v`` is ``E v`` with the row ``v`` of the output matrix, ``g v`` that with
-    the gain of the norm behind the FFN (where there is one: extra-norm and post-norm blocks), ``f v`` with
-    the gain of the final norm, ``f g v`` with both, and ``ln_f(...)`` through the whole final norm (a layer
-    norm; what an RMS norm gives agrees as its gain does). In models with a masked-LM head ``f W g v`` also
-    goes through the dense layer ``W`` of the head, without its activation. ``another v`` is a random value
-    vector of the layer, read as ``v``. The metrics are ``correlation``, Pearson's over the vocabulary, and
-    ``common``, the share of the ``n_tokens`` top tokens that both have. Estimates are means over examples of
-    the means of their ``k``; rows without a layer are over all ``layers``.
+    the gain of the norm behind the FFN (where there is one: extra-norm and post-norm blocks), ``f v`` and
+    ``f g v`` go through the linear parts of the head, see `Projection.through_head`: the final norm's gain,
+    in masked-LM models behind the head's dense layer (``f W v``, ``f W g v``). ``ln_f(...)`` is through the
+    whole final norm (a layer norm; what an RMS norm gives agrees as its gain does). ``another v`` is a random
+    value vector of the layer, read as ``v``. The metrics are ``correlation``, Pearson's over the vocabulary,
+    and ``common``, the share of the ``n_tokens`` top tokens that both have. Estimates are means over examples
+    of the means of their ``k``; rows without a layer are over all ``layers``.
 
     Parameters
     ----------
@@ -375,30 +375,26 @@ def removal_table(
 
 def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Callable[[Tensor, int], Tensor]]:
     """Scores of all tokens for rows of a layer's output matrix, by the name of the reading."""
-    plain, normed = Projection.from_model(model), Projection.after_norm(model)
-    final = NormGain.from_module(model.ln_final.original_component, values.d_model)
-    gains: list[Callable[[Tensor], Tensor]] = []
-    anatomy = Anatomy.from_model(model)
-    if values.output_kind != FFN_OUT or anatomy.family is POST_NORM:
-        gains = [
-            NormGain.from_module(norm_after_ffn(model, n), values.d_model) for n in range(values.n_layers)
-        ]
-    stream = "g v" if gains else "v"
+    plain, normed, head = (
+        make(model) for make in (Projection.from_model, Projection.after_norm, Projection.through_head)
+    )
+    gains: list[NormGain] = []
+    if values.output_kind != FFN_OUT or Anatomy.from_model(model).family is POST_NORM:
+        norms = [norm_after_ffn(model, layer) for layer in range(values.n_layers)]
+        gains = [NormGain.from_module(norm, values.d_model) for norm in norms]
+    through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred
 
-    def reaching(rows: Tensor, layer: int) -> Tensor:
-        return gains[layer](rows) if gains else rows
+    def reading(projection: Projection, *, gained: bool = False) -> Callable[[Tensor, int], Tensor]:
+        return lambda rows, layer: projection.scores(gains[layer](rows) if gained else rows)
 
-    readings: dict[str, Callable[[Tensor, int], Tensor]] = {"v": lambda rows, layer: plain.scores(rows)}
+    readings = {"v": reading(plain)}
     if gains:
-        readings["g v"] = lambda rows, layer: plain.scores(reaching(rows, layer))
-    readings["f v"] = lambda rows, layer: plain.scores(final(rows))
+        readings["g v"] = reading(plain, gained=True)
+    readings[f"{through} v"] = reading(head)
     if gains:
-        readings["f g v"] = lambda rows, layer: plain.scores(final(reaching(rows, layer)))
-    if final.centred:  # through an RMS norm the order and the correlation are those of its gain
-        readings[f"ln_f({stream})"] = lambda rows, layer: normed.scores(reaching(rows, layer))
-    if hasattr(model, "mlm_head"):
-        dense = model.mlm_head.original_component.weight.detach().float()
-        readings[f"f W {stream}"] = lambda rows, layer: plain.scores(final(reaching(rows, layer) @ dense.T))
+        readings[f"{through} g v"] = reading(head, gained=True)
+    if not is_rms:  # through an RMS norm the order and the correlation are those of its gain
+        readings["ln_f(g v)" if gains else "ln_f(v)"] = reading(normed, gained=bool(gains))
     return readings
 
 

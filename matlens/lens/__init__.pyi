@@ -1,6 +1,8 @@
 from .alternation import best_schemes as best_schemes
 from .alternation import named_schemes as named_schemes
 from .alternation import scheme_quality as scheme_quality
+from .costs import Costs as Costs
+from .costs import exit_costs as exit_costs
 from .early_exit import ExitConfidence as ExitConfidence
 from .early_exit import exit_confidences as exit_confidences
 from .early_exit import exit_layers as exit_layers
@@ -9,6 +11,11 @@ from .early_exit import layers_saved as layers_saved
 from .early_exit import least_lam as least_lam
 from .early_exit import savings as savings
 from .early_exit import thresholds as thresholds
+from .heads import constant_maps as constant_maps
+from .heads import head_ablation as head_ablation
+from .heads import head_pairs as head_pairs
+from .heads import head_r2 as head_r2
+from .heads import head_replacements as head_replacements
 from .predictions import masked_accuracy as masked_accuracy
 from .predictions import prediction_confidence as prediction_confidence
 from .predictions import predictions_table as predictions_table

@@ -79,8 +79,8 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
             f"Confidences of the shape {tuple(confidence.shape)} with {len(threshold)} thresholds. Expected "
             "a threshold for each row, and one layer or more."
         )
-    if bool(confidence.isnan().any()) or bool(threshold.isnan().any()):
-        raise InputError("A confidence or a threshold is NaN. Expected numbers.")
+    if not bool(confidence.isfinite().all()) or bool(threshold.isnan().any()):
+        raise InputError("A confidence is not finite, or a threshold is NaN. Expected numbers.")
     passed: Bool[Tensor, "n n_layers"] = confidence.double() > threshold[:, None]
     passed[:, -1] = True
     return passed.to(torch.uint8).argmax(1) + 1

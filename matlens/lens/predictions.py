@@ -104,6 +104,7 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 @checked
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
     """The part of each prompt that the model has read: all of it around a mask, or up to the position."""
+    readout.require_same(prompts.provenance, theirs="the prompts")
     examples, tokenizer = prompts.examples, readout.tokenizer
     # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
     # token that a tokenizer lacks has the number of the unknown word.)

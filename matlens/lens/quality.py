@@ -43,6 +43,9 @@ def fit_quality(
 ) -> pd.DataFrame:
     """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
 
+    Of maps between other sites, where both were collected, there is r2 of the map alone; the method's name
+    then says which sites, such as ``mat attn_in.3 -> attn_out.3``.
+
     Parameters
     ----------
     maps
@@ -67,7 +70,8 @@ def fit_quality(
         )
     counted = slice(None) if rows is None else rows
     table = []
-    for source, target in Bar(list(maps), desc="r2", unit="pair", disable=not progress):
+    pairs = [pair for pair in maps if all(_is_stream(site) or site in validation for site in pair)]
+    for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
         h, truth = validation[source][counted], validation[target][counted]
         substitutes = {"mat": maps[source, target](h), "id": h}
         if not (_is_stream(source) and _is_stream(target)):

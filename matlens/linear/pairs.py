@@ -98,7 +98,7 @@ def require_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]
     InputError
         A site was not collected; the message names all that are missing.
     """
-    there = list(collected)
+    there = list(map(str, collected))
     absent = sorted({site for pair in pairs for site in pair} - set(there), key=Site.parse)
     if absent:
         raise InputError(f"There are no vectors of {', '.join(absent)}; collected were {', '.join(there)}.")

@@ -73,6 +73,11 @@ class Readout:
         if isinstance(other, ModelIdentity) or other.model is not None:
             Provenance(self.identity).require_same(other, ours="the read-out", theirs=theirs)
 
+    @property
+    def multiplications(self) -> int:
+        """Numbers in the matrices of the read-out, which are its multiplications for one vector."""
+        return sum(weight.numel() for weight in self._head.parameters() if weight.ndim == 2)
+
     @torch.inference_mode()
     def logits(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device.

@@ -79,7 +79,7 @@ def patched(
 def _patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
 ) -> Iterator[TransformerBridge]:
-    if not isinstance(replacements, Iterable):
+    if not isinstance(replacements, Iterable) or (isinstance(replacements, Mapping) and not replacements):
         raise InputError(f"Expected a list of maps or replacements, not {type(replacements).__name__}.")
     wanted = [_as_replacement(item) for item in replacements]
     with apply_replacements(model, resolve_replacements(model, wanted, _ACTIVE.get(model, []))):
@@ -176,14 +176,19 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
 def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
     def hook(value: Tensor, hook: Any) -> Tensor:
         instead = _stand_in(replacement, value, value)
-        return instead if replacement.is_jump else _put(instead, value, places.chosen(replacement.where))
+        return instead if replacement.is_jump else _put(replacement, instead, value, places)
 
     return hook
 
 
-def _put(instead: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
-    """What is put in the place of a value at the chosen tokens; of several heads, head after head."""
-    return torch.where(chosen[..., None], instead, value.flatten(2)).view(value.shape)
+def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: TokenPlaces) -> Tensor:
+    """What is put in the place of a value at the chosen tokens and heads; of several, head after head."""
+    chosen = places.chosen(replacement.where)[..., None]
+    if replacement.heads is not None:
+        heads = torch.zeros(value.shape[2:], dtype=torch.bool, device=value.device)
+        heads[list(replacement.heads)] = True
+        chosen = chosen & heads.flatten()
+    return torch.where(chosen, instead, value.flatten(2)).view(value.shape)
 
 
 def _stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
@@ -230,7 +235,7 @@ def _writing_hook(
         instead = _stand_in(replacement, read, value.flatten(2))
         if before is not None:
             instead = instead - before.to(instead.dtype)
-        return _put(instead, value, places.chosen(replacement.where))
+        return _put(replacement, instead, value, places)
 
     return leave
 

@@ -52,12 +52,16 @@ class Replacement:
         end are meant. Tokens are counted from the sentence's own first; padding is none of them. Blocks are
         skipped where all tokens are meant; at some tokens only what leaves the blocks is replaced, and the
         other tokens attend to what the blocks make of these.
+    heads
+        Which heads are replaced, counted from 0, where the target has several (``blocks.3.attn.hook_z``); by
+        default all. The function gives the vectors of all heads, and those of the others are left.
     """
 
     function: Function
     source: Site
     target: Site
     where: Where = "all"
+    heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -65,9 +69,12 @@ class Replacement:
         _require_where(self)
 
     @classmethod
-    def from_map(cls, linear: LinearMap, *, where: Where = "all") -> Replacement:
+    def from_map(
+        cls, linear: LinearMap, *, where: Where = "all", heads: Sequence[int] | None = None
+    ) -> Replacement:
         """Replace the part of a model that lies between the sites of a map."""
-        return cls(linear, Site.read(linear.source), Site.read(linear.target), where)
+        chosen = None if heads is None else tuple(heads)
+        return cls(linear, Site.read(linear.source), Site.read(linear.target), where, chosen)
 
     @property
     def is_jump(self) -> bool:
@@ -196,6 +203,7 @@ def resolve_replacements(
         source, target = anatomy.resolve(replacement.source), anatomy.resolve(replacement.target)
         replacement = replace(replacement, source=source, target=target)
         _require_where(replacement)
+        _require_heads(replacement, anatomy)
         _require_order(replacement, anatomy)
         _require_width(replacement, anatomy)
         shared = find_overlap(anatomy, replacement, [*active, *resolved])
@@ -214,7 +222,8 @@ def describe_replacement(replacement: Replacement) -> str:
     function, where = replacement.function, replacement.where
     by = f"the map {function.digest}" if isinstance(function, LinearMap) else function_name(function)
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
-    return f"{replacement} replaced by {by} at {at}"
+    heads = "" if replacement.heads is None else f" in the heads {', '.join(map(str, replacement.heads))}"
+    return f"{replacement} replaced by {by} at {at}{heads}"
 
 
 def find_overlap(anatomy: Anatomy, replacement: Replacement, others: Sequence[Replacement]) -> str | None:
@@ -349,6 +358,24 @@ def _require_where(replacement: Replacement) -> None:
         raise InputError(
             f"'where' of {replacement} is {short(where)}. Expected 'all', 'not-first', or a tensor of "
             "positions or of truth values."
+        )
+
+
+def _require_heads(replacement: Replacement, anatomy: Anatomy) -> None:
+    heads, target = replacement.heads, replacement.target
+    if heads is None:
+        return
+    shape = anatomy.hooks[anatomy.hook(target)].shape
+    if len(shape) != 2:
+        raise InputError(
+            f"Heads are chosen for {replacement}, and {target} is not divided into heads. Expected a target "
+            "that is, such as z.3."
+        )
+    known = range(shape[0])
+    if not heads or len(set(heads)) < len(heads) or any(head not in known for head in heads):
+        raise InputError(
+            f"The heads of {replacement} are {short(heads)}. Expected one or more of 0 to {shape[0] - 1}, "
+            "each once."
         )
 
 

@@ -1,4 +1,5 @@
 from .continuations import toxicity_against_perplexity as toxicity_against_perplexity
+from .exits import costs_figure as costs_figure
 from .exits import early_exit as early_exit
 from .exits import exits_figure as exits_figure
 from .extremes import extremes_figure as extremes_figure
@@ -8,6 +9,7 @@ from .layers import r2_heatmaps as r2_heatmaps
 from .layers import relative_depth as relative_depth
 from .layers import token_table as token_table
 from .replacements import alternation as alternation
+from .replacements import attention_heads as attention_heads
 from .replacements import by_fitting as by_fitting
 from .replacements import by_method as by_method
 from .style import layer_ticks as layer_ticks

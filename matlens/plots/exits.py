@@ -86,6 +86,51 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     return figure
 
 
+@checked
+@styled
+def costs_figure(results: pd.DataFrame) -> Figure:
+    """What is kept in memory for a fixed exit, and what early exit by ``mat`` computes and saves.
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.lens.exit_costs`.
+    """
+    figure = Figure(figsize=(9.4, 4.1))
+    left, right = figure.subplots(1, 2)
+    fixed = results[results["layer"].notna()]
+    for method, look in method_looks(("mat", "id")).items():
+        rows = fixed[fixed["method"] == method].set_index(["metric", "layer"])
+        shares = rows["share of bytes"].astype(float)
+        kept = 1 - shares.loc["bytes saved"] + shares.loc["bytes of maps"]
+        left.plot(
+            kept, rows["value"].loc["precision"], look.line, color=look.colour, marker=look.marker,
+            label=f"{method}, fixed exit",
+        )  # fmt: skip
+    left.set_xlabel("bytes of the blocks that are run, and of the map")
+    percent_ticks(left.xaxis)
+    precision_axis(left)
+    early = results[results["layer"].isna() & (results["method"] == "mat")]
+    names = {
+        "multiplications saved": "saved: blocks", "map multiplications": "spent: maps",
+        "readout multiplications": "spent: read-outs",
+    }  # fmt: skip
+    for metric, look in method_looks(names).items():
+        rows = early[early["metric"] == metric].sort_values("k")
+        right.plot(
+            rows["k"].astype(float), rows["share of multiplications"].astype(float), look.line,
+            color=look.colour, marker=look.marker, label=f"{names[metric]}, early exit",
+        )  # fmt: skip
+    right.set_xlabel("Precision@1 that is asked for")
+    right.set_ylabel("multiplications, as a share of all blocks'")
+    right.set_ylim(bottom=0)
+    for axis in (right.xaxis, right.yaxis):
+        percent_ticks(axis)
+    add_legend(figure, [line for ax in (left, right) for line in ax.get_lines()], columns=3)
+    figure.suptitle(title_of(results))
+    return figure
+
+
 def _deviation(value: float, deviation: float, most: float) -> Any:
     """Lengths of the bar below and above a value that lies between 0 and ``most``."""
     return [[min(deviation, value)], [min(deviation, most - value)]]

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from matlens.plots.colours import REPLACED, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
-from matlens.plots.style import add_legend, layer_ticks, literal, styled, title_of
+from matlens.plots.style import add_legend, layer_ticks, literal, percent_ticks, styled, title_of
 from matlens.signatures import checked
 
 _MANY = 8  # methods; the names of more stand on the right
@@ -74,6 +74,38 @@ def by_method(results: pd.DataFrame) -> Figure:
         add_legend(figure, columns=1, place="outside right center")
     else:
         add_legend(figure, columns=3)
+    figure.suptitle(title_of(results))
+    return figure
+
+
+@checked
+@styled
+def attention_heads(results: pd.DataFrame) -> Figure:
+    """r2 of every head's stand-in, and Precision@1 with more and more of all heads replaced.
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.lens.head_ablation`.
+    """
+    figure = Figure(figsize=(9.4, 4.1))
+    left, right = figure.subplots(1, 2)
+    scores = results[results["metric"] == "r2"].pivot(index="head", columns="layer", values="value")
+    image = left.imshow(scores.to_numpy(float), origin="lower", cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+    left.grid(False)
+    left.set_xlabel("block")
+    left.set_ylabel("head")
+    left.set_xticks(layer_ticks(scores.shape[1] - 1))
+    left.set_yticks(layer_ticks(scores.shape[0] - 1))
+    figure.colorbar(image, ax=left, extend="min").set_label(r"$r^2$ of the linear map")
+    together = results[results["share"].notna() & (results["metric"] == "precision") & (results["k"] == 1)]
+    for method, look in method_looks(together["method"]).items():
+        part = together[together["method"] == method]
+        draw_line(right, part.assign(layer=part["share"]), look, literal(method))
+    right.set_xlabel("share of all heads that are replaced")
+    percent_ticks(right.xaxis)
+    precision_axis(right)
+    add_legend(figure, right.get_legend_handles_labels()[0])
     figure.suptitle(title_of(results))
     return figure
 

@@ -32,6 +32,7 @@ from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
+from matlens.lens.heads import head_pairs
 from matlens.linear.fitting import fit_rows
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
@@ -281,6 +282,16 @@ class Study:
     def stand_ins(self, *fitted: Fitted) -> dict[str, MapSet]:
         """Stand-ins for all sub-modules, each set under the name of what it was fitted on."""
         return {name: self.submodule_maps(name) for name in fitted}
+
+    @cached_property
+    def head_samples(self) -> tuple[Activations, Activations]:
+        """What enters attention and what its heads give, of the training and the validation sentences."""
+        ends = sorted({site for pair in head_pairs(Anatomy.from_model(self.model)) for site in pair})
+        examples = make_examples(self.model, self.parts[0], seed=self.seed)
+        train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
+        last = str(Anatomy.from_model(self.model).stream[-1])
+        examples, folder = self.validation_examples, self.folder / "validation-heads"
+        return train, collect(self.model, examples, [*ends, last], folder=folder)
 
     @cached_property
     def validation_examples(self) -> Examples:

@@ -32,7 +32,7 @@ def test_every_precision_is_one_of_torch(choice: DtypeChoice) -> None:
 
 def test_choices_say_what_they_are() -> None:
     assert [*map(str, PositionChoice)] == ["auto", "drawn", "all"]
-    assert [*map(str, ReadChoice)] == ["plain", "norm"]
+    assert [*map(str, ReadChoice)] == ["plain", "norm", "head"]
 
 
 @pytest.mark.parametrize(("number", "code"), [("10", 0), ("9", 2), ("many", 2)])

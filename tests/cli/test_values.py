@@ -31,7 +31,7 @@ def test_help_names_the_options(command: str, commands: FfnCommands) -> None:
     commands.assert_help("values", command)
 
 
-@pytest.mark.parametrize("read", ["plain", "norm"])
+@pytest.mark.parametrize("read", ["plain", "norm", "head"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_show_prints_both_ends_of_each_vector(
     name: str,
@@ -41,7 +41,8 @@ def test_show_prints_both_ends_of_each_vector(
 ) -> None:
     model = small_model(name)
     printed = commands.run("values", "show", "L1D7", "L-1D0", "--tokens", 4, "--read", read, model=name)
-    projection = Projection.from_model(model) if read == "plain" else Projection.after_norm(model)
+    made = {"plain": Projection.from_model, "norm": Projection.after_norm, "head": Projection.through_head}
+    projection = made[read](model)
     expected = token_table(ValueVectors(model), projection, ["L1D7", "L2D0"], k=4)
     rows = []
     for _, scores in expected.groupby("value", sort=False):

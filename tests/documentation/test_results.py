@@ -74,7 +74,7 @@ def test_committed_pages_are_what_their_tables_give() -> None:
 def test_a_page_has_the_numbers_of_its_tables(results: Path) -> None:
     assert run(results) == 0
     assert (results.parent / "page.md").read_text() == (
-        "# Page\n| [Fit of maps (Figure 2)](#fit-of-maps-figure-2) | mat is better | same |\n\n"
+        "# Page\n| [Figure 2](#fit-of-maps-figure-2) | mat is better | same |\n\n"
         "## Fit of maps (Figure 2)\n\n`python analyses/fit.py --train 40 --val 2`\n\n"
         "|  | 0 | 1 |\n| --- | --- | --- |\n| `id` | 0.1 | 0.2 |\n| `mat` | 0.5 | 0.8 |\n\n"
         "| mat is better | yes | 0.75 of 4,000 | same |\n"

@@ -248,14 +248,14 @@ def test_removal_agrees_with_readings_as_far_as_counted_by_hand(
         for i, index in enumerate(lengths.argsort(descending=True)[:2].tolist()):
             v = rows[index]
             reaching = v if gain is None else gain(v)
-            scores = {"v": e @ v, "f v": e @ final(v), "another v": e @ rows[drawn[layer][row, i]]}
+            through = "f W" if name == "bert" else "f"
+            dense = plain.cls.predictions.transform.dense.weight if name == "bert" else torch.eye(len(v))
+            scores = {"v": e @ v, "another v": e @ rows[drawn[layer][row, i]]}
+            scores[f"{through} v"] = e @ final(dense @ v)
             if name in ("gpt2", "neox", "bert"):
                 scores[f"ln_f({stream})"] = e @ plain_norm(name, plain, reaching)
             if gain is not None:
-                scores |= {"g v": e @ reaching, "f g v": e @ final(reaching)}
-            if name == "bert":
-                dense = plain.cls.predictions.transform.dense.weight
-                scores["f W g v"] = e @ final(dense @ reaching)
+                scores |= {"g v": e @ reaching, f"{through} g v": e @ final(dense @ reaching)}
             without = left_out_by_hand(name, plain, tokens, at, layer, index)
             for effect, site in (("at the layer", f"h.{layer + 1}"), ("at the end", f"h.{N_LAYERS}")):
                 lost = plain_logits(name, plain, whole[site][0, at]) - plain_logits(

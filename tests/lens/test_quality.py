@@ -98,6 +98,10 @@ COLUMNS = [
 ]
 
 
+def _rest(data: Activations) -> tuple[Any, ...]:
+    return data.examples, data.positions, data.provenance
+
+
 def only_row(table: pd.DataFrame, **wanted: Any) -> Any:
     rows = table
     for column, value in wanted.items():
@@ -146,6 +150,10 @@ def test_fit_quality_is_r2_of_every_map_of_the_stream_and_of_the_identity() -> N
     table = fit_quality(maps, data, progress=False)
     assert list(table.columns) == COLUMNS
     assert len(table) == 2 * len(ALL) + len(INSIDE)
+    without = Activations({site: data[site] for site in data if site[0] == "h"}, *_rest(data))
+    pd.testing.assert_frame_equal(
+        fit_quality(maps, without, progress=False), table[~table["method"].str.contains(" -> ")]
+    )
     for source, target in INSIDE:  # by the names of both sites: layers alone would be those of the stream
         mapped = np.array([apply(maps[source, target], h) for h in data[source].tolist()])
         row = only_row(table, method=f"mat {source} -> {target}")

@@ -30,7 +30,17 @@ class Both(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def both(request: pytest.FixtureRequest) -> Both:
+def plain() -> tuple[Any, Any]:
+    """The same weights, and the tokenizer, through transformers alone."""
+    path: Path = smollm2_path()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@pytest.fixture(scope="module")
+def both(request: pytest.FixtureRequest, plain: tuple[Any, Any]) -> Both:
     """Fit and evaluate the same sentences and positions twice, ours batched, theirs one at a time."""
     n_train, n_val = request.config.getoption("--real-train"), request.config.getoption("--real-val")
     train, validation = matlens.load_corpus("wikipedia-sample").split(n_train=n_train, n_validation=n_val)
@@ -53,7 +63,7 @@ def both(request: pytest.FixtureRequest) -> Both:
     )
 
     theirs = reference(
-        *plain_smollm2(),
+        *plain,
         list(train.sentences), parts[0].positions.tolist(),
         list(validation.sentences), parts[1].positions.tolist(),
         pairs="last" if n_train < 4000 else "all",
@@ -70,15 +80,6 @@ def without_first_words(examples: Examples) -> Examples:
     """
     last = examples.lengths - 1
     return replace(examples, positions=np.where(examples.positions < 5, last, examples.positions))
-
-
-def plain_smollm2() -> tuple[Any, Any]:
-    """The same weights through transformers alone."""
-    path: Path = smollm2_path()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _ours(both: Both, method: str, metric: str, k: int | None = None) -> np.ndarray:
@@ -122,7 +123,7 @@ def test_mat_predicts_better_than_id(both: Both) -> None:
     assert mat[:-1].mean() > plain[:-1].mean()
 
 
-def test_prompt_is_tokenised_as_the_model_was_published() -> None:
+def test_prompt_is_tokenised_as_the_model_was_published(plain: tuple[Any, Any]) -> None:
     """No BOS is put in front, whatever the bridge prefers."""
-    tokenizer = plain_smollm2()[1]
+    _, tokenizer = plain
     assert tokenizer("The capital of France").input_ids[0] != tokenizer.bos_token_id

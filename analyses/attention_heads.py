@@ -1,0 +1,48 @@
+"""Ablation by head: the attention of single heads replaced by linear maps.
+
+Paper A replaces the attention of whole blocks (Figure 10); here each head gets a stand-in of its own, linear
+in what enters attention at the same token and fitted on all tokens but sinks. First r2 of every stand-in;
+then heads replaced one at a time, and more and more of them at once, beside heads that give their mean or
+nothing. What a stand-in recovers over the mean is what the head does without looking at other tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from matlens import MapSet, plots
+from matlens.activations import sink_counts, sink_rows
+from matlens.cli import Patched, Report, run_study
+from matlens.lens import head_ablation, head_pairs
+from matlens.models import Anatomy
+from matlens.study import Study, origin_of
+
+NAME = "attention_heads"
+
+
+def main(
+    study: Study,
+    report: Report,
+    patched: Patched = 3000,
+    every: Annotated[
+        int, typer.Option(min=1, help="Heads of every so many blocks are replaced one at a time.")
+    ] = 1,
+) -> None:
+    """Fit a stand-in for every head, replace heads one at a time and together, and draw what is left."""
+    stream, _ = study.stream
+    train, validation = study.head_samples
+    rows, validation_rows = ~sink_rows(stream), ~sink_rows(study.validation)
+    maps = MapSet.fit(train, pairs=head_pairs(Anatomy.from_model(study.model)), rows=rows)
+    n_patched = min(patched, validation.n_rows)
+    table = head_ablation(
+        study.readout, study.model, maps, train, validation, rows=rows, validation_rows=validation_rows,
+        every=every, patched=patched, seed=study.seed, folder=study.folder / f"{NAME}-{n_patched}-{every}",
+    )  # fmt: skip
+    origin = origin_of(maps, validation) | {"sinks": sink_counts(~rows, stream.places)}
+    report.write(NAME, table, origin, plots.attention_heads(table))
+
+
+if __name__ == "__main__":
+    run_study(main)

@@ -1,0 +1,252 @@
+"""Targets of what analyses compute: comparisons of fits, schemes, stand-ins, events, extremes and control."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from attack.kept import MAPS, READOUT, STREAM_MAPS, draw
+from attack.signatures import Target
+from attack.world import ConstantGrader, World
+from matlens import control, ffn, lens
+
+ACTIVATIONS = "activations, other activations"
+_CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]
+
+
+@cache
+def _schemes(world: World) -> Any:
+    return lens.scheme_quality(world.readout, world.model, world.maps, world.activations)
+
+
+@cache
+def _submodules(world: World) -> Any:
+    stand_ins = dict.fromkeys(("all", "not-first", "not-sink"), world.maps)
+    return lens.submodule_layers(world.readout, world.model, world.maps, stand_ins, world.activations)
+
+
+@cache
+def _transfer(world: World) -> Any:
+    return lens.transfer_quality(world.readout, {"a": world.maps, "b": world.maps}, {"a": world.activations})
+
+
+@cache
+def _fits(world: World) -> Any:
+    return lens.compare_fits(world.readout, {"drawn": world.maps, "all": world.maps}, world.activations)
+
+
+@cache
+def _comparison(world: World) -> Any:
+    return control.compare_control(
+        world.model, _CHANGES, {"prompts": list(world.sentences[:2])}, world.examples.head(4),
+        ConstantGrader(), n_samples=1,
+    )  # fmt: skip
+
+
+@cache
+def _events(world: World) -> Any:
+    return ffn.event_tables(world.trace, world.model)
+
+
+def _confidence(world: World) -> Any:
+    return lens.prediction_confidence(world.model, world.examples, progress=False)
+
+
+def _sinks(world: World) -> Any:
+    return torch.arange(60) % 9 == 0
+
+
+def _given(name: str, value: Any) -> Any:
+    return {name: lambda w: value(w) if callable(value) else value}
+
+
+COMPARING: list[Target] = [
+    # Lens.
+    Target("lens.best_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
+    Target("lens.named_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
+    Target(
+        "lens.scheme_quality",
+        {**MAPS, **READOUT, "validation": ACTIVATIONS, "patched": "whole", "without_sinks": "maps"},
+        STREAM_MAPS,
+    ),
+    Target("lens.savings", {"precision": "positive"}, {"table": lambda w: w.sweep}),
+    Target(
+        "lens.prediction_rows",
+        {"experiment": "", "data": "activations", "method": "", "layer": "", "judged": "object"},
+        {
+            "experiment": lambda _: "x",
+            "layer": lambda _: 1,
+            "judged": lambda w: lens.judge_predictions(
+                w.readout, w.activations[3], {"id": w.substitutes[0]}, progress=False
+            )["id"],
+        },
+    ),
+    Target(
+        "lens.fit_quality_without_sinks",
+        {**MAPS, "validation": ACTIVATIONS, "sinks": "rows"},
+        {**STREAM_MAPS, "sinks": _sinks},
+    ),
+    Target("lens.later_sinks", {"sinks": "rows"}, {"sinks": _sinks}),
+    Target("lens.sink_norms", {"sinks": "rows"}, {"sinks": _sinks}),
+    Target(
+        "lens.attention_rows",
+        {**MAPS, **READOUT, "data": ACTIVATIONS, "experiment": ""},
+        {"layers": lambda _: [1]},
+    ),
+    Target("lens.places_to_replace"),
+    Target("lens.precision_by_layer", good={"table": _submodules}),
+    Target(
+        "lens.rows_of_replacement",
+        {"replaced": "choice"},
+        {"table": _submodules, "replaced": lambda _: "mat_ffn"},
+    ),
+    Target(
+        "lens.run_submodule_cases",
+        {"maps": "object", "cases": "object", "folder": ""},
+        {
+            "maps": lambda w: {"all": w.maps},
+            "cases": lambda _: [lens.SubmoduleCase("mat_ffn", "all", "all", 1)],
+        },
+    ),
+    Target(
+        "lens.submodule_layers",
+        {
+            **MAPS,
+            **READOUT,
+            "stand_ins": "object",
+            "validation": ACTIVATIONS,
+            "every": "whole",
+            "patched": "whole",
+        },
+        {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
+    ),
+    Target(
+        "lens.submodule_positions",
+        {**MAPS, **READOUT, "stand_ins": "object", "data": ACTIVATIONS, "every": "whole"},
+        {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
+    ),
+    Target("lens.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
+    Target("lens.fit_drawn_and_all"),
+    Target("lens.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
+    Target(
+        "lens.fit_quality_by_size",
+        {"train": "activations", "halvings": "whole"},
+        {"train": lambda w: w.activations},
+    ),
+    Target("lens.fits_side_by_side", good={"table": _fits}),
+    Target("lens.transfer_losses", good={"table": _transfer}),
+    Target(
+        "lens.transfer_quality",
+        {**READOUT, "maps": "object", "validations": "object"},
+        {"maps": lambda w: {"a": w.stream_maps}, "validations": lambda w: {"a": w.activations}},
+    ),
+    Target("lens.masked_accuracy", good={"model": lambda w: w.load("bert")}),
+    # FFNs.
+    Target("ffn.event_tables"),
+    Target(
+        "ffn.extreme_tables",
+        {"confidence": "object", "n_drawn": "whole", "threshold": "positive"},
+        {"confidence": _confidence},
+    ),
+    Target(
+        "ffn.removal_table",
+        {"layers": "layers"},
+        {"examples": lambda w: w.examples.head(4), "n_tokens": lambda _: 5},
+    ),
+    # Control.
+    Target("control.attribute_table", good={"table": lambda w: _comparison(w).table}),
+    Target("control.main_scores", good={"table": lambda w: _comparison(w).table}),
+    Target("control.estimates_by_change", good={"table": lambda w: _comparison(w).table}),
+    Target(
+        "control.changes_to_compare",
+        {"vectors": "object", "debiasing": "object", "banned": "object", "coefficients": "layers"},
+        {
+            "vectors": lambda _: {"picked": ("L0D1",)},
+            "debiasing": lambda _: control.SelfDebiasing(),
+            "banned": lambda w: control.word_filter(w.model.tokenizer, ["w1"]),
+            "coefficients": lambda _: (3.0,),
+        },
+    ),
+    Target(
+        "control.choose_values",
+        {"grader": "object", "picked": "names"},
+        {"grader": lambda _: ConstantGrader()},
+    ),
+    Target(
+        "control.compare_control",
+        {
+            "changes": "object",
+            "prompts": "object",
+            "texts": "examples",
+            "grader": "object",
+            "n_beams": "whole",
+            "announce": "",
+        },
+        {
+            "changes": lambda _: _CHANGES[:1],
+            "prompts": lambda w: {"prompts": list(w.sentences[:1])},
+            "texts": lambda w: w.examples.head(2),
+            "grader": lambda _: ConstantGrader(),
+            "n_samples": lambda _: 1,
+        },
+    ),
+    Target("control.tokens_of_chosen", {"vectors": "object"}, {"vectors": lambda _: {"picked": ["L0D1"]}}),
+    Target(
+        "control.Perspective",
+        {"key": "text", "attributes": "names", "url": "text"},
+        {"key": lambda _: "k", "attributes": lambda _: ["toxicity"]},
+    ),
+    # Models, corpora and activations.
+    Target(
+        "wrap",
+        {"bridge": "model", "tokenizer": "tokenizer", "prepend_bos": "truth"},
+        {"bridge": lambda w: w.load("gpt2")},
+    ),
+    Target(
+        "activations.sink_counts",
+        {"sinks": "rows", "places": "object"},
+        {"sinks": _sinks, "places": lambda w: w.activations.places},
+    ),
+    Target(
+        "corpora.make_windows",
+        {"source": "object", "size": "whole", "most": "whole", "name": ""},
+        {"source": lambda w: w.corpus, "size": lambda _: 16},
+    ),
+    Target(
+        "linear.few_samples_note",
+        {"n_samples": "whole", "width": "whole"},
+        {"n_samples": lambda _: 9, "width": lambda _: 9},
+    ),
+    Target("models.describe_changes", {"changes": "object"}, {"changes": lambda _: ["a hook"]}),
+    Target(
+        "models.locate",
+        {"name": "text", "revision": "choice"},
+        {"name": lambda w: str(w.model_folder("gpt2")), "revision": lambda _: None},
+    ),
+    Target("models.encode_text", {"longest": "whole"}, {"text": lambda _: "w1 w2"}),
+    Target("models.require_finite_weights"),
+    Target("models.rounded_fingerprints"),
+    Target("study.compatibility"),
+    Target("study.origin_of", {**MAPS, "validation": "activations"}, STREAM_MAPS),
+    Target("storage.number_text", {"value": "number", "digits": "whole"}, {"value": lambda _: 0.5}),
+    # Plots.
+    *[
+        Target(
+            f"plots.{name}",
+            {"results": "table", "table": "table"},
+            {"results": part, "table": part},
+            finish=draw,
+        )
+        for name, part in {
+            "events_figure": lambda w: _events(w).events,
+            "layers_figure": lambda w: _events(w).scores_of("score"),
+            "across_corpora": _transfer,
+            "alternation": _schemes,
+            "by_fitting": _submodules,
+            "by_method": _submodules,
+            "toxicity_against_perplexity": lambda w: _comparison(w).table,
+        }.items()
+    ],
+]

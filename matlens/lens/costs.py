@@ -1,0 +1,184 @@
+"""What maps cost beside what they save: bytes that are kept, and multiplications for a token.
+
+Counted are the products of matrices: a matrix of ``n`` numbers costs ``n`` multiplications for each token
+that it reads. Attention's scores and sums over other tokens come on top, ``2 n d_attn`` for ``n`` tokens.
+Norms, activations and additions are left out, on both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+from torch import nn
+
+from matlens.activations.activations import Activations
+from matlens.errors import InputError
+from matlens.lens.early_exit import exit_sweep, layers_saved
+from matlens.lens.quality import METHODS, prediction_quality, validation_row
+from matlens.linear.mapsets import MapSet
+from matlens.metrics import Estimate
+from matlens.models.readout import Readout
+from matlens.signatures import checked
+from matlens.storage.tables import result_table
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+COSTS = "memory_and_layers"  # the experiment
+PRECISIONS = (0.8, 0.85, 0.9, 0.95, 0.99)
+
+
+@checked
+@dataclass(frozen=True)
+class Costs:
+    """What parts of a model cost.
+
+    Attributes
+    ----------
+    blocks
+        Numbers in the matrices of each block, which are its multiplications for a token.
+    attention
+        Multiplications for a token in each block for each token that it attends to.
+    readout
+        Multiplications of reading out one vector.
+    d_model
+        Width of the stream; a map between two layers has ``d_model ** 2`` numbers.
+    n_bytes
+        Bytes of a number.
+    """
+
+    blocks: tuple[int, ...]
+    attention: tuple[int, ...]
+    readout: int
+    d_model: int
+    n_bytes: int
+
+    @classmethod
+    def from_model(cls, model: TransformerBridge, readout: Readout) -> Costs:
+        """Count the matrices of a model's blocks and of its read-out.
+
+        Raises
+        ------
+        InputError
+            A block has weights that are no matrices.
+        """
+        weights = [[*block.parameters()] for block in _plain_blocks(model)]
+        if any(weight.ndim > 2 for of_block in weights for weight in of_block):
+            raise InputError(
+                f"The blocks of {model.cfg.model_name} have weights that are no matrices, such as those of "
+                "experts, of which a token reads some. Expected a dense model."
+            )
+        context = 2 * model.cfg.n_heads * model.cfg.d_head
+        return cls(
+            tuple(sum(w.numel() for w in of_block if w.ndim == 2) for of_block in weights),
+            (context,) * len(weights), readout.multiplications, readout.d_model,
+            next(model.parameters()).element_size(),
+        )  # fmt: skip
+
+    @property
+    def n_layers(self) -> int:
+        """``L``."""
+        return len(self.blocks)
+
+    @property
+    def map(self) -> int:
+        """Numbers in a map between two layers, which are its multiplications for a token."""
+        return self.d_model**2
+
+    def run(self, first: int, last: int, n_tokens: float) -> float:
+        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``."""
+        blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
+        return float(sum(weights + n_tokens * context for weights, context in blocks))
+
+
+def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
+    """The blocks as the model's configuration makes them: a bridge holds some matrices twice."""
+    inner = model.original_model
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        plain = type(inner)(copy.deepcopy(inner.config))
+    lists = [part for part in plain.modules() if isinstance(part, nn.ModuleList)]
+    return next(part for part in lists if len(part) == model.cfg.n_layers)
+
+
+@checked
+def exit_costs(
+    readout: Readout,
+    model: TransformerBridge,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    precisions: Sequence[float] = PRECISIONS,
+) -> pd.DataFrame:
+    """Fixed and early exit by ``mat`` and ``id``: what is kept and computed for them, and what they save.
+
+    Fixed exit, rows with a layer: the model is run up to the layer, and the blocks behind it can go; one map
+    takes their place. Early exit, rows with a ``k``, the Precision@1 that is asked for: all blocks and a map
+    for every layer are kept; a token pays a map and a read-out at every layer that is run, and saves the
+    blocks behind. Metrics, of which all but the first two are for a token:
+
+    - ``precision``; ``layers saved``
+    - ``bytes of maps`` and ``bytes saved``
+    - ``map multiplications``, ``readout multiplications`` (beyond the one of the model itself) and
+      ``multiplications saved``, that of the blocks that are not run.
+
+    Two more columns, ``share of bytes`` and ``share of multiplications``, put them beside all blocks'.
+
+    Parameters
+    ----------
+    readout, model
+        A model and its read-out.
+    maps
+        Maps from every layer onto the last one.
+    validation
+        The stream at the positions of the validation examples; attention reads as many tokens as these have
+        on average up to there.
+    precisions
+        Precisions that early exit is asked for.
+    """
+    costs, last = Costs.from_model(model, readout), validation.provenance.identity.n_layers
+    n_tokens = float(validation.places.mean()) + 1
+    whole = costs.run(0, last, n_tokens)
+    rows = []
+
+    def add(method: str, layer: int | None, k: float | None, numbers: dict[str, float]) -> None:
+        for metric, value in numbers.items():
+            estimate = Estimate(value, float("nan"), float("nan"), validation.n_rows)
+            row = validation_row(COSTS, validation, method, 0, last, metric, None, estimate)
+            of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None
+            of_all = value / whole if "multiplications" in metric else None
+            shares = {"share of bytes": of_bytes, "share of multiplications": of_all}
+            rows.append(row | {"layer": layer, "k": k} | shares)
+
+    quality = prediction_quality(readout, maps, validation)
+    quality = quality[(quality["metric"] == "precision") & (quality["k"] == 1) & (quality["layer"] < last)]
+    for row in quality.itertuples():
+        n_maps, layer = int(row.method == "mat"), int(row.layer)
+        numbers = {
+            "precision": row.value, "layers saved": last - layer,
+            "bytes of maps": n_maps * costs.map * costs.n_bytes,
+            "bytes saved": sum(costs.blocks[layer:]) * costs.n_bytes,
+            "map multiplications": n_maps * costs.map,
+            "multiplications saved": costs.run(layer, last, n_tokens),
+        }  # fmt: skip
+        add(row.method, layer, None, numbers)
+    sweep = exit_sweep(readout, maps, validation)
+    for method in METHODS:
+        n_maps = int(method == "mat")
+        for precision in precisions:
+            saved = layers_saved(sweep, method, precision)
+            n_run = last - saved
+            numbers = {
+                "layers saved": saved,
+                "bytes of maps": n_maps * (last - 1) * costs.map * costs.n_bytes,
+                "bytes saved": 0,
+                "map multiplications": n_maps * n_run * costs.map,
+                "readout multiplications": (n_run - 1) * costs.readout,
+                "multiplications saved": saved * whole / last,
+            }
+            add(method, None, precision, numbers)
+    return result_table(rows, "share of bytes", "share of multiplications")

@@ -1,0 +1,255 @@
+"""Ablation by head: the attention of single heads replaced by linear maps (beyond paper A, section 7).
+
+A head's output ``z`` depends on other tokens. Its stand-in is linear in what enters attention at the token
+itself, fitted by least squares as those of sub-modules are; what it explains is what the head does without
+context. Beside it the head gives its mean, or nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from matlens import metrics
+from matlens.activations.activations import Activations
+from matlens.activations.sinks import find_sinks
+from matlens.errors import InputError
+from matlens.lens.quality import (
+    as_substitute,
+    chunks,
+    judge_predictions,
+    prediction_rows,
+    validation_row,
+)
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
+from matlens.models.anatomy import Anatomy
+from matlens.models.readout import Readout
+from matlens.patching.replacements import Replacement, Where
+from matlens.patching.variants import Variant, run_variants
+from matlens.signatures import checked
+from matlens.storage.tables import result_table
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+HEADS = "attention_heads"  # the experiment
+SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
+Head = tuple[int, int]  # block and head
+
+
+@checked
+def head_pairs(anatomy: Anatomy) -> list[tuple[str, str]]:
+    """What enters attention, and what its heads give, in every block.
+
+    Raises
+    ------
+    InputError
+        The blocks have no known attention, or what its heads give cannot be seen.
+    """
+    if "attn_in" not in anatomy.kinds:
+        raise InputError(f"The attention of these blocks ({anatomy.family.name}) is not known.")
+    pairs = []
+    for layer in range(anatomy.n_layers):
+        target = anatomy.resolve(f"z.{layer}")
+        if len(anatomy.hooks[anatomy.hook(target)].shape) != 2:
+            raise InputError(f"{target} does not carry a vector for each head. Expected [heads, width].")
+        pairs.append((f"attn_in.{layer}", str(target)))
+    return pairs
+
+
+@checked
+def head_r2(
+    anatomy: Anatomy,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    rows: Bool[Tensor, " n"] | None = None,
+) -> dict[Head, float]:
+    """r2 of every head's stand-in, by block and head: the mean over the coordinates that the head gives.
+
+    Parameters
+    ----------
+    anatomy
+        The sites of the model.
+    maps
+        Stand-ins for the pairs of `head_pairs`.
+    validation
+        Vectors at both ends of each pair.
+    rows
+        True for the examples that count, by default all.
+    """
+    kept = slice(None) if rows is None else rows
+    scores = {}
+    for layer, (source, target) in enumerate(head_pairs(anatomy)):
+        n_heads, _ = anatomy.hooks[anatomy.hook(target)].shape
+        prediction, truth = maps[source, target](validation[source][kept]), validation[target][kept]
+        for head, (ours, theirs) in enumerate(
+            zip(prediction.chunk(n_heads, 1), truth.chunk(n_heads, 1), strict=True)
+        ):
+            scores[layer, head] = metrics.r2(ours, theirs)
+    return scores
+
+
+@checked
+def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Tensor | None = None) -> MapSet:
+    """Stand-ins that give the same whatever they read: the mean of some samples, or nothing.
+
+    Parameters
+    ----------
+    maps
+        Stand-ins for the same parts of a model.
+    samples
+        Vectors whose mean is given, by default zeros.
+    rows
+        True for the samples that count, by default all.
+    """
+    kept = slice(None) if rows is None else rows
+    constant = []
+    for (source, target), linear in maps.items():
+        bias = None if samples is None else samples[target][kept].mean(0)
+        weight = torch.zeros_like(linear.weight)
+        constant.append(LinearMap(weight, bias, source, target, linear.provenance))
+    return MapSet(constant)
+
+
+@checked
+def head_replacements(
+    anatomy: Anatomy, maps: MapSet, heads: Sequence[Head], *, where: Where = "all"
+) -> list[Replacement]:
+    """Replace some heads of some blocks, for `matlens.patched`.
+
+    Parameters
+    ----------
+    anatomy, maps
+        The sites of the model, and stand-ins for the pairs of `head_pairs`.
+    heads
+        Which heads, by block and head.
+    where
+        At which tokens, as in `Replacement`.
+
+    Raises
+    ------
+    InputError
+        The model has no such block.
+    """
+    pairs = head_pairs(anatomy)
+    outside = [head for head in heads if head[0] not in range(len(pairs))]
+    if outside:
+        raise InputError(
+            f"There is no block {outside[0][0]}: the model has the blocks 0 to {len(pairs) - 1}."
+        )
+    return [
+        Replacement.from_map(maps[pairs[layer]], where=where, heads=[head for _, head in of_block])
+        for layer, of_block in itertools.groupby(sorted(heads), key=lambda head: head[0])
+    ]
+
+
+@checked
+def head_ablation(
+    readout: Readout,
+    model: TransformerBridge,
+    maps: MapSet,
+    train: Activations,
+    validation: Activations,
+    *,
+    rows: Bool[Tensor, " n"],
+    validation_rows: Bool[Tensor, " n_validation"],
+    every: int = 5,
+    patched: int | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+) -> pd.DataFrame:
+    """Heads replaced one at a time, and more and more of them at once.
+
+    A table with two more columns, ``head`` and ``share``. Rows of the metric ``r2`` are about every head's
+    stand-in. Rows with a head are about that head alone, in every so many blocks and the last; rows with a
+    share are about so many of all heads at once, those with the highest r2 first (``linear``, ``mean`` and
+    ``nothing``), or in random order (``linear, random order``). The metrics are those of `prediction_rows`
+    and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all tokens but sinks.
+
+    Parameters
+    ----------
+    readout, model
+        A model and its read-out.
+    maps
+        Stand-ins for the pairs of `head_pairs`.
+    train, validation
+        Vectors at both ends of each pair; those of the validation examples also at the last layer.
+    rows, validation_rows
+        Which of them count, for the means and for r2: those that are no sinks.
+    every
+        The blocks whose heads are replaced one at a time.
+    patched
+        How many validation examples the model is run on; by default all.
+    seed
+        Seed of the random order.
+    folder
+        Where vectors are kept, as in `matlens.patching.run_variants`.
+    """
+    anatomy = Anatomy.from_model(model)
+    last, scores = anatomy.n_layers, head_r2(anatomy, maps, validation, rows=validation_rows)
+    linear = maps.held(head_pairs(anatomy))
+    stand_ins = {
+        "linear": linear.held(device=model.cfg.device),
+        "mean": constant_maps(linear, train, rows=rows).held(device=model.cfg.device),
+        "nothing": constant_maps(linear).held(device=model.cfg.device),
+    }
+    data = validation if patched is None else validation.head(patched)
+    where = ~find_sinks(model, data.examples)
+    best = sorted(scores, key=lambda head: -scores[head])
+    shuffled = [best[i] for i in np.random.default_rng(seed).permutation(len(best))]
+    cases: dict[tuple[str, int | None, int | None, float | None], Variant] = {}
+
+    def case(heads: Sequence[Head], instead: str) -> Variant:
+        replacements = head_replacements(anatomy, stand_ins[instead], heads, where=where)
+        return Variant(min(layer for layer, _ in heads), replacements)
+
+    for layer, head in scores:
+        if layer % every == 0 or layer == last - 1:
+            for instead in stand_ins:
+                cases[instead, layer, head, None] = case([(layer, head)], instead)
+    for share in SHARES:
+        n = round(share * len(best))
+        for instead in stand_ins:
+            cases[instead, None, None, share] = case(best[:n], instead)
+        if share < 1:
+            cases["linear, random order", None, None, share] = case(shuffled[:n], "linear")
+    names = {key: "-".join("all" if part is None else str(part) for part in key) for key in cases}
+    variants = {names[key]: case for key, case in cases.items()}
+    vectors = run_variants(model, data.examples, variants, folder=folder, origin=maps.provenance.to_json())
+    substitutes = {name: as_substitute(vectors[name]) for name in variants}
+    judged = judge_predictions(readout, data[last], substitutes)
+    divergence = _divergences(readout, data[last], vectors)
+    table = []
+    for (layer, head), score in scores.items():
+        estimate = metrics.Estimate(score, float("nan"), float("nan"), int(validation_rows.sum()))
+        row = validation_row(HEADS, validation, "linear", layer, layer, "r2", None, estimate)
+        table.append(row | {"head": head, "share": None})
+    for key, name in names.items():
+        method, of_block, head, share = key
+        kl = validation_row(HEADS, data, method, 0, last, "kl", None, metrics.mean(divergence[name]))
+        rows_of_case = [*prediction_rows(HEADS, data, method, 0, judged[name]), kl]
+        table += [row | {"layer": of_block, "head": head, "share": share} for row in rows_of_case]
+    return result_table(table, "head", "share").astype({"head": "Int64"})
+
+
+def _divergences(
+    readout: Readout, truth: Float[Tensor, "n d_model"], vectors: Mapping[str, Float[Tensor, "n d_model"]]
+) -> dict[str, Float[Tensor, " n"]]:
+    """``KL(delta(h^L) || delta(h'))`` of each example, in nats."""
+    divergences = {name: torch.empty(len(truth)) for name in vectors}
+    for part in chunks(len(truth)):
+        true = readout.log_probs(truth[part])
+        for name, substitutes in vectors.items():
+            given = readout.log_probs(substitutes[part])
+            divergences[name][part] = (true.exp() * (true - given)).sum(-1).clamp(min=0).float().cpu()
+    return divergences

@@ -1,0 +1,178 @@
+"""Heads that are replaced leave what a plain model gives whose heads are written over by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import LAYERS, N_LAYERS, assert_near
+from judged_by_hand import assert_judged, judged_by_hand
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from matlens import InputError, MapSet, Readout, collect, make_examples
+from matlens.corpora.corpus import Corpus
+from matlens.lens.heads import constant_maps, head_ablation, head_pairs, head_r2, head_replacements
+from matlens.models.anatomy import Anatomy
+from matlens.patching.contexts import patched
+from matlens.patching.replacements import Replacement
+
+N_HEADS, WIDTH = 4, 8
+PROJECTIONS = {"gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "bert": "attention.output.dense"}
+ATTENTION = {"gpt2": "attn", "llama": "self_attn", "bert": "attention"}
+Stand = Callable[[int, Tensor], Tensor]  # of a block, from what enters attention: the vectors of all heads
+
+
+@torch.inference_mode()
+def by_hand(
+    name: str, plain: Any, tokens: np.ndarray, heads: set[tuple[int, int]], instead: Stand
+) -> tuple[Tensor, Tensor]:
+    """``h^L`` and the logits of one sentence, with heads written over before the output projection."""
+    layers = plain.get_submodule(LAYERS[name][0])
+    handles: list[Any] = []
+    for layer in range(N_LAYERS):
+        chosen = [head for block, head in heads if block == layer]
+        entered: list[Tensor] = []
+
+        def enter(_: Any, args: Any, kwargs: Any, entered: list[Tensor] = entered) -> None:
+            entered[:] = [args[0] if args else kwargs["hidden_states"]]
+
+        def write(
+            _: Any, args: Any, layer: int = layer, chosen: Any = chosen, entered: list[Tensor] = entered
+        ) -> Any:
+            z = args[0].clone()
+            other = instead(layer, entered[0])
+            for head in chosen:
+                part = slice(head * WIDTH, (head + 1) * WIDTH)
+                z[..., part] = other[..., part]
+            return (z, *args[1:])
+
+        block = layers[layer]
+        handles.append(
+            block.get_submodule(ATTENTION[name]).register_forward_pre_hook(enter, with_kwargs=True)
+        )
+        handles.append(block.get_submodule(PROJECTIONS[name]).register_forward_pre_hook(write))
+    try:
+        output = plain(torch.from_numpy(tokens)[None], output_hidden_states=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return output.hidden_states[-1][0], output.logits[0]
+
+
+@pytest.mark.parametrize("name", list(PROJECTIONS))
+def test_only_the_chosen_heads_are_replaced(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    anatomy, examples = Anatomy.from_model(model), make_examples(model, sentences)
+    pairs = head_pairs(anatomy)
+    ends = sorted({site for pair in pairs for site in pair})
+    samples = collect(model, examples, ends, positions="all", progress=False)
+    maps = MapSet.fit(samples, pairs=pairs, progress=False)
+    heads = [(2, 0), (0, 3), (0, 1)]
+    tokens = examples.tokens[: examples.offsets[1]]
+    means = {layer: samples[target].mean(0) for layer, (_, target) in enumerate(pairs)}
+    ways: list[tuple[MapSet, Stand]] = [
+        (maps, lambda layer, h: h @ maps[pairs[layer]].weight.T),
+        (constant_maps(maps, samples), lambda layer, h: means[layer].expand(*h.shape[:-1], -1)),
+        (constant_maps(maps), lambda layer, h: torch.zeros(*h.shape[:-1], N_HEADS * WIDTH)),
+    ]
+    for stand_ins, instead in ways:
+        _, expected = by_hand(name, plain, tokens, set(heads), instead)
+        with patched(model, head_replacements(anatomy, stand_ins, heads)):
+            ours = model(torch.from_numpy(tokens)[None])[0]
+        assert_near(ours, expected)
+        _, whole = by_hand(name, plain, tokens, set(), instead)
+        assert float((expected - whole).abs().max()) > 1e-4
+
+
+def test_ablation_is_what_a_plain_model_leaves(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    name, n = "llama", 11
+    model, plain = small_model(name), plain_model(name)
+    anatomy, examples = Anatomy.from_model(model), make_examples(model, sentences)
+    pairs, readout = head_pairs(anatomy), Readout(model)
+    sites = [*sorted({site for pair in pairs for site in pair}), f"h.{N_LAYERS}"]
+    train = collect(model, examples, sites[:-1], positions="all", progress=False)
+    samples = collect(model, examples, sites, progress=False)
+    rows, kept = torch.arange(train.n_rows) % 4 > 0, torch.arange(samples.n_rows) % 4 > 0
+    maps = MapSet.fit(train, pairs=pairs, rows=rows, progress=False)
+    table = head_ablation(
+        readout, model, maps, train, samples, rows=rows, validation_rows=kept, every=2, patched=n
+    )
+    scores = {}
+    for layer, (source, target) in enumerate(pairs):
+        prediction = samples[source][kept] @ maps[source, target].weight.T
+        for head in range(N_HEADS):
+            part = slice(head * WIDTH, (head + 1) * WIDTH)
+            truth = samples[target][kept][:, part]
+            scores[layer, head] = r2_score(truth.numpy(), prediction[:, part].numpy())
+    assert head_r2(anatomy, maps, samples, rows=kept) == pytest.approx(scores, abs=1e-5)
+    fit = table[table["metric"] == "r2"].set_index(["layer", "head"])["value"]
+    assert fit.to_dict() == pytest.approx(scores, abs=1e-5)
+    best = sorted(scores, key=lambda head: -scores[head])
+    assert fit.loc[best[0]] > fit.loc[best[-1]]
+
+    def at_positions(heads: list[tuple[int, int]], instead: Stand) -> Tensor:
+        final = []
+        for s in range(n):
+            tokens = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
+            seen: list[Tensor] = []
+            handle = plain.model.norm.register_forward_pre_hook(
+                lambda _, args, seen=seen: seen.append(args[0])
+            )
+            by_hand(name, plain, tokens, set(heads), instead)
+            handle.remove()
+            final.append(seen[0][0, examples.positions[s]])
+        return torch.stack(final)
+
+    means = {layer: train[target][rows].mean(0) for layer, (_, target) in enumerate(pairs)}
+    ways: dict[str, Stand] = {
+        "linear": lambda layer, h: h @ maps[pairs[layer]].weight.T,
+        "mean": lambda layer, h: means[layer].expand(*h.shape[:-1], -1),
+        "nothing": lambda layer, h: torch.zeros(*h.shape[:-1], N_HEADS * WIDTH),
+    }
+    truth = samples[N_LAYERS][:n]
+    for method, instead in ways.items():
+        for cells, heads in (
+            (lambda rows: (rows["layer"] == 2) & (rows["head"] == 1), [(2, 1)]),
+            (lambda rows: rows["share"] == 0.5, best[:6]),
+        ):
+            given = table[(table["method"] == method) & (table["metric"] != "r2")]
+            given = given[cells(given).fillna(False).astype(bool)]
+            h = at_positions(heads, instead)
+            (divergence,) = given[given["metric"] == "kl"]["value"]
+            p, q = readout.log_probs(truth).double(), readout.log_probs(h).double()
+            assert divergence == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=2e-2, abs=1e-6)
+            judged = given[given["metric"] != "kl"].assign(layer=0)
+            assert_judged(judged, judged_by_hand(plain, truth, {(method, 0): h}), nats=1e-3)
+    alone = table[table["head"].notna() & (table["metric"] == "kl")]
+    assert set(zip(alone["layer"], alone["head"], strict=True)) == {(l, h) for l in (0, 2) for h in range(4)}
+    assert sorted(set(table["share"].dropna())) == [0.1, 0.25, 0.5, 0.75, 1]
+    assert set(pd.unique(table["n"])) == {n, int(kept.sum())}
+
+
+def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
+    model = small_model("gpt2")
+    anatomy = Anatomy.from_model(model)
+    pairs = head_pairs(anatomy)
+    samples = collect(
+        model,
+        make_examples(model, sentences),
+        sorted({site for pair in pairs for site in pair}),
+        progress=False,
+    )
+    maps = MapSet.fit(samples, pairs=[*pairs, ("attn_in.0", "attn_in.1")], progress=False)
+    with pytest.raises(InputError, match="There is no block 3: the model has the blocks 0 to 2"):
+        head_replacements(anatomy, maps, [(3, 0)])
+    for heads in ((), (4,), (1, 1)):
+        with pytest.raises(InputError, match="Expected one or more of 0 to 3, each once"):
+            patched(model, [Replacement.from_map(maps[pairs[0]], heads=heads)]).__enter__()
+    with pytest.raises(InputError, match=r"attn_in\.1 is not divided into heads"):
+        patched(model, [Replacement.from_map(maps["attn_in.0", "attn_in.1"], heads=[0])]).__enter__()
