@@ -1,4 +1,4 @@
-"""FFNs, and norms, replaced in one block at a time: which of them are linear, and what sinks do to the fit.
+"""FFNs replaced in one block at a time: which of them are linear, and what sinks do to the fit.
 
 Fitted and replaced at all tokens, and at all that are no attention sinks. Expect most blocks to lose little
 alone, and those whose fit few sinks decide to lose less once sinks are out of it.
@@ -15,7 +15,7 @@ NAME = "submodule_alone"
 
 
 def main(study: Study, report: Report, patched: Patched = 300) -> None:
-    """Replace the sub-modules of each block alone, and draw what is left of the prediction."""
+    """Replace the FFN of each block alone, and draw what is left of the prediction."""
     stand_ins, some = study.stand_ins("all", "not-sink"), study.validation.head(patched)
     table = submodule_alone(
         study.readout, study.model, stand_ins, some, folder=study.folder / f"{NAME}-{some.n_rows}"

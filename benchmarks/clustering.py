@@ -38,8 +38,9 @@ def main(
 
 
 def _measure(n: int, width: int, linkage: str, folder: Path) -> None:
-    from matlens import agglomeration
+    import matlens.agglomeration
 
+    agglomeration = matlens.agglomeration
     generator = np.random.default_rng(0)
     vectors = (
         generator.normal(size=(n, width)) + generator.normal(size=(n // 20 + 1, width))[np.arange(n) // 20]

@@ -9,6 +9,8 @@ What a section can say, beside all that Jinja2 and pandas offer:
 
 ``table("NAME", metric="precision", k=1)``
     The rows of ``results/NAME.csv`` with these cells, as a data frame; no such row is an error.
+``kept("NAME")``
+    Whether there is a ``results/NAME.csv``: a section whose table is made seldom can say so without it.
 ``value("NAME", method="mat", layer=3)``
     The number in the column ``value`` of the only such row.
 ``grid(frame, "method", "layer")``
@@ -102,6 +104,10 @@ class Results:
         if rows.empty and cells:
             raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
         return rows
+
+    def kept(self, name: str) -> bool:
+        """Whether there is a table."""
+        return (self.folder / f"{name}.csv").is_file()
 
     def value(self, name: str, column: str = "value", **cells: Any) -> Any:
         """The number of the only row with these cells."""
@@ -212,7 +218,8 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         lstrip_blocks=True, extensions=["jinja2.ext.do"], autoescape=False,  # Markdown, of our own
     )  # fmt: skip
     environment.globals |= {
-        "table": quoted.table, "value": quoted.value, "origin": quoted.origin, "command": quoted.command,
+        "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
+        "command": quoted.command,
         "claim": quoted.claim, "verdict": verdict, "grid": grid, "lens": lens,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip

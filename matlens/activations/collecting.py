@@ -22,7 +22,7 @@ from matlens.corpora.examples import (
     is_masked,
     require_examples,
     require_model,
-    require_tokens,
+    require_own_tokens,
 )
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
@@ -204,7 +204,7 @@ def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
     require_choice(positions, get_args(Positions), "positions")
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
-    require_tokens(model, examples.tokens, "the examples")
+    require_own_tokens(model, examples)
     if int(examples.lengths.max()) > model.cfg.n_ctx:
         raise InputError(
             f"A sentence of the examples has {examples.lengths.max()} tokens, and the model's context "

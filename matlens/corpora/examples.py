@@ -20,13 +20,14 @@ from torch import Tensor
 from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
-from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
 ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
 MAKE_EXAMPLES = (
     "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "
@@ -251,6 +252,7 @@ def make_examples(
         "seed": seed,
         "position": "uniform over all tokens" if draw_special else "uniform over tokens not special",
         "masked": mask_token is not None,
+        TOKENIZATION: token_policy(model).digest,
         "n": len(ids),
         "n_truncated": len(too_long),
     }
@@ -284,6 +286,23 @@ def require_examples(examples: Any) -> None:
         A corpus, texts, or token ids were given instead.
     """
     require_kind(examples, Examples, "What the model is to read", way=MAKE_EXAMPLES)
+
+
+def require_own_tokens(model: TransformerBridge, examples: Examples) -> None:
+    """Refuse examples whose texts became tokens in another way than they do in this model.
+
+    Raises
+    ------
+    InputError
+        They were made with another tokenizer or another BOS, or a token is not in the vocabulary.
+    """
+    require_tokens(model, examples.tokens, "the examples")
+    made = examples.provenance.get(TOKENIZATION)
+    if made is not None and made != token_policy(model).digest:
+        raise InputError(
+            "The examples were made for a model whose text becomes other tokens, by another tokenizer or "
+            f"with another BOS. Expected those of this model ({token_policy(model).words}). {MAKE_EXAMPLES}"
+        )
 
 
 def require_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from matlens.arguments import short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import (
+    TOKENIZATION,
     Examples,
     context_length,
     end_to_end,
@@ -22,7 +23,7 @@ from matlens.corpora.examples import (
 from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
-from matlens.models.tokenization import encode_text, require_tokenizer
+from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
         positions.append(int(places[0]))
     if not ids:
         raise InputError("There are no prompts. Expected at least one.")
-    return end_to_end(ids, np.array(positions), {"corpus": "prompts", "n": len(ids)})
+    provenance = {"corpus": "prompts", TOKENIZATION: token_policy(model).digest, "n": len(ids)}
+    return end_to_end(ids, np.array(positions), provenance)
 
 
 def _texts(prompts: Any) -> list[str]:

@@ -228,6 +228,7 @@ def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str
     return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())
 
 
+@checked
 def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
     """How few clusters account for the extreme sub-updates (section 5.2).
 

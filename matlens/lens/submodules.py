@@ -19,6 +19,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
+from matlens.arguments import require_choice
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.lens.quality import as_substitute, judge_predictions, prediction_quality, prediction_rows
@@ -274,23 +275,28 @@ def submodule_alone(
     stand_ins: Mapping[str, MapSet],
     data: Activations,
     *,
+    kinds: Sequence[str] = ("mat_ffn",),
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
-    """``mat_ffn`` and ``mat_ln1_ln2`` in one block at a time, all others as they are.
+    """``mat_ffn``, or ``mat_ln1_ln2``, in one block at a time, all others as they are.
 
-    The methods ``mat_ffn`` and ``mat_ln1_ln2`` are fitted and replaced at all tokens, ``... without sinks``
-    at all that are no sinks; ``layer`` is the block.
+    The method ``mat_ffn`` is fitted and replaced at all tokens, ``mat_ffn without sinks`` at all that are no
+    sinks; ``layer`` is the block.
 
     Parameters
     ----------
     readout, model, stand_ins, data, folder
         See `submodule_positions`.
+    kinds
+        What is replaced, of `CONTEXTUAL`.
     """
+    for kind in kinds:
+        require_choice(kind, tuple(CONTEXTUAL), "A kind")
     blocks = range(data.provenance.identity.n_layers)
     names = {"all": "", "not-sink": " without sinks"}
     cases = {
         SubmoduleCase(replaced, fitted, fitted, block, block + 1): f"{replaced}{names[fitted]}"
-        for replaced, fitted, block in itertools.product(CONTEXTUAL, names, blocks)
+        for replaced, fitted, block in itertools.product(kinds, names, blocks)
     }
     vectors = run_submodule_cases(model, stand_ins, data.examples, cases, folder=folder)
     return result_table(_judged_rows(readout, data, vectors, cases, SUBMODULE_ALONE))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Batch, Examples, is_masked, require_tokens
+from matlens.corpora.examples import Batch, Examples, is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import reading, unchanged
@@ -91,7 +91,7 @@ def run_variants(
         variant's first layer.
     """
     anatomy = Anatomy.from_model(model)
-    require_tokens(model, examples.tokens, "the examples")
+    require_own_tokens(model, examples)
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")

@@ -747,3 +747,12 @@ def test_a_site_that_is_in_no_list_is_refused(small_model: Callable[[str], Any],
     model = small_model("gpt2")
     with pytest.raises(InputError, match=r"sites of collect is 'h\.0'. Expected a list"):
         collect(model, make_examples(model, sentences), "h.0")
+
+
+def test_examples_whose_text_became_other_tokens_are_refused(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    examples = make_examples(small_model("bert"), sentences)
+    collect(small_model("roberta"), examples.head(3), [0], progress=False)  # reads text as that model does
+    with pytest.raises(InputError, match="text becomes other tokens"):
+        collect(small_model("gpt2"), examples, [0], progress=False)

@@ -131,6 +131,7 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     assert "model" not in (results / "fit.csv").read_text()
     assert list(kept.table("fit")) == ["method", "layer", "value", "metric", "low", "model"]
     assert kept.value("fit", method="mat", layer=1) == 0.666667
+    assert (kept.kept("fit"), kept.kept("unquoted")) == (True, False)
     origin = kept.origin("fit")
     assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})
     assert kept.command("fit") == "python analyses/fit.py --train 40 --val 2"
@@ -177,3 +178,11 @@ def test_a_section_of_another_page_is_linked_with_its_verdicts(results: Path) ->
     (other / "10-items.md").write_text('{{ section("page/99-none").link }}')
     with pytest.raises(InputError, match="no section 'page/99-none'"):
         render.render(other, results)
+
+
+def test_what_is_kept_is_quoted_and_small() -> None:
+    kept = PROJECT / "results"
+    names = {path.stem for path in kept.glob("*.csv")}
+    assert names == {path.stem for path in kept.glob("*.json")}
+    assert names <= set(gather.quoted_tables(kept / "pages"))
+    assert sum(path.stat().st_size for path in kept.glob("*.*")) < 1_000_000

@@ -209,7 +209,9 @@ def test_the_table_of_positions_has_every_combination(bench: Bench) -> None:
 
 
 def test_alone_only_one_block_is_replaced(bench: Bench) -> None:
-    table = submodule_alone(bench.readout, bench.model, stand_ins(bench.model), bench.data)
+    table = submodule_alone(
+        bench.readout, bench.model, stand_ins(bench.model), bench.data, kinds=["mat_ffn", "mat_ln1_ln2"]
+    )
     expected = {}
     for method, (fitted, name), block in itertools.product(
         ("mat_ffn", "mat_ln1_ln2"), {"all": "", "not-sink": " without sinks"}.items(), range(N_LAYERS)
