@@ -256,7 +256,7 @@ COMPARING: list[Target] = [
         Target(
             f"plots.{name}",
             {"results": "table", "table": "table"},
-            {"results": part, "table": part},
+            {"results": part, "table": part},  # type: ignore[dict-item]
             finish=draw,
         )
         for name, part in {

@@ -88,7 +88,6 @@ FIRST: list[Target] = [
         {"tokens": "object", "positions": "where", "attention_mask": "", "name": "", "corpus": ""},
         {"tokens": lambda _: [[5, 6, 7], [8, 9, 10]]},
     ),
-    Target("corpora.make_windows", {"source": "corpus", "name": ""}, {"source": lambda w: w.corpus}),
     Target("models.changes_of"),
     Target("models.token_policy", {"tokenizer": "tokenizer"}),
     Target(

@@ -62,6 +62,7 @@ READING: list[Target] = [
     ],
     Target("ffn.ValueVectors.random", owner=lambda w: w.values),
     Target("ffn.Clusters.fit", {}, {"n_clusters": lambda _: 20}),
+    Target("ffn.compare_linkages", {}, {"n_clusters": lambda _: 20, "n_vectors": lambda _: 60}),
     Target("ffn.Clusters.load", {"folder": "path read"}, {"folder": kept("clusters")}),
     Target("ffn.Clusters.members", {"cluster": "row"}, {"cluster": lambda _: 1}, lambda w: w.clusters),
     Target(
@@ -130,10 +131,15 @@ READING: list[Target] = [
             "confidence": lambda w: lens.prediction_confidence(w.model, w.examples, progress=False),
         },
     ),
+    Target(
+        "ffn.concentration",
+        {"activity": "table"},
+        {"activity": lambda w: w.activity.assign(sub_updates="extreme", read="score")},
+    ),
     Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
     Target("lens.prediction_confidence"),
     Target("ffn.active_clusters"),
-    Target("ffn.OverlapRule", {"others": "choice", "overlap": "choice"}),
+    Target("ffn.OverlapRule", {"others": "choice"}),
     Target(
         "ffn.OverlapRule.fit",
         {"active": "object", "made_at": "object", "rows": "numbers"},
