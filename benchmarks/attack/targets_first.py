@@ -88,7 +88,6 @@ FIRST: list[Target] = [
         {"tokens": "object", "positions": "where", "attention_mask": "", "name": "", "corpus": ""},
         {"tokens": lambda _: [[5, 6, 7], [8, 9, 10]]},
     ),
-    Target("corpora.make_windows", {"source": "corpus", "name": ""}, {"source": lambda w: w.corpus}),
     Target("models.changes_of"),
     Target("models.token_policy", {"tokenizer": "tokenizer"}),
     Target(
@@ -180,7 +179,12 @@ FIRST: list[Target] = [
         {"intercept": lambda _: False, "ridge": lambda _: 0.0},
         moments_of,
     ),
-    Target("linear.resolve_pairs", {"model": "whole"}, {"model": lambda _: 3}),
+    Target(
+        "linear.resolve_pairs",
+        {"model": "whole"},
+        {"model": lambda _: 3},
+        takes={"pairs=[('bogus.0', 'h.3')]": lambda _, pairs: pairs == [("bogus.0", "h.3")]},
+    ),
     # Activations.
     Target("activations.Activations.__getitem__", owner=lambda w: w.activations),
     Target(
