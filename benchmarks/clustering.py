@@ -53,7 +53,7 @@ def _measure(n: int, width: int, linkage: str, folder: Path) -> None:
         marks.append((time.perf_counter(), time.process_time()))
         return follow(*arguments)  # type: ignore[arg-type]
 
-    agglomeration._follow_chains = followed
+    agglomeration._follow_chains = followed  # type: ignore[assignment]
     agglomeration.merges_on_disk(vectors, linkage, folder, progress=False)  # type: ignore[arg-type]
     marks.append((time.perf_counter(), time.process_time()))
     distances, merges = (f"{wall:.0f} s ({busy:.0f} of a core)" for wall, busy in np.diff(marks, axis=0))

@@ -273,6 +273,7 @@ KINDS: Mapping[str, list[Bad]] = {
         *_given(EMPTY, [], ""),
     ],
     "rows": _MASKS,
+    "marks": [bad for bad in _MASKS if bad.label != "none_true"],  # of which there may be none
     "weights": [bad for bad in _MASKS if bad.label != "numbers"],  # how much each counts, so numbers
     "where": [
         *_given(KIND, None, 3, "bogus", "", ["a"], {}, 2.5),

@@ -14,7 +14,7 @@ from typing import Any
 from matlens import InputError
 
 CLEAR, UNCLEAR, SILENT, TRACEBACK, HANG = VERDICTS = ("clear", "unclear", "silent", "traceback", "hang")
-SECONDS = 8.0  # that a case may take
+SECONDS = 30.0  # that a case may take
 LONGEST = 2000  # characters of a message
 _SHORTEST = 20
 

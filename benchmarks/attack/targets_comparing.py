@@ -9,6 +9,7 @@ import torch
 
 from attack.kept import MAPS, READOUT, STREAM_MAPS, draw
 from attack.signatures import Target
+from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
 from matlens import control, ffn, lens
 
@@ -85,11 +86,12 @@ COMPARING: list[Target] = [
     ),
     Target(
         "lens.fit_quality_without_sinks",
-        {**MAPS, "validation": ACTIVATIONS, "sinks": "rows"},
+        {**MAPS, "validation": ACTIVATIONS, "sinks": "marks"},
         {**STREAM_MAPS, "sinks": _sinks},
+        takes={"maps=with_nan": shows_none},
     ),
-    Target("lens.later_sinks", {"sinks": "rows"}, {"sinks": _sinks}),
-    Target("lens.sink_norms", {"sinks": "rows"}, {"sinks": _sinks}),
+    Target("lens.later_sinks", {"sinks": "marks"}, {"sinks": _sinks}),
+    Target("lens.sink_norms", {"sinks": "marks"}, {"sinks": _sinks}),
     Target(
         "lens.attention_rows",
         {**MAPS, **READOUT, "data": ACTIVATIONS, "experiment": ""},
@@ -121,12 +123,15 @@ COMPARING: list[Target] = [
             "patched": "whole",
         },
         {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
+        takes={"maps=with_nan": shows_none},
     ),
     Target(
-        "lens.submodule_positions",
-        {**MAPS, **READOUT, "stand_ins": "object", "data": ACTIVATIONS, "every": "whole"},
+        "lens.submodule_alone",
+        {**READOUT, "stand_ins": "object", "data": ACTIVATIONS, "kinds": ""},
         {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
     ),
+    Target("lens.exit_costs", {**MAPS, **READOUT, "precisions": ""}, STREAM_MAPS),
+    Target("lens.constant_maps", {**MAPS, "rows": ""}, {**STREAM_MAPS, "samples": lambda w: w.activations}),
     Target("lens.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
     Target("lens.fit_drawn_and_all"),
     Target("lens.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
@@ -134,6 +139,7 @@ COMPARING: list[Target] = [
         "lens.fit_quality_by_size",
         {"train": "activations", "halvings": "whole"},
         {"train": lambda w: w.activations},
+        takes={"halvings=0": lambda _, table: table["n_fitted"].nunique() == 1},
     ),
     Target("lens.fits_side_by_side", good={"table": _fits}),
     Target("lens.transfer_losses", good={"table": _transfer}),
@@ -168,11 +174,16 @@ COMPARING: list[Target] = [
             "banned": lambda w: control.word_filter(w.model.tokenizer, ["w1"]),
             "coefficients": lambda _: (3.0,),
         },
+        takes={
+            "vectors={}": lambda _, changes: not any(change.names for change in changes),
+            "coefficients": lambda _, changes: all(abs(c.coefficient or 0) < 1e300 for c in changes),
+        },
     ),
     Target(
         "control.choose_values",
         {"grader": "object", "picked": "names"},
         {"grader": lambda _: ConstantGrader()},
+        takes={"picked=[]": lambda _, chosen: all(chosen.values())},
     ),
     Target(
         "control.compare_control",
@@ -197,6 +208,10 @@ COMPARING: list[Target] = [
         "control.Perspective",
         {"key": "text", "attributes": "names", "url": "text"},
         {"key": lambda _: "k", "attributes": lambda _: ["toxicity"]},
+        takes={
+            "attributes": lambda _, grader: grader is not None,
+            "retries=0": lambda _, grader: grader is not None,
+        },
     ),
     # Models, corpora and activations.
     Target(
@@ -206,7 +221,7 @@ COMPARING: list[Target] = [
     ),
     Target(
         "activations.sink_counts",
-        {"sinks": "rows", "places": "object"},
+        {"sinks": "marks", "places": "object"},
         {"sinks": _sinks, "places": lambda w: w.activations.places},
     ),
     Target(
@@ -219,24 +234,36 @@ COMPARING: list[Target] = [
         {"n_samples": "whole", "width": "whole"},
         {"n_samples": lambda _: 9, "width": lambda _: 9},
     ),
-    Target("models.describe_changes", {"changes": "object"}, {"changes": lambda _: ["a hook"]}),
     Target(
         "models.locate",
         {"name": "text", "revision": "choice"},
         {"name": lambda w: str(w.model_folder("gpt2")), "revision": lambda _: None},
+        takes={"revision=None": lambda w, place: place[0] == str(w.model_folder("gpt2").resolve())},
     ),
-    Target("models.encode_text", {"longest": "whole"}, {"text": lambda _: "w1 w2"}),
+    Target(
+        "models.encode_text",
+        {"longest": "whole"},
+        {"text": lambda _: "w1 w2"},
+        takes={
+            "text=''": lambda _, tokens: tokens.ids == [],
+            "longest=0": lambda _, tokens: tokens.ids == [],
+        },
+    ),
     Target("models.require_finite_weights"),
     Target("models.rounded_fingerprints"),
     Target("study.compatibility"),
-    Target("study.origin_of", {**MAPS, "validation": "activations"}, STREAM_MAPS),
-    Target("storage.number_text", {"value": "number", "digits": "whole"}, {"value": lambda _: 0.5}),
+    Target(
+        "study.origin_of",
+        {**MAPS, "validation": "activations"},
+        STREAM_MAPS,
+        takes={"maps": lambda _, origin: {*origin} == {"maps", "note", "validation"}},
+    ),
     # Plots.
     *[
         Target(
             f"plots.{name}",
             {"results": "table", "table": "table"},
-            {"results": part, "table": part},
+            {"results": part, "table": part},  # type: ignore[dict-item]
             finish=draw,
         )
         for name, part in {
@@ -244,7 +271,6 @@ COMPARING: list[Target] = [
             "layers_figure": lambda w: _events(w).scores_of("score"),
             "across_corpora": _transfer,
             "alternation": _schemes,
-            "by_fitting": _submodules,
             "by_method": _submodules,
             "toxicity_against_perplexity": lambda w: _comparison(w).table,
         }.items()

@@ -179,7 +179,12 @@ FIRST: list[Target] = [
         {"intercept": lambda _: False, "ridge": lambda _: 0.0},
         moments_of,
     ),
-    Target("linear.resolve_pairs", {"model": "whole"}, {"model": lambda _: 3}),
+    Target(
+        "linear.resolve_pairs",
+        {"model": "whole"},
+        {"model": lambda _: 3},
+        takes={"pairs=[('bogus.0', 'h.3')]": lambda _, pairs: pairs == [("bogus.0", "h.3")]},
+    ),
     # Activations.
     Target("activations.Activations.__getitem__", owner=lambda w: w.activations),
     Target(
@@ -339,7 +344,11 @@ FIRST: list[Target] = [
         },
     ),
     # Study.
-    Target("study.collect_parts", {"positions": "choice"}),
+    Target(
+        "study.collect_parts",
+        {"positions": "choice", "parts": "object"},
+        {"parts": lambda w: w.corpus.split(n_train=40, n_validation=10)},
+    ),
     Target("study.evaluate_maps", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
     Target(
         "study.fit_maps",

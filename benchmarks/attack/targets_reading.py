@@ -22,7 +22,7 @@ def _has(part: str, number: int, _: World, vector: Any) -> bool:
     return bool(getattr(vector, part) == number)
 
 
-def _shows_none(_: World, table: Any) -> bool:
+def shows_none(_: World, table: Any) -> bool:
     """Maps that are no numbers have no r2 and predict nothing right, and the identity is as it was."""
     of_maps = table[(table["method"] == "mat") & (table["layer"] < table["target"])]
     values = of_maps["value"][of_maps["metric"] != "precision"]
@@ -190,8 +190,8 @@ READING: list[Target] = [
         {"confidence": "any vectors", "threshold": "vector"},
         {"confidence": lambda w: w.confidence.difference, "threshold": lambda w: torch.full((60,), 0.5)},
         takes={  # of how many layers is not known
-            "confidence=too_narrow": lambda _, layers: int(layers.max()) <= 2,
-            "confidence=too_wide": lambda _, layers: int(layers.max()) <= 6,
+            "confidence=too_narrow": lambda _, layers: int(layers.max()) <= 31,
+            "confidence=too_wide": lambda _, layers: int(layers.max()) <= 64,
         },
     ),
     Target("lens.exit_sweep", {**MAPS, **READOUT}, STREAM_MAPS),
@@ -239,13 +239,13 @@ READING: list[Target] = [
         "lens.fit_quality",
         {**MAPS, "validation": "activations, other activations"},
         STREAM_MAPS,
-        takes={"maps=with_nan": _shows_none},
+        takes={"maps=with_nan": shows_none},
     ),
     Target(
         "lens.prediction_quality",
         {**MAPS, **READOUT, "validation": "activations, other activations", "methods": "names"},
         {**STREAM_MAPS, "methods": lambda _: ["mat"]},
-        takes={"maps=with_nan": _shows_none},
+        takes={"maps=with_nan": shows_none},
     ),
     Target(
         "lens.judge_predictions",

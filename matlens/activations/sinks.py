@@ -89,6 +89,7 @@ def _doubt(samples: Activations, layers: list[str], sinks: Bool[Tensor, " n"]) -
     return None
 
 
+@checked
 def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
     """How many samples are sinks and where, for tables and their records.
 
@@ -105,6 +106,8 @@ def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dic
         ``n_sinks``; of these ``n_first_sinks``, first tokens, and ``n_later_sinks``, tokens within; and
         ``n_first_tokens``, all first tokens among the samples.
     """
+    if len(sinks) != len(places):
+        raise InputError(f"{len(sinks)} samples and {len(places)} places are given. Expected one for each.")
     first = torch.from_numpy(np.asarray(places) == 0)
     return {
         "n_sinks": int(sinks.sum()),

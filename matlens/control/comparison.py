@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pandas as pd
 from transformers import LogitsProcessor
 
+from matlens.arguments import require_kind
 from matlens.control.baselines import SelfDebiasing
 from matlens.control.control import PAPER_COEFFICIENT, controlled
 from matlens.control.generation import continue_prompts
@@ -24,13 +25,15 @@ from matlens.ffn.values import ValueName, ValueVectors
 from matlens.metrics import Estimate
 from matlens.models.vocabulary import word_tokens
 from matlens.signatures import checked
-from matlens.storage.tables import result_row
+from matlens.storage.tables import require_columns, result_row
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 UNCHANGED = "unchanged"
 CONTROL = "table5_control"  # the experiment
+
+_KEYS = ("method", "coefficient", "metric", "value")  # columns that scores are found by
 
 
 class ModelChange(NamedTuple):
@@ -232,6 +235,7 @@ def compare_control(
         There are no changes or no prompts, or one cannot be continued or read; see `continue_prompts` and
         `text_losses`.
     """
+    require_kind(prompts, Mapping, "prompts", way="Give lists of prompts by their names.")
     if not changes or not prompts:
         raise InputError(
             f"{len(changes)} changes of the model and {len(prompts)} lists of prompts are given. Expected "
@@ -283,6 +287,7 @@ def _row(
 @checked
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
     """The rows about toxicity and perplexity, without other attributes of the grader."""
+    require_columns(table, ["attribute"], what="the table of control.compare_control")
     return table[table["attribute"].isin([TOXICITY, ""])]
 
 
@@ -298,6 +303,7 @@ def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `compare_control`.
     """
+    require_columns(table, _KEYS, what="the table of control.compare_control")
     table = table.astype({"coefficient": float})
     shares = table[table["metric"] == "toxic"].rename(columns={"corpus": "prompts"})
     keys = ["prompts", "method", "coefficient"]
@@ -316,6 +322,7 @@ def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None
 
     Where there are several lists of prompts, take the rows of one of them, and those of perplexity.
     """
+    require_columns(table, _KEYS, what="the table of control.compare_control")
     for keys, rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
         method, coefficient = cast(tuple[str, float], keys)
         numbers = rows[["value", "low", "high"]].to_numpy(dtype=float)

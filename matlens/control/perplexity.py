@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, Examples, is_masked, make_examples
+from matlens.corpora.examples import Batch, Examples, is_masked, make_examples, require_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
@@ -88,6 +88,7 @@ def text_losses(
             "Expected a decoder."
         )
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
+    require_own_tokens(model, examples)
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
         raise InputError("No text has two tokens, so there is no next token to predict.")

@@ -406,14 +406,14 @@ def norm_overlap(
             overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
     pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
     means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
-    rows = []
+    rows: list[tuple[str, str, int | None, metrics.Estimate]] = []
     for layer, (real, drawn) in enumerate(pairs):
         rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
         rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
     rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
     above = means["values"] - means["random"]
     rows.append(("difference", "iou", None, metrics.mean(above)))
-    p = stats.wilcoxon(above.double().cpu().numpy()).pvalue if above.any() else 1.0
+    p = float(stats.wilcoxon(above.double().cpu().numpy()).pvalue) if above.any() else 1.0
     rows.append(("difference", "p", None, _exactly(p, len(above))))
     return result_table(
         result_row(

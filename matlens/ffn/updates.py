@@ -339,6 +339,7 @@ def removal_table(
         ``k`` sub-updates or ``n_tokens`` tokens.
     """
     updates = Updates.run(model, examples, layers, progress=progress)
+    require_whole(n_tokens, "n_tokens", least=1, most=model.cfg.d_vocab_out)
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
@@ -362,11 +363,11 @@ def removal_table(
         cells, key=lambda cell: (cell[1:], [*readings, "another v"].index(cell[0]))
     ):
         by_layer = torch.tensor([agreement[layer, name, effect, metric] for layer in updates.layers])
-        for layer, numbers in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
+        for at, numbers in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
             table.append(
                 result_row(
                     REMOVAL, model=values.identity.name, corpus=examples.provenance.get("corpus", "unnamed"),
-                    method=name, layer=layer, target=layer, metric=metric,
+                    method=name, layer=at, target=at, metric=metric,
                     k=n_tokens if metric == "common" else None, estimate=metrics.mean(numbers), effect=effect,
                 )
             )  # fmt: skip
@@ -382,7 +383,7 @@ def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Calla
     if values.output_kind != FFN_OUT or Anatomy.from_model(model).family is POST_NORM:
         norms = [norm_after_ffn(model, layer) for layer in range(values.n_layers)]
         gains = [NormGain.from_module(norm, values.d_model) for norm in norms]
-    through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred
+    through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred  # type: ignore[union-attr]
 
     def reading(projection: Projection, *, gained: bool = False) -> Callable[[Tensor, int], Tensor]:
         return lambda rows, layer: projection.scores(gains[layer](rows) if gained else rows)

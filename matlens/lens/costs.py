@@ -156,16 +156,16 @@ def exit_costs(
 
     quality = prediction_quality(readout, maps, validation)
     quality = quality[(quality["metric"] == "precision") & (quality["k"] == 1) & (quality["layer"] < last)]
-    for row in quality.itertuples():
-        n_maps, layer = int(row.method == "mat"), int(row.layer)
+    for row in quality.to_dict("records"):
+        n_maps, layer = int(row["method"] == "mat"), int(row["layer"])
         numbers = {
-            "precision": row.value, "layers saved": last - layer,
+            "precision": row["value"], "layers saved": last - layer,
             "bytes of maps": n_maps * costs.map * costs.n_bytes,
             "bytes saved": sum(costs.blocks[layer:]) * costs.n_bytes,
             "map multiplications": n_maps * costs.map,
             "multiplications saved": costs.run(layer, last, n_tokens),
         }  # fmt: skip
-        add(row.method, layer, None, numbers)
+        add(row["method"], layer, None, numbers)
     sweep = exit_sweep(readout, maps, validation)
     for method in METHODS:
         n_maps = int(method == "mat")

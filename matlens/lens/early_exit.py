@@ -239,6 +239,7 @@ def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
 
     Columns are ``method, saved, n_layers, share``, where ``share`` is that of all layers.
     """
+    require_columns(table, ["target"], what="the table of lens.exit_sweep")
     n_layers = int(table["target"].max())
     rows = [(method, layers_saved(table, method, precision)) for method in _METHODS]
     return pd.DataFrame(

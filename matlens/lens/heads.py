@@ -235,10 +235,10 @@ def head_ablation(
         row = validation_row(HEADS, validation, "linear", layer, layer, "r2", None, estimate)
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():
-        method, of_block, head, share = key
+        method, of_block, of_head, of_share = key
         kl = validation_row(HEADS, data, method, 0, last, "kl", None, metrics.mean(divergence[name]))
         rows_of_case = [*prediction_rows(HEADS, data, method, 0, judged[name]), kl]
-        table += [row | {"layer": of_block, "head": head, "share": share} for row in rows_of_case]
+        table += [row | {"layer": of_block, "head": of_head, "share": of_share} for row in rows_of_case]
     return result_table(table, "head", "share").astype({"head": "Int64"})
 
 

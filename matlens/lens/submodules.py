@@ -19,19 +19,21 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
-from matlens.arguments import require_choice
+from matlens.arguments import require_choice, require_whole
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.lens.quality import as_substitute, judge_predictions, prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
+from matlens.models.sites import Site
 from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
 from matlens.signatures import checked
-from matlens.storage.tables import result_table
+from matlens.storage.tables import require_columns, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -171,7 +173,11 @@ def attention_rows(
     experiment: str = SUBMODULE_LAYERS,
 ) -> list[dict[str, Any]]:
     """Rows of a table for ``mat_attn`` from each layer to the last: no attention is run from there on."""
+    readout.require_same(data.provenance)
+    data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     last = data.provenance.identity.n_layers
+    for layer in layers:
+        Site.parse(layer, last)
     bar = Bar(layers, desc="mat_attn", unit="layer")
     vectors = {layer: attend_nowhere(model, maps, data[layer], layer, last) for layer in bar}
     judged = judge_predictions(readout, data[last], {layer: as_substitute(h) for layer, h in vectors.items()})
@@ -214,6 +220,7 @@ def submodule_layers(
     folder
         Where vectors are kept, as in `matlens.patching.run_variants`.
     """
+    every = require_whole(every, "every", least=1)
     last = validation.provenance.identity.n_layers
     layers = sorted({*range(0, last, every), last - 1})
     cases = {}
@@ -305,6 +312,7 @@ def submodule_alone(
 @checked
 def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 of a table of results for people: a row for each method, a column for each layer."""
+    require_columns(table, ("method", "layer", "metric", "k", "value"), what="a table of results")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     return best.pivot_table(index="method", columns="layer", values="value", sort=False)
 
@@ -312,4 +320,6 @@ def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
 @checked
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
     """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
+    require_columns(table, ["method"], what="the table of lens.submodule_positions")
+    require_choice(replaced, tuple(CONTEXTUAL), "replaced")
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

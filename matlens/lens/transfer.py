@@ -21,11 +21,13 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.signatures import checked
+from matlens.storage.tables import require_columns
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
+_NEEDED = ("method", "layer", "metric", "k", "value")  # columns that tables for people are made of
 
 
 @checked
@@ -80,6 +82,7 @@ def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activ
     validation
         The stream at the positions of the validation examples.
     """
+    _require_some(maps, "maps")
     tables = []
     for name, fits in maps.items():
         table = pd.concat([fit_quality(fits, validation), prediction_quality(readout, fits, validation)])
@@ -123,6 +126,7 @@ def fit_quality_by_size(
 @checked
 def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """A table of `compare_fits` for people, a row for each layer: ``r2 <method>`` and ``P@1 <method>``."""
+    require_columns(table, _NEEDED, what="the table of lens.compare_fits")
     chosen = table[(table["metric"] == "r2") | ((table["metric"] == "precision") & (table["k"] == 1))]
     wide = chosen.pivot_table(index="layer", columns=["metric", "method"], values="value")
     wide.columns = [" ".join(column).replace("precision", "P@1") for column in wide.columns.to_list()]
@@ -138,6 +142,7 @@ def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
     samples
         The stream on training sentences, by their corpus.
     """
+    _require_some(samples, "samples")
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():
@@ -165,6 +170,8 @@ def transfer_quality(
     validations
         The stream on validation sentences, by their corpus.
     """
+    _require_some(maps, "maps")
+    _require_some(validations, "validation vectors")
     tables = []
     for fitted, fits in maps.items():
         for tested, validation in validations.items():
@@ -186,6 +193,7 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `transfer_quality`.
     """
+    require_columns(table, ("corpus", *_NEEDED), what="the table of lens.transfer_quality")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")
     rows = []
@@ -194,3 +202,8 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
         relative = ((here - same) / same).mean()
         rows.append((corpus, method, here.mean(), (here - same).mean(), relative))
     return pd.DataFrame(rows, columns=["corpus", "method", "precision", "difference", "relative"])
+
+
+def _require_some(given: Mapping[str, object], what: str) -> None:
+    if not given:
+        raise InputError(f"There are no {what}. Expected some, each under its name.")

@@ -6,4 +6,7 @@ from .mapsets import MapSet as MapSet
 from .mapsets import write_maps as write_maps
 from .moments import Moments as Moments
 from .pairs import resolve_pairs as resolve_pairs
+from .pickles import arrays_of as arrays_of
+from .pickles import read_pickle as read_pickle
+from .published import convert_published as convert_published
 from .samples import few_samples_note as few_samples_note

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from matlens.arguments import require_number, require_whole
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
@@ -202,6 +203,8 @@ def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str |
     ridge
         The penalty of the fit.
     """
+    n_samples, width = require_whole(n_samples, "n_samples", least=1), require_whole(width, "width", least=1)
+    ridge = require_number(ridge, "The ridge", least=0)
     if not are_few(n_samples, width):
         return None
     few = f"The maps were fitted on {n_samples:,} samples, which is few for {width:,} dimensions"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from matlens.arguments import short
+from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.signatures import checked
 
@@ -79,6 +79,8 @@ def encode_text(model: TransformerBridge, text: str, *, longest: int | None = No
     InputError
         The model has no tokenizer, or makes tokens that the model does not have.
     """
+    if longest is not None:
+        longest = require_whole(longest, "longest", least=0)
     tokenizer, config = require_tokenizer(model), model.cfg
     wanted, there = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
     put = wanted and not there and _is_atom(tokenizer, tokenizer.bos_token)

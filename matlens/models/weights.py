@@ -57,6 +57,7 @@ def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
     Two models are the same up to rounding where one of them runs in half precision and this fingerprint is
     the same. A model in half precision has that of its own precision alone.
     """
+    _require_bridge(model)
     wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
     kinds = HALF if wide else [dtype for dtype in HALF if dtype == _dtype(model)]
     return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
