@@ -162,7 +162,7 @@ mutate: install
 
 # Bad inputs and damaged files: a table of the classes of faults. Some minutes.
 attack: install
-	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack
+	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
 bench: install
 	$(BIN)/python benchmarks/starting.py

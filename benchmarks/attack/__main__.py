@@ -31,6 +31,7 @@ from attack.states import state_cases
 from attack.targets import TARGETS, untried
 from attack.world import World, make_world
 
+_MARK = "<!-- attack -->"
 _MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and the machine does not
 
 
@@ -38,18 +39,24 @@ def main(
     only: Annotated[str, typer.Option(help="Only cases whose names contain this.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     share: Annotated[float, typer.Option(min=0, max=1, help="Share of the bad inputs that are tried.")] = 1.0,
-    mutations: Annotated[int, typer.Option(min=0, help="Mutations of files that are tried.")] = 1500,
+    mutations: Annotated[int, typer.Option(min=0, help="Mutations of files that are tried.")] = 1200,
     out: Annotated[Path, typer.Option(help="Where the tables are written.")] = Path("out/attack"),
+    page: Annotated[
+        Path | None, typer.Option(help="A page whose table, between two marks, is written anew.")
+    ] = None,
     show: Annotated[bool, typer.Option(help="Print every case that is not clear.")] = False,
 ) -> None:
     """Try bad inputs and mutated files, and print a table of the classes of faults."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     torch.set_num_threads(1)
-    out = out.resolve()
+    out, page = out.resolve(), page and page.resolve()
     with make_world(seed=seed) as world, contextlib.chdir(world.fresh("here").parent):
         judgements = [judge(case) for case in _cases(world, only, share, seed)]
         judgements += [judge(case) for case in mutation_cases(world, mutations, seed, only)]
-    if _report(judgements, out, show=show):
+    clear = _report(judgements, out, show=show)
+    if page is not None:
+        write_table(page, pd.read_csv(out / "attack.csv"))
+    if not clear:
         raise typer.Exit(1)
 
 
@@ -78,7 +85,7 @@ def _bad_arguments(world: World, only: str) -> Iterator[Case]:
 
 
 def _report(judgements: list[Judgement], out: Path, *, show: bool) -> bool:
-    """Write and print the tables; says whether a case is not clear."""
+    """Write and print the tables; says whether all cases are clear."""
     out.mkdir(parents=True, exist_ok=True)
     cases = pd.DataFrame(
         [(j.case.fault, j.case.name, j.verdict, j.words) for j in judgements],
@@ -97,7 +104,17 @@ def _report(judgements: list[Judgement], out: Path, *, show: bool) -> bool:
         for _, row in faults.iterrows():
             print(f"{row['verdict']:9} {row['case'][:200]}: {row['words']}")
     print(table.to_string(index=False))
-    return not faults.empty
+    return faults.empty
+
+
+def write_table(page: Path, table: pd.DataFrame) -> None:
+    """Write the table between the two marks of a page."""
+    before, _, after = page.read_text().split(_MARK)
+    lines = [f"| {' | '.join(table.columns)} |", f"|{'---|' * len(table.columns)}"]
+    for name, *counts in table.itertuples(index=False):
+        cells = [str(name), *(f"{count:,}" for count in counts)]
+        lines.append(f"| {' | '.join(f'**{cell}**' if name == 'all' else cell for cell in cells)} |")
+    page.write_text(_MARK.join((before, "\n" + "\n".join(lines) + "\n", after)))
 
 
 if __name__ == "__main__":

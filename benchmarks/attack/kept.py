@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pandas import DataFrame
+from pandas import DataFrame, read_csv
 
 import matlens
 from attack.world import World
@@ -99,6 +99,21 @@ def moments_of(world: World) -> linear.Moments:
 def scheme_of(world: World) -> patching.Scheme:
     """A scheme of alternation."""
     return patching.Scheme((0, 1, 3), "blocks")
+
+
+def sheets_of(world: World) -> Path:
+    """Sheets of concepts in which one pattern is filled in."""
+
+    def fill(folder: Path) -> None:
+        annotation.write_concept_sheets(world.sample, folder)
+        tokens = read_csv(folder / "tokens.csv", dtype="str", keep_default_na=False)
+        tokens.loc[:3, "patterns"] = "1"
+        tokens.to_csv(folder / "tokens.csv", index=False)
+        patterns = read_csv(folder / "patterns.csv", dtype="str", keep_default_na=False)
+        patterns.loc[0, ["description", "class"]] = ["words", "semantic"]
+        patterns.to_csv(folder / "patterns.csv", index=False)
+
+    return saved(world, "sheets", fill)
 
 
 def identity_of(world: World) -> models.ModelIdentity:

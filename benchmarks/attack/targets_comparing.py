@@ -125,6 +125,13 @@ COMPARING: list[Target] = [
         {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
         takes={"maps=with_nan": shows_none},
     ),
+    Target(
+        "lens.submodule_alone",
+        {**READOUT, "stand_ins": "object", "data": ACTIVATIONS, "kinds": ""},
+        {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
+    ),
+    Target("lens.exit_costs", {**MAPS, **READOUT, "precisions": ""}, STREAM_MAPS),
+    Target("lens.constant_maps", {**MAPS, "rows": ""}, {**STREAM_MAPS, "samples": lambda w: w.activations}),
     Target("lens.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
     Target("lens.fit_drawn_and_all"),
     Target("lens.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
@@ -264,7 +271,6 @@ COMPARING: list[Target] = [
             "layers_figure": lambda w: _events(w).scores_of("score"),
             "across_corpora": _transfer,
             "alternation": _schemes,
-            "by_fitting": _submodules,
             "by_method": _submodules,
             "toxicity_against_perplexity": lambda w: _comparison(w).table,
         }.items()

@@ -344,7 +344,11 @@ FIRST: list[Target] = [
         },
     ),
     # Study.
-    Target("study.collect_parts", {"positions": "choice"}),
+    Target(
+        "study.collect_parts",
+        {"positions": "choice", "parts": "object"},
+        {"parts": lambda w: w.corpus.split(n_train=40, n_validation=10)},
+    ),
     Target("study.evaluate_maps", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
     Target(
         "study.fit_maps",

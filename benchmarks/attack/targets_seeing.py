@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attack.kept import annotations_of, draw, kept, part_of, r2_figure, saved
+from attack.kept import annotations_of, draw, kept, part_of, r2_figure, sheets_of
 from attack.signatures import Target
 from matlens import annotation, ffn
 
@@ -10,11 +10,11 @@ SEEING: list[Target] = [
     # Annotation.
     Target("annotation.draw_concept_sample", {}, {"per_layer": lambda _: 2, "k": lambda _: 3}),
     Target("annotation.sheet_code"),
-    Target("annotation.write_concept_sheets"),
+    Target("annotation.write_concept_sheets", {"describe": ""}),
     Target(
         "annotation.read_concept_sheets",
         {"folder": "path read"},
-        {"folder": lambda w: saved(w, "sheets", lambda f: annotation.write_concept_sheets(w.sample, f))},
+        {"folder": sheets_of},
     ),
     Target("annotation.read_concept_sample", {"path": "path read"}, {"path": kept("sample")}),
     Target(
@@ -73,11 +73,6 @@ SEEING: list[Target] = [
             "saturation_figure": lambda w: ffn.saturation_frequency(w.trace),
         }.items()
     ],
-    Target(
-        "plots.concept_shares",
-        good={"results": lambda w: annotation.pattern_shares(w.patterns, model_name="m", corpus="c", k=5)},
-        finish=draw,
-    ),
     Target("plots.layer_ticks", {"last": "whole"}, takes={"last=0": lambda _, ticks: ticks == [0]}),
     Target("plots.literal", {"text": "text"}, takes={"text=''": lambda _, text: text == ""}),
     Target(

@@ -203,7 +203,7 @@ def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str |
     ridge
         The penalty of the fit.
     """
-    n_samples, width = require_whole(n_samples, "n_samples", least=0), require_whole(width, "width", least=1)
+    n_samples, width = require_whole(n_samples, "n_samples", least=1), require_whole(width, "width", least=1)
     ridge = require_number(ridge, "The ridge", least=0)
     if not are_few(n_samples, width):
         return None
