@@ -143,7 +143,7 @@ $(RESULTS)/paper_b_removal_bert.csv: | $(RESULTS)/small_bert.csv
 
 $(RESULTS)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
 $(RESULTS)/paper_b_sec5_clusters.csv: OPTIONS = --sentences $(SENTENCES)
-# Lasso beside ridge takes twenty times as long.
+# Lasso beside ridge takes far longer.
 $(RESULTS)/paper_b_table6_early_exit.csv: OPTIONS = --sentences $(SENTENCES) --beside 10000 --$(PENALTIES)
 # Ten value vectors of SmolLM2 picked by hand, the second list being prompts that none of them was chosen on. Twelve
 # minutes, half of them Self-Debiasing's, which reads everything once more for each of six announcements.

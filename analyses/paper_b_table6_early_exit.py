@@ -11,8 +11,8 @@ The second, ``paper_b_sec6_readings``: the rule under every reading of its defin
 once, beside the accuracy of the same layers dealt out at random and how far apart the two are. Give
 ``--beside 10000`` for the readings by as many clusters as section 5.2 has.
 
-Expect the rule level with the classifiers. These take nearly all of the time, lasso some twenty times that of
-ridge alone (``--ridge-only``). ``--sentences 10000`` is the paper's size. The trace, the clusters and the
+Expect the rule level with the classifiers. These take nearly all of the time, lasso far more than ridge alone
+(``--ridge-only``). ``--sentences 10000`` is the paper's size. The trace, the clusters and the
 activations are kept in the output folder; a run that was killed goes on where it was.
 """
 
