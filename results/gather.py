@@ -30,6 +30,13 @@ def quoted_tables(folder: Path) -> list[str]:
     return sorted(set(re.findall(r"\b(?:table|value|origin|command)\(\s*\"(\w+)\"", text)))
 
 
+def shown_figures(folder: Path) -> set[str]:
+    """Names of the files of figures that sections show."""
+    return {
+        name for path in folder.rglob("*.md") for name in re.findall(r"images/(\w+\.png)", path.read_text())
+    }
+
+
 def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     """A table with numbers of six digits, and apart from it the names that are the same in every row."""
     named = [column for column in ("experiment", "model", "corpus") if column in table]
@@ -68,10 +75,10 @@ def main(out: Path, *, results: Path = RESULTS, images: Path = IMAGES) -> None:
         if (out / f"{name}.csv").is_file():
             keep_table(out / f"{name}.csv", results)
             print(results / f"{name}.csv")
-    for image in sorted(images.glob("*.png")):
-        if (out / image.name).is_file():
-            keep_figure(out / image.name, images)
-            print(image)
+    for name in sorted({path.name for path in images.glob("*.png")} | shown_figures(results / "pages")):
+        if (out / name).is_file():
+            keep_figure(out / name, images)
+            print(images / name)
 
 
 if __name__ == "__main__":

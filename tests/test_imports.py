@@ -113,7 +113,11 @@ def test_no_room_holds_more_than_ten_modules(room: str) -> None:
 def test_mathematics_needs_no_language_model() -> None:
     for module, path in MODULES.items():
         if module.partition(".")[0] in ("errors", "metrics", "linear"):
-            packages = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
+            tree = ast.parse(path.read_text())
+            for block in ast.walk(tree):  # a type that is named is no package that is loaded
+                if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+                    block.body = [ast.Pass()]
+            packages = {name.split(".")[0] for name in imported(tree)}
             foreign = packages - set(sys.stdlib_module_names) - {"matlens"}
             assert foreign <= {"torch", "numpy", "scipy", "jaxtyping", "safetensors", "tqdm"}, module
 

@@ -131,7 +131,11 @@ COMPARING: list[Target] = [
         {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
     ),
     Target("lens.exit_costs", {**MAPS, **READOUT, "precisions": ""}, STREAM_MAPS),
-    Target("lens.constant_maps", {**MAPS, "rows": ""}, {**STREAM_MAPS, "samples": lambda w: w.activations}),
+    Target(
+        "lens.constant_maps",
+        {"maps": "maps", "rows": ""},
+        {**STREAM_MAPS, "samples": lambda w: w.activations},
+    ),
     Target("lens.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
     Target("lens.fit_drawn_and_all"),
     Target("lens.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),

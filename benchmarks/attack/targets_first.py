@@ -348,6 +348,7 @@ FIRST: list[Target] = [
         "study.collect_parts",
         {"positions": "choice", "parts": "object"},
         {"parts": lambda w: w.corpus.split(n_train=40, n_validation=10)},
+        takes={"folder=a_folder_of_others": lambda _, parts: len(parts) == 2},
     ),
     Target("study.evaluate_maps", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
     Target(

@@ -369,6 +369,7 @@ def compare_linkages(
         There are fewer than two vectors, or one without a direction.
     """
     require_whole(n_vectors, "n_vectors", least=2)
+    require_whole(n_clusters, "n_clusters", least=1, most=len(values))
     unit = _units(values)
     drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
     unit = unit[np.sort(drawn)]

@@ -243,6 +243,8 @@ def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
     clusters
         The clusters that it was made with.
     """
+    columns = ("sub_updates", "read", "cluster", "extremes")
+    require_columns(activity, columns, what="the table of activity of ffn.extreme_tables")
     rows = []
     for read, table in activity[activity["sub_updates"] == "extreme"].groupby("read", sort=False):
         by_cluster = table.groupby("cluster")["extremes"].sum().sort_values(ascending=False, kind="stable")

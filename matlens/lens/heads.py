@@ -112,6 +112,8 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
     rows
         True for the samples that count, by default all.
     """
+    if samples is not None and maps.provenance.model is not None:
+        maps.provenance.require_same(samples.provenance, ours="the maps", theirs="the samples")
     kept = slice(None) if rows is None else rows
     constant = []
     for (source, target), linear in maps.items():

@@ -299,6 +299,8 @@ def submodule_alone(
     """
     for kind in kinds:
         require_choice(kind, tuple(CONTEXTUAL), "A kind")
+    readout.require_same(data.provenance)
+    data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     blocks = range(data.provenance.identity.n_layers)
     names = {"all": "", "not-sink": " without sinks"}
     cases = {

@@ -89,6 +89,10 @@ def collect_parts(
         )
     if positions == "all" and not draw_special:
         raise InputError("All positions include the special tokens: skip them only with drawn positions.")
+    if len(parts) != 2:
+        raise InputError(
+            f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
+        )
     collected = []
     for name, part in zip((TRAIN, VALIDATION), parts, strict=True):
         examples = make_examples(model, part, seed=seed, draw_special=draw_special)

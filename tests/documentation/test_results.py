@@ -123,8 +123,10 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     write_fit(out, 2 / 3, seed="7")
     write_results(out, "unquoted", pd.DataFrame({"value": [1.0]}), {})
     images.mkdir()
-    for folder, colour in ((out, "red"), (images, "blue")):
-        Image.new("RGB", (8, 8), colour).save(folder / "fit.png")
+    (results / "pages" / "page" / "20-more.md").write_text("![new](../images/new.png)")
+    for path, colour in ((out / "fit.png", "red"), (images / "fit.png", "blue"), (out / "new.png", "red")):
+        Image.new("RGB", (8, 8), colour).save(path)
+    Image.new("RGB", (8, 8), "red").save(out / "unshown.png")
     gather.main(out, results=results, images=images)
     assert {path.name for path in results.glob("*.csv")} == {"fit.csv"}
     kept = render.Results(results)
@@ -135,6 +137,7 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     origin = kept.origin("fit")
     assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})
     assert kept.command("fit") == "python analyses/fit.py --train 40 --val 2"
+    assert {path.name for path in images.glob("*.png")} == {"fit.png", "new.png"}
     assert Image.open(images / "fit.png").convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
