@@ -52,11 +52,10 @@ _LOOKS = {
     "attention": Look(GREEN),
     # Early exit
     "sub-updates rule": Look(ORANGE, marker="o"),
-    "rule, attention's too": Look(ORANGE, marker="P"),
-    "rule, others by layer": Look(ORANGE, marker="^"),
+    "rule, equal places": Look(ORANGE, marker="P"),
     "classifiers on x": Look(GREEN, marker="D"),
     "classifiers on o": Look(GREEN, marker="v"),
-    "classifiers on x and o": Look(GREEN, marker="*"),
+    "classifiers on x + o": Look(GREEN, marker="*"),
     "fixed layer": Look(DARK, marker="X"),
     "where it is made": Look(BLACK, marker="d"),
     "confidence, id": ID,
