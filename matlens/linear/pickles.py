@@ -129,7 +129,7 @@ def arrays_of(value: Any, what: str) -> list[np.ndarray]:
 def _walk(file: io.BytesIO, what: str) -> Any:
     """Walk through the instructions of one pickle."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     marks: list[int] = []
 
     def marked() -> list[Any]:
@@ -185,7 +185,8 @@ def _walk(file: io.BytesIO, what: str) -> Any:
             case "GET" | "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "GLOBAL":
-                stack.append(_named(*argument.split(" ", 1), what))
+                module, _, name = str(argument).partition(" ")
+                stack.append(_named(module, name, what))
             case "STACK_GLOBAL":
                 module, name = stack[-2:]
                 stack[-2:] = [_named(module, name, what)]
