@@ -8,6 +8,7 @@ Precision@1 on GPT-2, relative to maps of the same corpus, and nearly nothing on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 from rich.console import Console
@@ -25,7 +26,8 @@ NAME = "paper_a_sec5_corpora"
 
 def main(studies: Iterator[Study], report: Report) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
-    by_corpus = {study.corpus.name: study for study in studies}
+    # A corpus that has too few sentences is split in the same proportion.
+    by_corpus = {study.corpus.name: replace(study, adjustable=("train", "validation")) for study in studies}
     maps = fit_equally_many({name: study.stream[0] for name, study in by_corpus.items()})
     validations = {name: study.validation for name, study in by_corpus.items()}
     readout = next(iter(by_corpus.values())).readout
