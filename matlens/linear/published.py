@@ -82,15 +82,16 @@ def _files(source: Path, anatomy: Anatomy) -> dict[tuple[str, str], Path]:
         raise InputError(f"There is no folder {source}. Expected one with files such as 6_9.pickle.")
     with system_errors(source):
         names = sorted(path for path in source.iterdir() if _FILE.fullmatch(path.name))
-    files = {}
+    files: dict[tuple[str, str], Path] = {}
     for path in names:
         pair = _sites(path, anatomy)
+        if pair is None:
+            continue
         if pair in files:
             raise InputError(
                 f"{files[pair]} and {path} are both the map of {' to '.join(pair)}. Expected one."
             )
-        if pair is not None:
-            files[pair] = path
+        files[pair] = path
     if not files:
         raise InputError(f"{source} holds no published maps. Expected files such as 6_9.pickle.")
     return files
