@@ -70,10 +70,10 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"train", "val", "model", "corpus", "device", "title"}),
-        ({"sentences": 20}, {"sentences", "model", "corpus", "device", "title"}),
-        ({"train": None, "figures": False}, {"model", "corpus", "device"}),
-        ({"corpus": None}, {"model", "device", "title"}),
+        ({}, {"train", "val", "model", "corpus", "device", "suffix", "title"}),
+        ({"sentences": 20}, {"sentences", "model", "corpus", "device", "suffix", "title"}),
+        ({"train": None, "figures": False}, {"model", "corpus", "device", "suffix"}),
+        ({"corpus": None}, {"model", "device", "suffix", "title"}),
         ({"model": None, "train": None}, {"corpus", "title"}),
     ],
 )
