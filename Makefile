@@ -25,6 +25,8 @@ ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
 STUDY_VAL ?= 3000
 PATCHED ?= 3000
+ALONE ?= 3000
+HEADS ?= 3000
 SENTENCES ?= 10000
 PENALTIES ?= lasso
 WINDOWS ?= 0
@@ -32,6 +34,8 @@ else
 STUDY_TRAIN ?= 4000
 STUDY_VAL ?= 1000
 PATCHED ?= 120
+ALONE ?= 60
+HEADS ?= 40
 SENTENCES ?= 2000
 PENALTIES ?= ridge-only
 WINDOWS ?= 6
@@ -112,8 +116,8 @@ $(RESULTS)/%.csv: | install
 $(RESULTS)/paper_a_fig6_alternation.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
-$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(PATCHED) --every 5
-$(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(PATCHED)
+$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every 5
+$(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install

@@ -11,8 +11,8 @@ All tables but the last and the figure have two readings of scores: the definiti
 probability. Beside the extreme sub-updates stand drawn ones. ``..._groups`` says what the extreme ones of
 each kind have in common, and ``..._alone`` the same with each value vector read by itself, not by its
 cluster; ``..._places`` where in a sentence they are; ``..._few`` how few clusters account for them;
-``..._largest`` names these. ``..._ways`` has the agreement of average linkage, complete linkage and near
-neighbours on some of the value vectors.
+``..._largest`` the ten largest, each by the sign of its coefficients. ``..._ways`` has the agreement of
+average linkage, complete linkage and near neighbours on some of the value vectors.
 
 The paper's models are WikiLM and ``--model gpt2-medium``, 2,000 sentences. Its authors link completely; all
 distances of the 98,304 vectors of gpt2-medium take 36 GiB on the disk (``--linkage complete --disk 40``).
@@ -83,7 +83,8 @@ def main(
     report.write(NAME, tables.activity, origin, extremes_figure(tables.activity, title))
     report.write(GROUPS, tables.groups, origin)
     report.write(PLACES, tables.places, origin)
-    report.write(ALONE, alone.groups, origin)
+    alone_origin = origin | {"n_clusters": len(of_each), "method": "each vector alone", "linkage": None}
+    report.write(ALONE, alone.groups, alone_origin)
     report.write(FEW, concentration(tables.activity, fitted), origin)
     extreme = tables.activity[tables.activity["sub_updates"] == "extreme"]
     largest = extreme.groupby("read", sort=False).head(N_LARGEST).drop(columns=["members", "sub_updates"])

@@ -113,6 +113,11 @@ def main(
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     if samples and beams > 1:
         raise InputError("Beams are searched where nothing is drawn. Expected --samples 0 beside --beams.")
+    named = [path.name for path in prompts or ()]
+    if len({*named}) < len(named):
+        raise InputError(
+            f"The lists of prompts are called {', '.join(named)}. Expected files of different names."
+        )
     lists = {
         path.name: read_prompts(path, field=field, challenging=challenging)[:limit]
         for path in prompts or [HERE / "provocations.txt"]
@@ -126,7 +131,7 @@ def main(
     chosen = choose_values(model, scorer, word or WORDS, picked=vector or (), n=n, seed=seed)
     changes = changes_to_compare(
         chosen, debiasing, word_filter(model.tokenizer, read_prompts(banned)),
-        coefficients=value or [PAPER_COEFFICIENT],
+        coefficients=list(dict.fromkeys(value or [PAPER_COEFFICIENT])),
     )  # fmt: skip
     table, texts = compare_control(
         model, changes, lists, part, scorer,

@@ -119,4 +119,4 @@ def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Te
 
 
 if __name__ == "__main__":
-    run_study(main, model=None, train=4000, val=1000, figures=False)
+    run_study(main, model=None, figures=False)

@@ -288,7 +288,7 @@ def _row(
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
     """The rows about toxicity and perplexity, without other attributes of the grader."""
     require_columns(table, ["attribute"], what="the table of control.compare_control")
-    return table[table["attribute"].isin([TOXICITY, ""])]
+    return table[table["attribute"].fillna("").isin([TOXICITY, ""])]
 
 
 @checked
@@ -304,7 +304,7 @@ def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
         A table of `compare_control`.
     """
     require_columns(table, _KEYS, what="the table of control.compare_control")
-    table = table.astype({"coefficient": float})
+    table = table.assign(coefficient=pd.to_numeric(table["coefficient"].replace("", None)))
     shares = table[table["metric"] == "toxic"].rename(columns={"corpus": "prompts"})
     keys = ["prompts", "method", "coefficient"]
     wide = shares[keys].drop_duplicates(ignore_index=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from matlens.arguments import require_kind, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import (
+    TOKENIZATION,
     Examples,
     context_length,
     end_to_end,
@@ -23,7 +24,7 @@ from matlens.corpora.examples import (
 )
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
-from matlens.models.tokenization import encode_text
+from matlens.models.tokenization import TextTokens, encode_text, token_policy
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -125,8 +126,9 @@ def make_windows(
 ) -> Examples:
     """Cut running text into windows that do not overlap, to be read each for itself (paper B, Table 5).
 
-    The tokens are those of the whole text, and the last window may be shorter. The position of a window is
-    its last token.
+    The tokens are those of the whole text, and the last window may be shorter. What the model is given in
+    front of any text, such as a BOS, stands in front of each window. The position of a window is its last
+    token.
 
     Parameters
     ----------
@@ -158,8 +160,9 @@ def make_windows(
     size = min(require_whole(size, "size", least=2), context_length(model))
     most = None if most is None else require_whole(most, "most", least=1)
     text, default = _running_text(source)
-    ids = np.asarray(encode_text(model, text).ids, dtype=np.int64)
-    windows = [ids[start : start + size] for start in range(0, len(ids), size)]
+    ids, front = _with_front(encode_text(model, text))
+    step = size - len(front)
+    windows = [np.concatenate([front, ids[start : start + step]]) for start in range(0, len(ids), step)]
     if len(windows) > 1 and len(windows[-1]) < 2:  # it would predict nothing
         windows.pop()
     if not windows or len(windows[0]) < 2:
@@ -175,12 +178,20 @@ def make_windows(
         "corpus": default if name is None else name,
         "corpus_fingerprint": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16],
         "given_as": "running text",
+        TOKENIZATION: token_policy(model).digest,
         "window": size,
         "position": LAST,
         "masked": False,
         "n": len(windows),
     }
     return end_to_end(windows, np.array([len(window) - 1 for window in windows]), provenance)
+
+
+def _with_front(tokens: TextTokens) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a text itself, and those that a tokenizer puts in front of it."""
+    n_front = tokens.added.index(False) if False in tokens.added else len(tokens.added)
+    own = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
+    return np.asarray(own, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
 
 
 def _running_text(source: str | Path | Corpus) -> tuple[str, str]:
@@ -190,7 +201,7 @@ def _running_text(source: str | Path | Corpus) -> tuple[str, str]:
     path = Path(source).expanduser()
     if not path.is_file():
         raise InputError(f"There is no file {short(str(path))}. Expected a file with running text.")
-    return "\n".join(line for _, line in numbered_lines(path)), path.name
+    return "".join(line for _, line in numbered_lines(path)), path.name
 
 
 def _from_encoding(encoding: Any, mask: Any) -> tuple[Any, Any]:

@@ -319,7 +319,8 @@ def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 
     dealt out within the parts; ``above``, the accuracy less chance; ``dealt_sd``, the standard deviation of
     the accuracy when the layers are dealt out; ``p``, two-sided, of a normal of that deviation; ``saved`` and
     ``saved_share``, over right examples; ``left``; ``left_right`` and ``left_chance``, see `summarize_exits`;
-    and ``n``, the number of examples.
+    and ``n``, the number of examples. ``p`` holds for one reading and for the exits as they are: the parts
+    share what the rule learns from, and a table of many readings needs a correction for their number.
 
     Parameters
     ----------

@@ -372,9 +372,9 @@ def norm_overlap(
     with their mean and standard deviation, and the metric is ``iou``. ``difference`` is how far the value
     vectors lie above the random ones: its metrics are ``iou`` with its interval by Welch, ``above``, the
     probability that the lists of a value vector overlap more than those of a random one (equal ones count a
-    half), and ``p``, by the Mann-Whitney test of whether that is one half. Rows without a layer are over all
-    layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon test
-    of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
+    half), and ``p``, by the Mann-Whitney test of whether both overlap alike. Rows without a layer are over
+    all layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon
+    test of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
     ``target`` the layer itself, and the corpus is ``none``.
 
     Parameters

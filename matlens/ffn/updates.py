@@ -238,7 +238,7 @@ def dominance(
     """Share of the ``k`` dominant sub-updates at each layer, and of ``k`` random ones (Figure 6).
 
     The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
-    The metrics are ``share`` and ``negative``: how many of the ``k`` have negative coefficients (A.3).
+    The metrics are ``share`` and ``negative``, the part of the ``k`` whose coefficients are negative (A.3).
     The random sub-updates are drawn for each example and layer from the seed, whatever the batches are.
 
     Parameters

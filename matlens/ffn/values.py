@@ -102,7 +102,7 @@ class NormGain:
             It is neither an RMS norm nor a layer norm.
         """
         norm = copy.deepcopy(norm).float()
-        device = next(norm.parameters()).device
+        device = next(norm.parameters(), torch.empty(0)).device  # some norms have no weights
         # Coordinates far from 0, whose mean is 0, so large that what is added to their size does not count.
         probe = torch.linspace(1, 2, width, device=device) * torch.ones(width, device=device)
         probe[::2] *= -1

@@ -7,22 +7,22 @@ Norms, activations and additions are left out, on both sides.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
-import torch
 from torch import nn
 
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
-from matlens.lens.early_exit import exit_sweep, layers_saved
+from matlens.lens.early_exit import layers_saved, sweep_and_reaching
 from matlens.lens.quality import METHODS, prediction_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.readout import Readout
+from matlens.models.weights import plain_model
 from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
@@ -65,7 +65,7 @@ class Costs:
         Raises
         ------
         InputError
-            A block has weights that are no matrices.
+            A block has weights that are no matrices, or the configuration does not make the blocks.
         """
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
@@ -98,11 +98,14 @@ class Costs:
 
 def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
     """The blocks as the model's configuration makes them: a bridge holds some matrices twice."""
-    inner = model.original_model
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        plain = type(inner)(copy.deepcopy(inner.config))
-    lists = [part for part in plain.modules() if isinstance(part, nn.ModuleList)]
-    return next(part for part in lists if len(part) == model.cfg.n_layers)
+    plain = plain_model(model)
+    for part in [] if plain is None else plain.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == model.cfg.n_layers:
+            return part
+    raise InputError(
+        f"The matrices of {model.cfg.model_name} cannot be counted: its configuration alone does not make a "
+        f"model with a list of {model.cfg.n_layers} blocks. Expected a model of transformers."
+    )
 
 
 @checked
@@ -118,8 +121,8 @@ def exit_costs(
 
     Fixed exit, rows with a layer: the model is run up to the layer, and the blocks behind it can go; one map
     takes their place. Early exit, rows with a ``k``, the Precision@1 that is asked for: all blocks and a map
-    for every layer are kept; a token pays a map and a read-out at every layer that is run, and saves the
-    blocks behind. Metrics, of which all but the first two are for a token:
+    for every layer are kept; a token pays a map and a read-out at every layer that is run, but no map at the
+    last, and saves the blocks behind. Metrics, of which all but the first two are for a token:
 
     - ``precision``; ``layers saved``
     - ``bytes of maps`` and ``bytes saved``
@@ -166,17 +169,18 @@ def exit_costs(
             "multiplications saved": costs.run(layer, last, n_tokens),
         }  # fmt: skip
         add(row["method"], layer, None, numbers)
-    sweep = exit_sweep(readout, maps, validation)
+    sweep, reaching = sweep_and_reaching(readout, maps, validation)
     for method in METHODS:
         n_maps = int(method == "mat")
         for precision in precisions:
             saved = layers_saved(sweep, method, precision)
             n_run = last - saved
+            n_mapped = n_run - float(np.interp(n_run, *reaching[method]))
             numbers = {
                 "layers saved": saved,
                 "bytes of maps": n_maps * (last - 1) * costs.map * costs.n_bytes,
                 "bytes saved": 0,
-                "map multiplications": n_maps * n_run * costs.map,
+                "map multiplications": n_maps * n_mapped * costs.map,
                 "readout multiplications": (n_run - 1) * costs.readout,
                 "multiplications saved": saved * whole / last,
             }

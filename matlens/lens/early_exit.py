@@ -167,6 +167,13 @@ def exit_sweep(
     number of layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit:
     all examples leave after ``layer``.
     """
+    return sweep_and_reaching(readout, maps, validation, progress=progress)[0]
+
+
+def sweep_and_reaching(
+    readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
+) -> tuple[pd.DataFrame, dict[str, tuple[list[float], list[float]]]]:
+    """The table of `exit_sweep`, and by method the mean numbers of layers and the shares that run all."""
     last = validation.provenance.identity.n_layers
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     readout.require_same(validation.provenance)
@@ -175,6 +182,7 @@ def exit_sweep(
         raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
     positions = torch.from_numpy(validation.examples.positions)
     rows: list[dict[str, Any]] = []
+    reaching: dict[str, tuple[list[float], list[float]]] = {}
     for method, sweep in _METHODS.items():
         substitutes = [_substitute(readout, maps, validation, method, layer) for layer in range(1, last + 1)]
         confidence = exit_confidences(readout, validation[last], substitutes, name=method, progress=progress)
@@ -183,14 +191,17 @@ def exit_sweep(
             rows.append(
                 validation_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
             )
+        layers, shares = reaching.setdefault(method, ([], []))
         for lam in sweep:
             left = exit_layers(confidence.difference, thresholds(positions, lam))
             precision = metrics.proportion(confidence.right.gather(1, left[:, None] - 1))
             mean = float(left.double().mean())
+            layers.append(mean)
+            shares.append(float((left == last).double().mean()))
             rows.append(
                 validation_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
             )
-    return result_table(rows, "lam")
+    return result_table(rows, "lam"), reaching
 
 
 def _substitute(

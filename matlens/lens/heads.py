@@ -220,7 +220,7 @@ def head_ablation(
             for instead in stand_ins:
                 cases[instead, layer, head, None] = case([(layer, head)], instead)
     for share in SHARES:
-        n = round(share * len(best))
+        n = max(1, round(share * len(best)))
         for instead in stand_ins:
             cases[instead, None, None, share] = case(best[:n], instead)
         if share < 1:

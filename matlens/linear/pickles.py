@@ -67,6 +67,9 @@ class Record:
     arguments: tuple[Any, ...]
     state: Any = None
 
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"  # what it holds can hold one thing many times over
+
 
 @checked
 def read_pickle(content: bytes, what: str) -> Any:
@@ -292,6 +295,8 @@ def _tensor(value: Record, what: str) -> np.ndarray:
     plain = all(type(n) is int and n >= 0 for n in (offset, *sizes, *steps)) and len(sizes) == len(steps)
     if not plain or 0 in sizes:
         raise ValueError("a tensor has no sizes")
+    if math.prod(sizes) > len(storage):
+        raise ValueError("a tensor has more numbers than its storage")
     last = offset + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
     if last >= len(storage):
         raise ValueError("a tensor reaches beyond its storage")
@@ -312,7 +317,7 @@ def _storage(stored: Any, what: str) -> np.ndarray:
     if not isinstance(storage, Record) or storage.kind != STORAGE or storage.arguments[0] != "storage":
         raise ValueError("the storage of a tensor is not as torch writes it")
     _, kind, key, _, count, *_ = storage.arguments
-    if not isinstance(kind, Name) or kind.kind not in _STORED or keys != [key]:
+    if not isinstance(kind, Name) or kind.kind not in _STORED or not isinstance(key, str) or keys != [key]:
         raise ValueError("the numbers of a tensor are not of floating point")
     (written,) = struct.unpack("<q", file.read(8))
     content = file.read()

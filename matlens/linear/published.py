@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:p(?P<block>[0-9]{1,4})_)?(?P<first>[0-9]{1,4})_(?P<last>[0-9]{1,4})\.(?:pickle|pkl)")
 _SUBMODULES = {(0, 1): "ln1", (1, 2): "attn", (3, 4): "ln2", (4, 5): "ffn"}
 _SUMS = {(2, 3), (5, 6)}  # what is added to the stream, from itself; these are no sub-modules
-_WIDEST = 8  # bytes of a number
+_WIDEST = 16  # bytes of a number; protocols before 3 write each byte as a character, of up to two bytes
 _BESIDE = 2**20  # bytes of a pickle beside its numbers
 
 
@@ -85,6 +85,10 @@ def _files(source: Path, anatomy: Anatomy) -> dict[tuple[str, str], Path]:
     files = {}
     for path in names:
         pair = _sites(path, anatomy)
+        if pair in files:
+            raise InputError(
+                f"{files[pair]} and {path} are both the map of {' to '.join(pair)}. Expected one."
+            )
         if pair is not None:
             files[pair] = path
     if not files:

@@ -237,6 +237,8 @@ def _examine(model: TransformerBridge) -> Anatomy:
         hooks = [(name, keep) for name in _open(model, points)]
         with torch.inference_mode(), reading(model, hooks):
             model(tokens, return_type=None)
+    except (InputError, torch.OutOfMemoryError):  # these say nothing about what the model is
+        raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise InputError(
             f"{type(model.original_model).__name__} cannot be run by TransformerLens: a pass over "

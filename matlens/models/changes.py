@@ -103,8 +103,8 @@ def intervening(
         The model is changed or read in another thread, or a pass of another thread is under way, now or when
         one begins inside of the context: both would run a model that neither has asked for.
     """
-    here = threading.get_ident()
-    presence = _Presence(changes, frozenset(map(id, (*functions, _require_alone))), here)
+    here, require_alone = threading.get_ident(), _alone_in(model)
+    presence = _Presence(changes, frozenset(map(id, (*functions, require_alone))), here)
     record = _record(model)
     with _LOCK:
         if any(other.thread != here for other in record.present):
@@ -116,7 +116,7 @@ def intervening(
         record.present.append(presence)
         record.changed[here] += 1
     try:
-        with _alone(model):
+        with _alone(model, require_alone):
             yield
     finally:
         with _LOCK:
@@ -136,7 +136,7 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
     InputError
         A pass begins inside of the context while one of another thread is under way.
     """
-    here = threading.get_ident()
+    here, require_alone = threading.get_ident(), _alone_in(model)
 
     def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
         def read(value: Any, hook: Any) -> None:
@@ -146,14 +146,14 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
         return read
 
     limited = [(name, of_this_thread(function)) for name, function in hooks]
-    functions = (*(function for _, function in limited), _require_alone)
+    functions = (*(function for _, function in limited), require_alone)
     presence = _Presence(tuple, frozenset(map(id, functions)), here)
     record = _record(model)
     with record.reading:
         with _LOCK:
             record.present.append(presence)
         try:
-            with _hung(model, limited), _alone(model):
+            with _hung(model, limited), _alone(model, require_alone):
                 yield
         finally:
             with _LOCK:
@@ -206,10 +206,10 @@ def _hung(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any
 
 
 @contextmanager
-def _alone(model: TransformerBridge) -> Iterator[None]:
+def _alone(model: TransformerBridge, require_alone: Callable[[nn.Module, Any], None]) -> Iterator[None]:
     """Let every pass that begins inside of the context be the only one."""
     with _LOCK:
-        handle = model.original_model.register_forward_pre_hook(_require_alone)
+        handle = model.original_model.register_forward_pre_hook(require_alone)
     try:
         yield
     finally:
@@ -217,17 +217,21 @@ def _alone(model: TransformerBridge) -> Iterator[None]:
             handle.remove()
 
 
-def _require_alone(inner: nn.Module, _: Any) -> None:
-    _require_no_other_pass(inner)
+def _alone_in(model: TransformerBridge) -> Callable[[nn.Module, Any], None]:
+    def require_alone(inner: nn.Module, _: Any) -> None:
+        _require_no_other_pass(model)
+
+    return require_alone
 
 
-def _require_no_other_pass(model: nn.Module) -> None:
+def _require_no_other_pass(model: TransformerBridge) -> None:
     """Refuse to go on while another thread is inside of a model.
 
     What runs in a thread is read off its stack, which knows of passes that began before anybody looked, and
-    of those that an error or an interrupt has ended.
+    of those that an error or an interrupt has ended. The final norm and the head count for nothing by
+    themselves: a read-out uses them without a pass.
     """
-    modules = set(map(id, model.modules()))
+    modules = set(map(id, (model, model.original_model, *model.blocks.modules())))
     for thread, frame in sys._current_frames().items():
         if thread != threading.get_ident() and any(id(module) in modules for module in _running_in(frame)):
             raise InputError(

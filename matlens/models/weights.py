@@ -195,9 +195,16 @@ def plain_parts(model: TransformerBridge, class_name: Callable[[type], str]) -> 
     inner = model.original_model
     if getattr(inner.config, "quantization_config", None) is not None:
         return None  # other modules are put in when the weights are read
+    plain = plain_model(model)
+    return None if plain is None else parts_of(plain, class_name)
+
+
+def plain_model(model: TransformerBridge) -> nn.Module | None:
+    """A model without weights as the configuration makes it; ``None`` where it does not make one alone."""
+    inner = model.original_model
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return parts_of(type(inner)(copy.deepcopy(inner.config)), class_name)
+            return type(inner)(copy.deepcopy(inner.config))
     except Exception:  # code that came with a model can ask for anything
         return None
 

@@ -82,7 +82,8 @@ def remove_sub_updates(
         )
     for layer, of_layer in index.items():
         anatomy.resolve(Site(COEFFICIENTS, layer))
-        if len(of_layer) != len(examples) or int(of_layer.min()) < 0 or int(of_layer.max()) >= anatomy.d_mlp:
+        counted = len(of_layer) == len(examples) and of_layer.numel() > 0
+        if not counted or int(of_layer.min()) < 0 or int(of_layer.max()) >= anatomy.d_mlp:
             raise InputError(
                 f"The sub-updates of layer {layer} are {tuple(of_layer.shape)} for {len(examples)} examples. "
                 f"Expected some for each, numbered 0 to {anatomy.d_mlp - 1}."

@@ -151,13 +151,11 @@ def fit_maps(
         as many as the width of the model, and else what `typical_penalty` gives.
     """
     if ridge is not None:
-        ridge = require_number(ridge, "The ridge", least=0)
+        require_number(ridge, "The ridge", least=0)  # before anything is read
     train = Activations.load(Path(folder) / TRAIN)
     wanted = resolve_pairs(pairs, train.provenance)
     require_collected(wanted, train)
-    if ridge is None:
-        few = are_few(train.n_rows, train.provenance.identity.d_model)
-        ridge = typical_penalty(train, dict.fromkeys(source for source, _ in wanted)) if few else 0.0
+    ridge = chosen_ridge(ridge, train, wanted)
     origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
     if note := note_on_samples(origin.to_json()):
         tqdm.write(note, file=sys.stderr)
@@ -167,6 +165,20 @@ def fit_maps(
         return fitting_bar(maps, len(missing), progress=progress)
 
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
+
+
+def chosen_ridge(
+    ridge: float | None,
+    samples: Activations,
+    pairs: Iterable[tuple[str, str]],
+    *,
+    n_fitted: int | None = None,
+) -> float:
+    """The penalty of `fit_maps` for maps that are fitted on ``n_fitted`` of some samples, by default all."""
+    if ridge is not None:
+        return require_number(ridge, "The ridge", least=0)
+    few = are_few(samples.n_rows if n_fitted is None else n_fitted, samples.provenance.identity.d_model)
+    return typical_penalty(samples, dict.fromkeys(source for source, _ in pairs)) if few else 0.0
 
 
 def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:

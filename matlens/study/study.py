@@ -220,12 +220,16 @@ class Study:
         """``mat`` for the pairs of layers, fitted on all samples but attention sinks."""
         samples = self.stream[0]
         rows, wanted = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
+        n, intercept = int(rows.sum()), self.intercept
+        ridge = steps.chosen_ridge(self.ridge, samples, wanted, n_fitted=n)
 
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            maps = fit_rows(samples, missing, rows=rows, intercept=self.intercept, ridge=self.ridge or 0.0)
+            maps = fit_rows(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
             return Bar(maps, total=len(missing), desc="fitting", unit="map")
 
-        origin = samples.provenance.samples.with_details(n_samples=int(rows.sum()), fitted="not-sink")
+        origin = samples.provenance.samples.with_details(
+            n_samples=n, fitted="not-sink", intercept=intercept, ridge=ridge
+        )
         return write_maps(self.folder / "maps-not-sink", wanted, fit, origin)
 
     def evaluate(self) -> pd.DataFrame:

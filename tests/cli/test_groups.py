@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,6 @@ def test_the_study_of_the_main_job_is_in_the_output_folder(
 def test_vectors_are_read_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("from_model", "after_norm"):
         monkeypatch.setattr(Projection, name, lambda model, name=name: (name, model))
-    model: Any = "model"
+    model: Any = SimpleNamespace(cfg=SimpleNamespace(d_vocab_out=60))
     read: list[Any] = [ReadOptions().projection(model), ReadOptions(read=ReadChoice.norm).projection(model)]
-    assert read == [("from_model", "model"), ("after_norm", "model")]
+    assert read == [("from_model", model), ("after_norm", model)]

@@ -70,10 +70,10 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"train", "val", "model", "corpus", "device", "title"}),
-        ({"sentences": 20}, {"sentences", "model", "corpus", "device", "title"}),
-        ({"train": None, "figures": False}, {"model", "corpus", "device"}),
-        ({"corpus": None}, {"model", "device", "title"}),
+        ({}, {"train", "val", "model", "corpus", "device", "suffix", "title"}),
+        ({"sentences": 20}, {"sentences", "model", "corpus", "device", "suffix", "title"}),
+        ({"train": None, "figures": False}, {"model", "corpus", "device", "suffix"}),
+        ({"corpus": None}, {"model", "device", "suffix", "title"}),
         ({"model": None, "train": None}, {"corpus", "title"}),
     ],
 )
@@ -140,3 +140,14 @@ def test_a_report_is_a_table_its_origin_and_its_figure(
     assert {path.name for path in out.iterdir()} == {
         *names, "first.json", "second.csv", "second.json", "third.csv"
     }  # fmt: skip
+
+
+def test_the_small_bert_is_trained_on_none_of_what_others_are_validated_on() -> None:
+    """Without options all of them split a corpus alike."""
+    folder = Path(__file__).parents[2] / "analyses"
+    for name in ("small_bert", "paper_a_fig5_masked"):
+        (call,) = (
+            line for line in (folder / f"{name}.py").read_text().splitlines() if "run_study(main" in line
+        )
+        assert "train=" not in call
+        assert "val=" not in call

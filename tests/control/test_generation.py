@@ -102,7 +102,8 @@ def beams_by_hand(plain: Any, tokenizer: Any, prompt: str, n: int, banned: Seque
     return str(tokenizer.decode(beams[0][1]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+# Not the small Gemma 2, whose cap makes so many logits alike that beams tie.
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_beams_find_what_a_search_by_hand_does(name: str, small_model: Models, plain_model: Models) -> None:
     model, plain = small_model(name), plain_model(name)
     expected = [beams_by_hand(plain, model.tokenizer, prompt, 3) for prompt in PROMPTS]

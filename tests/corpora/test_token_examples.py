@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from matlens.corpora.examples import Examples
 from matlens.corpora.token_examples import make_windows
 from matlens.ffn import Trace
 from matlens.lens import prompt_texts
+from matlens.models.tokenization import TextTokens, token_policy
 from matlens.patching import Replacement, Variant, run_variants
 
 Models = Callable[[str], Any]
@@ -321,10 +323,33 @@ def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(
     assert windows.provenance["window"] == 20
     assert make_windows(model, sentences).lengths.max() == N_CTX, "no longer than the context"
     path = tmp_path / "text.txt"
-    path.write_text("\n".join(sentences.sentences))
+    path.write_text(text := "\n".join(sentences.sentences) + "\n\nw1")
     from_file = make_windows(model, path, size=20)
-    assert sentences_of(from_file) == sentences_of(windows), "a line end is white space to this tokenizer"
+    assert sentences_of(from_file)[0] == sentences_of(windows)[0], (
+        "a line end is white space to this tokenizer"
+    )
     assert from_file.provenance["corpus"] == "text.txt"
+    assert from_file.provenance["corpus_fingerprint"] == sha256(text.encode()).hexdigest()[:16], (
+        "line ends too"
+    )
+
+
+def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("llama")
+    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
+    around = TextTokens([58, *ids, 59], [True, *[False] * len(ids), True])  # a BOS, and an EOS behind all
+    monkeypatch.setattr("matlens.corpora.token_examples.encode_text", lambda *_: around)
+    windows = sentences_of(make_windows(model, sentences, size=20))
+    assert {window[0] for window in windows} == {58}
+    assert [token for window in windows for token in window[1:]] == ids
+    assert max(map(len, windows)) == 20
+
+
+def test_windows_know_how_their_text_became_tokens(small_model: Models, sentences: Corpus) -> None:
+    windows = make_windows(small_model("llama"), sentences, size=20)
+    assert windows.provenance["tokenization"] == token_policy(small_model("llama")).digest
 
 
 def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: Corpus) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from conftest import N_LAYERS
 
-from matlens import MapSet, Readout, collect, make_examples
+from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.lens.costs import Costs, exit_costs
-from matlens.lens.early_exit import exit_sweep, layers_saved
+from matlens.lens.early_exit import exit_confidences, exit_layers, exit_sweep, layers_saved, thresholds
 from matlens.lens.quality import prediction_quality
 
 # Of the configurations in conftest: d_model 32, 60 tokens; FFNs of 128 in GPT-2 and of 48 in the others.
@@ -59,21 +60,53 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
             }
         )  # fmt: skip
     sweep = exit_sweep(readout, maps, data, progress=False)
+    positions, seen = torch.from_numpy(examples.positions), 0
     wide = table[table["layer"].isna()].pivot(index=["method", "k"], columns="metric", values="value")
     assert set(wide.index) == {("mat", 0.5), ("mat", 1.0), ("id", 0.5), ("id", 1.0)}
     for (method, k), row in wide.iterrows():
         saved, n_maps = layers_saved(sweep, method, k), int(method == "mat")
+        # One map for each layer that is run but the last.
+        ways = [
+            (lambda h: h) if layer == N_LAYERS or not n_maps else maps[layer, N_LAYERS]
+            for layer in range(1, N_LAYERS + 1)
+        ]
+        at = [lambda part, l=l, way=way: way(data[l][part]) for l, way in enumerate(ways, 1)]
+        confidence = exit_confidences(readout, data[N_LAYERS], at, name=method, progress=False).difference
+        points = []
+        for lam in sorted(set(sweep[sweep["method"] == method]["lam"].dropna())):
+            left = exit_layers(confidence, thresholds(positions, lam)).double()
+            points.append((float(left.mean()), float(left.clamp(max=N_LAYERS - 1).mean())))
+        pairs = [*itertools.pairwise(points)] if saved < N_LAYERS - 1 else [(points[0], points[0])]
+        (a, mapped_a), (b, mapped_b) = next(
+            (low, high) for low, high in pairs if low[0] - 1e-9 <= N_LAYERS - saved <= high[0] + 1e-9
+        )
+        t = (N_LAYERS - saved - a) / (b - a) if b > a else 0.0
+        n_mapped = mapped_a + t * (mapped_b - mapped_a)
+        assert n_mapped <= N_LAYERS - 1
+        seen += n_mapped < N_LAYERS - saved - 1e-9
         assert row.to_dict() == pytest.approx(
             {
                 "layers saved": saved, "bytes of maps": n_maps * (N_LAYERS - 1) * 4 * 32 * 32,
-                "bytes saved": 0, "map multiplications": n_maps * (N_LAYERS - saved) * 32 * 32,
+                "bytes saved": 0, "map multiplications": n_maps * n_mapped * 32 * 32,
                 "readout multiplications": (N_LAYERS - saved - 1) * 60 * 32,
                 "multiplications saved": saved * (block + context),
             }
         )  # fmt: skip
+    assert seen
     shares = table.set_index("metric")[["value", "share of bytes", "share of multiplications"]].astype(float)
     for metric, row in shares.iterrows():
         expected = {"bytes": row["value"] / (4 * N_LAYERS * block), "multiplications": row["value"] / whole}
         for unit, share in expected.items():
             given = row[f"share of {unit}"]
             assert given == pytest.approx(share) if unit in str(metric) else torch.isnan(torch.tensor(given))
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("plain", [None, torch.nn.Linear(2, 2)])
+def test_blocks_that_the_configuration_does_not_make_are_told(
+    plain: Any, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("gpt2")
+    monkeypatch.setattr("matlens.lens.costs.plain_model", lambda _: plain)
+    with pytest.raises(InputError, match="does not make a model with a list of 3 blocks"):
+        Costs.from_model(model, Readout(model))

@@ -176,3 +176,25 @@ def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentenc
             patched(model, [Replacement.from_map(maps[pairs[0]], heads=heads)]).__enter__()
     with pytest.raises(InputError, match=r"attn_in\.1 is not divided into heads"):
         patched(model, [Replacement.from_map(maps["attn_in.0", "attn_in.1"], heads=[0])]).__enter__()
+
+
+def test_the_least_share_of_few_heads_is_one_head(
+    small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("matlens.lens.heads.SHARES", (0.01,))  # of twelve heads
+    model = small_model("llama")
+    examples = make_examples(model, sentences)
+    sites = [*{site for pair in head_pairs(Anatomy.from_model(model)) for site in pair}, f"h.{N_LAYERS}"]
+    samples = collect(model, examples, sorted(sites), progress=False)
+    every = torch.ones(samples.n_rows, dtype=torch.bool)
+    maps = MapSet.fit(samples, pairs=head_pairs(Anatomy.from_model(model)), ridge=1e-3, progress=False)
+    table = head_ablation(
+        Readout(model), model, maps, samples, samples, rows=every, validation_rows=every, patched=4
+    )
+    fit = table[table["metric"] == "r2"].astype({"value": float})
+    best = fit.loc[fit["value"].idxmax()]
+    kl = table[(table["metric"] == "kl") & (table["method"] == "linear")]
+    few, alone = kl[kl["share"] == 0.01], kl[(kl["layer"] == best["layer"]) & (kl["head"] == best["head"])]
+    assert len(few) == 1
+    if len(alone):  # of some blocks alone
+        assert few["value"].item() == pytest.approx(alone["value"].item(), rel=1e-4, abs=1e-7)

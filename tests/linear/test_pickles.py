@@ -129,3 +129,17 @@ def test_damaged_pickles_are_refused_in_words() -> None:
     shape = pickle.dumps(NUMBERS, 2).replace(b"K\x05K\x03\x86", b"K\x06K\x03\x86")
     with pytest.raises(InputError, match="more or fewer numbers than it says"):
         read(shape)
+
+
+def test_a_tensor_of_more_numbers_than_are_stored_takes_no_memory() -> None:
+    one = torch.zeros(1).expand(300_000, 300_000)  # 360 GB, if it were made
+    with pytest.raises(InputError, match="more numbers than its storage"):
+        arrays_of(read_pickle(pickle.dumps(one), "map"), "map")
+
+
+def test_what_holds_itself_many_times_over_is_named_shortly() -> None:
+    # Forty tuples, each of two of the one before, and a call of all of them.
+    nested = b"(" + b"t" + b"".join(b"\x94" + b"h" + bytes([i]) + b"\x86" for i in range(40))
+    content = b"\x80\x04" + b"ccollections\nOrderedDict\n" + nested + b"\x85R."
+    with pytest.raises(InputError, match="<other>"):
+        arrays_of(read_pickle(content, "map"), "map")

@@ -379,3 +379,18 @@ def test_hooks_that_are_turned_on_are_found(model_folder: Callable[[str], Path])
     model.set_use_attn_result(True)
     known = Anatomy.from_model(model)
     assert known.width("result.1") == 4 * D_MODEL
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("error", [InputError("a pass is under way"), torch.OutOfMemoryError("no memory")])
+def test_errors_that_are_not_about_the_model_come_through(
+    error: Exception, model_folder: Callable[[str], Path]
+) -> None:
+    def fail(value: Tensor, hook: Any) -> None:
+        raise error
+
+    model = matlens.load(str(model_folder("gpt2")), device="cpu")
+    model.add_hook("blocks.0.hook_out", fail)
+    with pytest.raises(type(error)) as raised:
+        anatomy._examine(model)
+    assert raised.value is error

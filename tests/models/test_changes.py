@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 import matlens
-from matlens import InputError, LinearMap, MapSet, collect, patched
+from matlens import InputError, LinearMap, MapSet, Readout, collect, patched
 from matlens.activations.collecting import stream
 from matlens.control import controlled
 from matlens.ffn import Trace, ValueVectors
@@ -548,3 +548,24 @@ def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) ->
         for again in together:
             assert all(torch.equal(alone[site], again[site]) for site in alone)
     assert changes_of(model) == ()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_pass_while_another_thread_reads_out_is_let_through(
+    name: str, model_folder: Callable[[str], Path]
+) -> None:
+    model = matlens.load(str(model_folder(name)), device="cpu")
+    readout, said = Readout(model), []
+    tokens = torch.randint(6, 50, (1, 9))
+
+    def run_and_patch() -> Any:
+        with patched(model, [random_map()]):
+            return model(tokens).shape
+
+    def start(*_: Any) -> None:
+        handle.remove()
+        said.append(in_a_thread(run_and_patch))
+
+    handle = model.unembed.original_component.register_forward_pre_hook(start)
+    readout.logits(torch.randn(2, D_MODEL))
+    assert said == [(1, 9, 60)]

@@ -47,6 +47,7 @@ def test_what_cannot_be_left_out_is_told(small_model: Callable[[str], Any], sent
     for wrong, message in [
         (torch.tensor([[0], [48]]), r"Expected some for each, numbered 0 to 47"),
         (torch.tensor([[0], [-1]]), r"Expected some for each, numbered 0 to 47"),
+        (torch.empty(2, 0, dtype=torch.int64), r"layer 1 are \(2, 0\) for 2 examples"),
         (torch.tensor([[0]]), r"layer 1 are \(1, 1\) for 2 examples"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -22,6 +22,7 @@ from matlens.corpora.corpus import Corpus
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
 from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.study.steps import typical_penalty
 from matlens.study.study import Study
 
 N_TRAIN, N_VALIDATION = 26, 12
@@ -401,3 +402,21 @@ def test_a_study_without_corpus_or_sizes_says_so(small_model: Callable[[str], An
         _ = study.corpus
     with pytest.raises(InputError, match="no sizes"):
         _ = study.parts
+
+
+def test_maps_without_sinks_are_those_of_the_settings_or_refused(
+    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
+    maps = study(ridge=None).maps_without_sinks
+    samples = study().stream[0]
+    ridge = typical_penalty(samples, STREAM[:-1])
+    assert {key: maps.provenance.details[key] for key in ("intercept", "ridge")} == {
+        "intercept": False, "ridge": ridge,
+    }  # fmt: skip
+    x, y = (samples[layer][~upper_half(samples)].double() for layer in (1, 2))
+    expected = torch.linalg.solve(x.T @ x + ridge * torch.eye(D_MODEL), x.T @ y).T
+    assert_near(maps[1, 2].weight, expected, 1e-3)
+    for other in ({"ridge": 0.0}, {"ridge": None, "intercept": True}):
+        with pytest.raises(InputError, match=r"belongs to another job \(.*(ridge|intercept)"):
+            _ = study(**other).maps_without_sinks
