@@ -40,7 +40,11 @@ def shown_figures(folder: Path) -> set[str]:
 def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     """A table with numbers of six digits, and apart from it the names that are the same in every row."""
     named = [column for column in ("experiment", "model", "corpus") if column in table]
-    alike = {column: str(table[column].iloc[0]) for column in named if table[column].nunique() == 1}
+    alike = {
+        column: str(table[column].iloc[0])
+        for column in named
+        if table[column].nunique(dropna=False) == 1 and table[column].notna().all()
+    }
     numbers = table.select_dtypes("float").map(lambda value: float(f"{value:.{DIGITS}g}"))
     return table.assign(**numbers).drop(columns=list(alike)), alike
 

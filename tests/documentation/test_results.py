@@ -141,6 +141,12 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     assert Image.open(images / "fit.png").convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
+def test_a_name_that_some_rows_lack_stays_in_the_table() -> None:
+    table = pd.DataFrame({"model": ["small", "small"], "corpus": ["news", None], "experiment": [None, None]})
+    kept, alike = gather.reduced(table)
+    assert (list(kept), alike) == (["corpus", "experiment"], {"model": "small"})
+
+
 def test_a_table_too_large_to_be_quoted_is_refused(results: Path, tmp_path: Path) -> None:
     values = pd.DataFrame({"value": [i / 7 for i in range(20_000)]})
     write_results(tmp_path / "out", "fit", values, {})
