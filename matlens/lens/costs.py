@@ -104,7 +104,7 @@ def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
             return part
     raise InputError(
         f"The matrices of {model.cfg.model_name} cannot be counted: its configuration alone does not make a "
-        f"model with a list of {model.cfg.n_layers} blocks. Expected a model of transformers."
+        f"model whose {model.cfg.n_layers} blocks stand in one list. Expected a model of transformers."
     )
 
 
