@@ -108,5 +108,5 @@ def test_blocks_that_the_configuration_does_not_make_are_told(
 ) -> None:
     model = small_model("gpt2")
     monkeypatch.setattr("matlens.lens.costs.plain_model", lambda _: plain)
-    with pytest.raises(InputError, match="does not make a model with a list of 3 blocks"):
+    with pytest.raises(InputError, match="does not make a model whose 3 blocks stand in one list"):
         Costs.from_model(model, Readout(model))
