@@ -13,7 +13,7 @@ from rich.table import Table
 
 from matlens import collect, make_examples
 from matlens.cli import Report, run_study
-from matlens.lens import compare_fits, fit_drawn_and_all, fits_side_by_side
+from matlens.linearity import compare_fits, fit_drawn_and_all, fits_side_by_side
 from matlens.study import Study, origin_of
 
 NAME = "all_positions"

@@ -15,7 +15,7 @@ import typer
 from matlens import MapSet, plots
 from matlens.activations import sink_counts, sink_rows
 from matlens.cli import Patched, Report, run_study
-from matlens.lens import head_ablation, head_pairs
+from matlens.linearity import head_ablation, head_pairs
 from matlens.models import Anatomy
 from matlens.study import Study, origin_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from matlens import plots
 from matlens.cli import Report, run_study
-from matlens.lens import exit_costs
+from matlens.linearity import exit_costs
 from matlens.study import Study
 
 NAME = "memory_and_layers"

@@ -14,7 +14,7 @@ import typer
 
 from matlens import plots
 from matlens.cli import Patched, Report, run_study
-from matlens.lens import submodule_layers
+from matlens.linearity import submodule_layers
 from matlens.study import Study
 
 NAME = "paper_a_fig10_submodules"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from matlens import plots
 from matlens.cli import Patched, Report, run_study
-from matlens.lens import scheme_quality
+from matlens.linearity import scheme_quality
 from matlens.study import Study
 
 NAME = "paper_a_fig6_alternation"

@@ -18,7 +18,7 @@ from rich.text import Text
 from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.errors import printable
-from matlens.lens import fit_equally_many, transfer_losses, transfer_quality
+from matlens.linearity import fit_equally_many, transfer_losses, transfer_quality
 from matlens.study import Study, origin_of
 
 NAME = "paper_a_sec5_corpora"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens.cli import Report, run_study
-from matlens.lens import fit_quality_by_size
+from matlens.linearity import fit_quality_by_size
 from matlens.study import Study
 
 NAME = "sample_sizes"

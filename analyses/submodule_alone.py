@@ -7,7 +7,7 @@ alone, and those whose fit few sinks decide to lose less once sinks are out of i
 from __future__ import annotations
 
 from matlens.cli import Patched, Report, run_study
-from matlens.lens import submodule_alone
+from matlens.linearity import submodule_alone
 from matlens.plots import by_method
 from matlens.study import Study
 

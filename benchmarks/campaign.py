@@ -37,7 +37,7 @@ _SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48, "--
 _modules = {
     name: importlib.import_module(name)
     for name in (
-        "matlens.cli.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
+        "matlens.commands.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
         "matlens.linear.mapsets",
     )
 }  # fmt: skip
@@ -189,7 +189,7 @@ def differing(these: Files, those: Files) -> list[str]:
 def _line(*arguments: object) -> Callable[[], None]:
     def work() -> None:
         sys.argv = ["matlens", *map(str, arguments)]
-        _modules["matlens.cli.app"].main()
+        _modules["matlens.commands.app"].main()
 
     return work
 

@@ -17,7 +17,7 @@ from turns import fastest
 _STARTS = {
     "python": "pass",
     "import matlens": "import matlens",
-    "matlens --help": "import sys; sys.argv[1:] = ['--help']; from matlens.cli.app import main; main()",
+    "matlens --help": "import sys; sys.argv[1:] = ['--help']; from matlens.commands.app import main; main()",
 }
 _AIMS = {"import matlens": 0.3, "matlens --help": 0.6}
 

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import matlens
-from matlens.cli.app import app
+from matlens.commands.app import app
 from matlens.models import loading, places
 
 PROJECT = Path(matlens.__file__).parents[1]

@@ -22,8 +22,8 @@ TESTS = Path(__file__).parent
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "storage",
-    "models", "corpora", "linear", "activations", "patching", "lens", "ffn", "control", "annotation", "plots",
-    "study", "cli", "__main__",
+    "models", "corpora", "linear", "activations", "patching", "lens", "ffn", "control", "linearity",
+    "annotation", "plots", "study", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {
@@ -68,7 +68,7 @@ def floor_of(module: str) -> int:
         ("from matlens.linear.maps import MapSet", {"linear.maps"}),
         ("from matlens import metrics, plots as p", {"metrics", "plots"}),
         ("import matlens.plots as p", {"plots"}),
-        ("def f():\n    from matlens.cli.app import app", {"cli.app"}),
+        ("def f():\n    from matlens.commands.app import app", {"commands.app"}),
         ("if TYPE_CHECKING:\n    from matlens.models.sites import Site", {"models.sites"}),
         ("from matlens.ffn import Trace", {"ffn"}),
         ("from matlens import MapSet", {""}),
@@ -125,7 +125,7 @@ def test_mathematics_needs_no_language_model() -> None:
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
-        ("matlens, matlens.cli.app", []),
+        ("matlens, matlens.commands.app", []),
         ("matlens.linear.fitting, matlens.linear.maps, matlens.metrics", ["torch"]),
     ],
 )

@@ -21,6 +21,7 @@ from matlens.corpora import Examples
 from matlens.ffn import Projection
 from matlens.lens import exit_layers
 from matlens.linear import LinearMap, Moments
+from matlens.linearity import later_sinks
 from matlens.models import Readout
 from matlens.patching import Scheme, r2_score
 
@@ -76,6 +77,15 @@ def test_a_wrong_shape_is_an_error_in_arrays_of_numpy() -> None:
 def test_a_wrong_dtype_is_an_error() -> None:
     with pytest.raises(WRONG, match="token"):
         metrics.rank(torch.rand(10, 7), torch.rand(10))
+
+
+def test_marks_of_sinks_are_as_many_as_vectors(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    prompts = matlens.make_prompts(model, ["w1 w2", "w2 w3", "w4"])
+    vectors = matlens.collect(model, prompts, progress=False)
+    assert len(later_sinks(vectors, torch.tensor([True, False, False]), model.tokenizer)) == 1
+    with pytest.raises(WRONG):
+        later_sinks(vectors, torch.tensor([True, False]), model.tokenizer)
 
 
 def test_every_room_that_has_arrays_is_tried() -> None:

@@ -17,7 +17,7 @@ import typer
 import matlens
 from attack.cases import Case, Refused, Unnamed
 from attack.world import World
-from matlens.cli import main
+from matlens.commands import main
 
 FAULT = "the command line"
 _SIZES = ("--train", "30", "--val", "10", "--ridge", "1")
@@ -106,7 +106,7 @@ def _right(label: str) -> Callable[[Any], bool] | None:
 
 
 def _attempts(world: World, command: Command) -> Iterator[tuple[Callable[[], list[str]], str]]:
-    click: Any = typer.main.get_command(importlib.import_module("matlens.cli.app").app)
+    click: Any = typer.main.get_command(importlib.import_module("matlens.commands.app").app)
     for word in command.words:
         click = click.commands[word]
     yield (lambda: [*command.words]), "(nothing)"

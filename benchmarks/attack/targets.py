@@ -35,7 +35,7 @@ EXEMPT = {
     "control.ProfanityCheck": "takes nothing",
     "models.describe_changes": "words of what changes_of gives",
     "storage.number_text": "words of numbers that the library has computed",
-    "lens.submodule_positions": "what lens.submodule_layers tries, at other places",
+    "linearity.submodule_positions": "what linearity.submodule_layers tries, at other places",
     **dict.fromkeys(
         (f"lens.head_{name}" for name in ("ablation", "pairs", "r2", "replacements")),
         "what the analysis of heads computes of maps, samples and replacements that are tried by themselves",

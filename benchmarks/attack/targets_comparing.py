@@ -11,7 +11,7 @@ from attack.kept import MAPS, READOUT, STREAM_MAPS, draw
 from attack.signatures import Target
 from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
-from matlens import control, ffn, lens
+from matlens import control, ffn, lens, linearity
 
 ACTIVATIONS = "activations, other activations"
 _CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]
@@ -19,23 +19,25 @@ _CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0
 
 @cache
 def _schemes(world: World) -> Any:
-    return lens.scheme_quality(world.readout, world.model, world.maps, world.activations)
+    return linearity.scheme_quality(world.readout, world.model, world.maps, world.activations)
 
 
 @cache
 def _submodules(world: World) -> Any:
     stand_ins = dict.fromkeys(("all", "not-first", "not-sink"), world.maps)
-    return lens.submodule_layers(world.readout, world.model, world.maps, stand_ins, world.activations)
+    return linearity.submodule_layers(world.readout, world.model, world.maps, stand_ins, world.activations)
 
 
 @cache
 def _transfer(world: World) -> Any:
-    return lens.transfer_quality(world.readout, {"a": world.maps, "b": world.maps}, {"a": world.activations})
+    return linearity.transfer_quality(
+        world.readout, {"a": world.maps, "b": world.maps}, {"a": world.activations}
+    )
 
 
 @cache
 def _fits(world: World) -> Any:
-    return lens.compare_fits(world.readout, {"drawn": world.maps, "all": world.maps}, world.activations)
+    return linearity.compare_fits(world.readout, {"drawn": world.maps, "all": world.maps}, world.activations)
 
 
 @cache
@@ -65,10 +67,10 @@ def _given(name: str, value: Any) -> Any:
 
 COMPARING: list[Target] = [
     # Lens.
-    Target("lens.best_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
-    Target("lens.named_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
+    Target("linearity.best_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
+    Target("linearity.named_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
     Target(
-        "lens.scheme_quality",
+        "linearity.scheme_quality",
         {**MAPS, **READOUT, "validation": ACTIVATIONS, "patched": "whole", "without_sinks": "maps"},
         STREAM_MAPS,
     ),
@@ -85,35 +87,35 @@ COMPARING: list[Target] = [
         },
     ),
     Target(
-        "lens.fit_quality_without_sinks",
+        "linearity.fit_quality_without_sinks",
         {**MAPS, "validation": ACTIVATIONS, "sinks": "marks"},
         {**STREAM_MAPS, "sinks": _sinks},
         takes={"maps=with_nan": shows_none},
     ),
-    Target("lens.later_sinks", {"sinks": "marks"}, {"sinks": _sinks}),
-    Target("lens.sink_norms", {"sinks": "marks"}, {"sinks": _sinks}),
+    Target("linearity.later_sinks", {"sinks": "marks"}, {"sinks": _sinks}),
+    Target("linearity.sink_norms", {"sinks": "marks"}, {"sinks": _sinks}),
     Target(
-        "lens.attention_rows",
+        "linearity.attention_rows",
         {**MAPS, **READOUT, "data": ACTIVATIONS, "experiment": ""},
         {"layers": lambda _: [1]},
     ),
-    Target("lens.places_to_replace"),
-    Target("lens.precision_by_layer", good={"table": _submodules}),
+    Target("linearity.places_to_replace"),
+    Target("linearity.precision_by_layer", good={"table": _submodules}),
     Target(
-        "lens.rows_of_replacement",
+        "linearity.rows_of_replacement",
         {"replaced": "choice"},
         {"table": _submodules, "replaced": lambda _: "mat_ffn"},
     ),
     Target(
-        "lens.run_submodule_cases",
+        "linearity.run_submodule_cases",
         {"maps": "object", "cases": "object", "folder": ""},
         {
             "maps": lambda w: {"all": w.maps},
-            "cases": lambda _: [lens.SubmoduleCase("mat_ffn", "all", "all", 1)],
+            "cases": lambda _: [linearity.SubmoduleCase("mat_ffn", "all", "all", 1)],
         },
     ),
     Target(
-        "lens.submodule_layers",
+        "linearity.submodule_layers",
         {
             **MAPS,
             **READOUT,
@@ -126,29 +128,29 @@ COMPARING: list[Target] = [
         takes={"maps=with_nan": shows_none},
     ),
     Target(
-        "lens.submodule_alone",
+        "linearity.submodule_alone",
         {**READOUT, "stand_ins": "object", "data": ACTIVATIONS, "kinds": ""},
         {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
     ),
-    Target("lens.exit_costs", {**MAPS, **READOUT, "precisions": ""}, STREAM_MAPS),
+    Target("linearity.exit_costs", {**MAPS, **READOUT, "precisions": ""}, STREAM_MAPS),
     Target(
-        "lens.constant_maps",
+        "linearity.constant_maps",
         {"maps": "maps", "rows": ""},
         {**STREAM_MAPS, "samples": lambda w: w.activations},
     ),
-    Target("lens.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
-    Target("lens.fit_drawn_and_all"),
-    Target("lens.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
+    Target("linearity.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
+    Target("linearity.fit_drawn_and_all"),
+    Target("linearity.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
     Target(
-        "lens.fit_quality_by_size",
+        "linearity.fit_quality_by_size",
         {"train": "activations", "halvings": "whole"},
         {"train": lambda w: w.activations},
         takes={"halvings=0": lambda _, table: table["n_fitted"].nunique() == 1},
     ),
-    Target("lens.fits_side_by_side", good={"table": _fits}),
-    Target("lens.transfer_losses", good={"table": _transfer}),
+    Target("linearity.fits_side_by_side", good={"table": _fits}),
+    Target("linearity.transfer_losses", good={"table": _transfer}),
     Target(
-        "lens.transfer_quality",
+        "linearity.transfer_quality",
         {**READOUT, "maps": "object", "validations": "object"},
         {"maps": lambda w: {"a": w.stream_maps}, "validations": lambda w: {"a": w.activations}},
     ),

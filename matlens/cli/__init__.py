@@ -1,4 +1,4 @@
-"""The command line: thin commands, shared options, and analyses as scripts."""
+"""What all commands, and analyses as scripts, have in common: options, groups of them, printing."""
 
 import lazy_loader
 

@@ -86,7 +86,7 @@ def attention_heads(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        The table of `matlens.lens.head_ablation`.
+        The table of `matlens.linearity.head_ablation`.
     """
     figure = Figure(figsize=(9.4, 4.1))
     left, right = figure.subplots(1, 2)

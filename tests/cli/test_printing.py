@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from commands import cells
+from command_lines import cells
 from tqdm.auto import tqdm
 
 from matlens import InputError

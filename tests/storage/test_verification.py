@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from commands import run_command
+from command_lines import run_command
 from damage import harmed
 from small_maps import ORIGIN, PAIRS, linear
 

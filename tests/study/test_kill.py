@@ -39,7 +39,7 @@ def _serve() -> None:
     """Fork a process for each request on stdin; say its id, then how it ended."""
     # What every child needs.
     for module in (
-        "matlens.cli.app",
+        "matlens.commands.app",
         "matlens.study.steps",
         "transformer_lens.model_bridge",
         "transformers",
@@ -75,7 +75,7 @@ def _child(request: dict[str, Any]) -> None:
         _slow_down(request["batches"])
         if request["die_before"]:
             _die_before(*request["die_before"])
-        from matlens.cli import app
+        from matlens.commands import app
 
         try:
             app.main()

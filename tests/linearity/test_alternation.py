@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
 from matlens.corpora.corpus import Corpus
-from matlens.lens.alternation import named_schemes, scheme_quality
+from matlens.linearity.alternation import named_schemes, scheme_quality
 from matlens.models.identity import ModelIdentity, Provenance
 
 PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.corpora.corpus import Corpus
-from matlens.lens.heads import constant_maps, head_ablation, head_pairs, head_r2, head_replacements
+from matlens.linearity.heads import constant_maps, head_ablation, head_pairs, head_r2, head_replacements
 from matlens.models.anatomy import Anatomy
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement
@@ -181,7 +181,7 @@ def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentenc
 def test_the_least_share_of_few_heads_is_one_head(
     small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("matlens.lens.heads.SHARES", (0.01,))  # of twelve heads
+    monkeypatch.setattr("matlens.linearity.heads.SHARES", (0.01,))  # of twelve heads
     model = small_model("llama")
     examples = make_examples(model, sentences)
     sites = [*{site for pair in head_pairs(Anatomy.from_model(model)) for site in pair}, f"h.{N_LAYERS}"]

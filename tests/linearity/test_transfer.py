@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens import InputError, Readout, collect, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
-from matlens.lens.transfer import (
+from matlens.linearity.transfer import (
     compare_fits,
     fit_drawn_and_all,
     fit_equally_many,

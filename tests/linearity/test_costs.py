@@ -12,9 +12,9 @@ from conftest import N_LAYERS
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.corpora.corpus import Corpus
-from matlens.lens.costs import Costs, exit_costs
 from matlens.lens.early_exit import exit_confidences, exit_layers, exit_sweep, layers_saved, thresholds
 from matlens.lens.quality import prediction_quality
+from matlens.linearity.costs import Costs, exit_costs
 
 # Of the configurations in conftest: d_model 32, 60 tokens; FFNs of 128 in GPT-2 and of 48 in the others.
 BLOCKS = {
@@ -107,6 +107,6 @@ def test_blocks_that_the_configuration_does_not_make_are_told(
     plain: Any, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model("gpt2")
-    monkeypatch.setattr("matlens.lens.costs.plain_model", lambda _: plain)
+    monkeypatch.setattr("matlens.linearity.costs.plain_model", lambda _: plain)
     with pytest.raises(InputError, match="does not make a model whose 3 blocks stand in one list"):
         Costs.from_model(model, Readout(model))

@@ -1,4 +1,4 @@
-"""The command line: thin commands over a study and its steps."""
+"""The command line: what is run on one folder, step by step or at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import typer
 
 from matlens import __version__
 from matlens.arguments import require_choice
-from matlens.cli import updates, values
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
+from matlens.commands import updates, values
 from matlens.errors import InputError
 
 app = typer.Typer(

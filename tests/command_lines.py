@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from matlens.cli import app
+from matlens.commands import app
 
 
 @dataclass(frozen=True)

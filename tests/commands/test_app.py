@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from commands import Outcome, run_command
+from command_lines import Outcome, run_command
 from conftest import N_LAYERS, WORDS
 from safetensors.torch import load_file, save_file
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FfnCommands, cells
+from command_lines import FfnCommands, cells
 
-from matlens.cli.clusters import cluster
+from matlens.commands.clusters import cluster
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, cluster_table
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from commands import FfnCommands, cells
+from command_lines import FfnCommands, cells
 
 from matlens.ffn.projection import (
     Projection,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FfnCommands, cells
+from command_lines import FfnCommands, cells
 from conftest import N_LAYERS
 
 from matlens import make_prompts

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from matlens.cli.clusters import cluster
 from matlens.cli.groups import ModelOptions, ReadOptions, grouped
 from matlens.cli.options import AmongTop, Most, Words
 from matlens.cli.printing import print_line, print_table, top_texts
+from matlens.commands.clusters import cluster
 from matlens.storage.numbers import number_text
 
 app = typer.Typer(help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True)

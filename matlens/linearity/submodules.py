@@ -322,6 +322,6 @@ def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
 @checked
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
     """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
-    require_columns(table, ["method"], what="the table of lens.submodule_positions")
+    require_columns(table, ["method"], what="the table of linearity.submodule_positions")
     require_choice(replaced, tuple(CONTEXTUAL), "replaced")
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

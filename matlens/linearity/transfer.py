@@ -126,7 +126,7 @@ def fit_quality_by_size(
 @checked
 def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """A table of `compare_fits` for people, a row for each layer: ``r2 <method>`` and ``P@1 <method>``."""
-    require_columns(table, _NEEDED, what="the table of lens.compare_fits")
+    require_columns(table, _NEEDED, what="the table of linearity.compare_fits")
     chosen = table[(table["metric"] == "r2") | ((table["metric"] == "precision") & (table["k"] == 1))]
     wide = chosen.pivot_table(index="layer", columns=["metric", "method"], values="value")
     wide.columns = [" ".join(column).replace("precision", "P@1") for column in wide.columns.to_list()]
@@ -193,7 +193,7 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `transfer_quality`.
     """
-    require_columns(table, ("corpus", *_NEEDED), what="the table of lens.transfer_quality")
+    require_columns(table, ("corpus", *_NEEDED), what="the table of linearity.transfer_quality")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")
     rows = []

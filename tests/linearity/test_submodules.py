@@ -18,7 +18,7 @@ from torch import Tensor
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
-from matlens.lens.submodules import (
+from matlens.linearity.submodules import (
     PLACES,
     SubmoduleCase,
     attention_rows,

@@ -1,0 +1,5 @@
+"""Which parts of a model are linear, and what it costs to put maps in their place."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
