@@ -10,6 +10,7 @@ from . import metrics as metrics
 from . import models as models
 from . import patching as patching
 from . import plots as plots
+from . import processes as processes
 from . import storage as storage
 from . import study as study
 from .activations.collecting import collect as collect
