@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from matlens.arguments import require_whole
 from matlens.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Processes:
         transport: Any = None,
         patience: float = 60.0,
     ) -> None:
-        self.rank, self.size = rank, size
+        self.size = require_whole(size, "The number of processes", least=1)
+        self.rank = require_whole(rank, "The number of the process", least=0, most=self.size - 1)
         self._store, self._transport, self._patience = store, transport, patience
         self._number = 0
         self._seen: dict[int, tuple[bytes, float]] = {}  # the last beat of each process, and when it came

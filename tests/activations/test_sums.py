@@ -18,6 +18,7 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.linear.moments import Moments
+from matlens.storage.verification import verify
 from matlens.study import steps
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
@@ -160,6 +161,7 @@ def test_a_killed_run_goes_on_from_its_last_state(
         stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
     assert len(list((tmp_path / "m").glob("*.7.safetensors"))) == 2  # and none of an earlier state
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2
+    assert [verdict.damage for verdict in verify(tmp_path / "m")] == [None]
     passes.clear()
     passes += [-1] * 8  # never seven again
     kept = stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
