@@ -14,6 +14,7 @@ from torch import Tensor
 from matlens.arguments import require_choice, require_number
 from matlens.corpora.examples import Examples, is_masked, require_own_tokens
 from matlens.errors import InputError
+from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.progress import Bar
 from matlens.pruning.choices import Choice, Method
@@ -26,6 +27,7 @@ from matlens.signatures import checked
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
 PENALTY = 0.1  # of the refitted matrix, which has more numbers than calibration text can settle
 
 
@@ -88,7 +90,7 @@ def prune(
         `Method`.
     choice
         How blocks are chosen of which only the number is given: ``greedy``, ``loss`` or ``angle``, see
-        `Choice`.
+        `Choice`; on the first 2,048 tokens of the calibration text.
     penalty
         How much the folded map is held near what the model has; by default 0.1 for ``refit`` and 0 otherwise.
     progress
@@ -108,6 +110,12 @@ def prune(
         raise InputError(
             f"{model.cfg.architecture} predicts masked tokens, not the next one. Expected a decoder to prune."
         )
+    identity = ModelIdentity.from_model(model)
+    if identity.changes:
+        raise InputError(
+            f"The model runs with {describe_changes(identity.changes)}, which its weights do not hold. "
+            "Expected a model without changes: prune it outside of the context, or without the hooks."
+        )
     require_own_tokens(model, windows)
     given = None if isinstance(blocks, int) else read_blocks(blocks, model.cfg.n_layers)
     layout = Layout.from_model(plain_copy(model))
@@ -115,7 +123,8 @@ def prune(
         require_foldable(layout)
     tokens = whole_windows(windows)
     streams = Streams(layout, tokens, progress=progress)
-    gone = choose_blocks(streams, blocks, choice, progress=progress) if isinstance(blocks, int) else given
+    few = streams.beginning(CHOSEN_ON)
+    gone = choose_blocks(few, blocks, choice, progress=progress) if isinstance(blocks, int) else given
     assert gone is not None
     if method == Method.refit:
         _require_enough(layout, tokens)
@@ -124,7 +133,7 @@ def prune(
         "blocks_left_out": list(gone), "method": method.value, "penalty": penalty,
         "choice": choice.value if isinstance(blocks, int) else "given", "n_tokens": tokens.numel(),
     }  # fmt: skip
-    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
+    provenance = Provenance(identity, data=windows.provenance, details=details)
     return Pruned(build(layout, gone, matrices), model.tokenizer, gone, method, provenance)
 
 

@@ -14,7 +14,7 @@ from matlens.errors import InputError
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
 
-_TOKENS = 2048  # of a batch
+_TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens on which a block's sum is tried
 _TOLERANCE = 1e-4  # of the largest number that a block gives
 MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.streams.MOST_BYTES for more
@@ -85,6 +85,15 @@ class Streams:
                 parts.append([vectors.cpu() for vectors in seen])
                 bar.update(len(batch))
         return [torch.cat(layer) for layer in zip(*parts, strict=True)]
+
+    def beginning(self, n_tokens: int) -> Streams:
+        """The same of the first texts alone: so many tokens or a few more, in whole batches."""
+        n_batches = max(1, -(-n_tokens // (self._step * self.tokens.shape[1])))
+        part = copy.copy(self)
+        part._calls = self._calls[:n_batches]
+        part.tokens = self.tokens[: n_batches * self._step]
+        part.h = [h[: n_batches * self._step] for h in self.h]
+        return part
 
     @torch.inference_mode()
     def through(self, index: int, block: nn.Module, h: Float[Tensor, "n length d_model"]) -> Passed:

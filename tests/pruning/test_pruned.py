@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import LAYERS, N_LAYERS, WORDS, assert_near, plain_vectors
 
-from matlens import InputError, pruning
+from matlens import InputError, control, pruning
 from matlens.corpora import Corpus, make_windows
 
 Models = Callable[[str], Any]
@@ -163,3 +163,12 @@ def test_a_text_of_fewer_tokens_than_columns_is_refused(small_model: Models, tex
     with pytest.raises(InputError, match="48 columns"):
         pruning.prune(small_model("llama"), few, [1], progress=False)
     assert pruning.prune(small_model("llama"), few, [1], method="replaceme", progress=False).blocks == (1,)
+
+
+def test_a_model_that_is_changed_is_refused(small_model: Models, windows: Models) -> None:
+    model = small_model("llama")
+    with (
+        control.controlled(model, ["L1D3"], 2.0),
+        pytest.raises(InputError, match="outside of the context"),
+    ):
+        pruning.prune(model, windows("llama"), [1], progress=False)

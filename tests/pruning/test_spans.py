@@ -69,6 +69,14 @@ def test_choices_are_the_least_of_all(streams: Streams) -> None:
     assert choose_blocks(streams, 0, pruning.Choice.loss, progress=False) == ()
 
 
+def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:
+    few = streams.beginning(1)
+    alone = Streams(streams.layout, few.tokens, progress=False)
+    for h, expected in zip(few.h, alone.h, strict=True):
+        torch.testing.assert_close(h, expected)
+    assert loss_without(few, [1]) == pytest.approx(loss_without(alone, [1]))
+
+
 def test_angles_are_shares_of_a_half_turn() -> None:
     a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     b = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
