@@ -13,7 +13,7 @@ from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOp
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.cli.several import agreed, leading, run_with_others
-from matlens.commands import shards, updates, values
+from matlens.commands import explore, prune, shards, updates, values
 from matlens.errors import InputError
 from matlens.processes.joining import started_by_many
 
@@ -169,6 +169,8 @@ def verify(
 app.command()(updates.update)
 app.command()(shards.shard)
 app.command()(shards.merge)
+app.command()(explore.explore)
+app.command()(prune.prune)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from matlens.storage.folders import Workplace, read_config, reading_record
 from matlens.storage.notes import Notes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
-_HOLDS = "maps"
+HOLDS = "maps"
 
 
 class _Stored(NamedTuple):
@@ -241,7 +241,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             The folder holds no finished set of maps, or a file of it is corrupt.
         """
         folder = Path(folder)
-        config = read_config(folder, _HOLDS)
+        config = read_config(folder, HOLDS)
         request = config["request"]
         with reading_record(folder):
             pairs, said = list(request["pairs"]), request["provenance"]
@@ -289,7 +289,7 @@ def write_maps(
     processes = current()
     processes.agree([str(folder), list(map(list, pairs))], "folder of maps")
     if processes.leads:
-        _write_missing(Workplace(folder, _HOLDS, request), pairs, fit)
+        _write_missing(Workplace(folder, HOLDS, request), pairs, fit)
     else:  # takes part in the fits, and writes nothing
         for _ in fit([(source, target) for source, target in processes.share(None, "missing maps")]):
             pass
