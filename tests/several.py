@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from matlens.processes.joining import joined
 
@@ -55,6 +57,7 @@ def _child(
     rank: int, n: int, port: int, work: Callable[..., Any], folder: Path, patience: float, join: bool
 ) -> None:
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # threads that could have held the old one are not forked
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
