@@ -19,6 +19,7 @@ from matlens.cli.several import agreed, leading
 from matlens.commands import app
 from matlens.processes.group import Processes
 from matlens.processes.joining import joined
+from matlens.study import steps
 
 
 def of_a_command(*arguments: object) -> Callable[[], Any]:
@@ -37,8 +38,12 @@ def of_a_command(*arguments: object) -> Callable[[], Any]:
 
 
 def test_a_run_of_two_processes_is_that_of_one(
-    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(steps, "plot_results", lambda *_, **__: [])  # figures take longer than all else
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,

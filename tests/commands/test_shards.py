@@ -12,6 +12,7 @@ from command_lines import Outcome, run_command
 from conftest import make_sentences
 
 import matlens
+from matlens.study import steps
 
 Matlens = Callable[..., Outcome]
 
@@ -19,6 +20,12 @@ Matlens = Callable[..., Outcome]
 @pytest.fixture
 def run_matlens(capsys: pytest.CaptureFixture[str]) -> Matlens:
     return lambda *arguments: run_command(arguments, capsys)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take longer than all else."""
+    monkeypatch.setattr(steps, "plot_results", lambda *_, **__: [])
 
 
 @pytest.fixture
