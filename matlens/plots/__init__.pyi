@@ -16,6 +16,8 @@ from .style import layer_ticks as layer_ticks
 from .style import literal as literal
 from .style import model_title as model_title
 from .style import save as save
+from .style import save_as as save_as
+from .trajectory import trajectory_figure as trajectory_figure
 from .updates import events_figure as events_figure
 from .updates import layers_figure as layers_figure
 from .updates import removal_figure as removal_figure

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from matlens.lens.quality import r2_matrix
+from matlens.errors import InputError
 from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import (
@@ -37,7 +38,7 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
     axes = figure.subplots(1, 2, sharey=True)
     image = None
     for ax, method in zip(axes, _METHODS, strict=True):
-        grid = r2_matrix(results, method).numpy()
+        grid = _r2_grid(results, method)
         image = ax.imshow(grid.T, origin="lower", cmap="RdBu", vmin=-1, vmax=1)
         ax.grid(False)
         ax.set_title(rf"$\mathtt{{{method}}}_{{\ell \to \ell'}}$")
@@ -51,6 +52,16 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
         bar.set_label(r"$r^2$, averaged over coordinates")
     figure.suptitle(title_of(results))
     return figure
+
+
+def _r2_grid(results: pd.DataFrame, method: str) -> np.ndarray:
+    """r2 by layer and target, NaN where there is no map."""
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {method}. Expected a method that it has.")
+    everywhere = range(int(results["target"].max()) + 1)
+    grid = part.pivot(index="layer", columns="target", values="value")
+    return grid.reindex(index=everywhere, columns=everywhere).to_numpy(dtype=float)
 
 
 @checked
