@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "storage",
-    "models", "corpora", "linear", "activations", "patching", "plots", "lens", "ffn", "control",
+    "pages", "models", "corpora", "linear", "activations", "patching", "plots", "lens", "ffn", "control",
     "linearity", "annotation", "study", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
