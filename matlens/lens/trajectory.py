@@ -239,8 +239,8 @@ class Trajectory:
             A position is out of range, there are too many to be read side by side, or the file cannot be
             written.
         """
-        from matlens.plots.style import save_as  # matplotlib, which only figures need
-        from matlens.plots.trajectory import trajectory_figure
+        from matlens.plots.layers import trajectory_figure  # and matplotlib, which only figures need
+        from matlens.plots.style import save_as
 
         table, n = self.to_dataframe(), len(self.ids)
         if positions is not None:
