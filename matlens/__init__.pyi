@@ -9,6 +9,7 @@ from . import lens as lens
 from . import linear as linear
 from . import metrics as metrics
 from . import models as models
+from . import pages as pages
 from . import patching as patching
 from . import plots as plots
 from . import storage as storage

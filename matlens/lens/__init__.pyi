@@ -6,6 +6,8 @@ from .early_exit import layers_saved as layers_saved
 from .early_exit import least_lam as least_lam
 from .early_exit import savings as savings
 from .early_exit import thresholds as thresholds
+from .fitting import LensMoments as LensMoments
+from .fitting import lens_moments as lens_moments
 from .lens import Lens as Lens
 from .maps import LayerMap as LayerMap
 from .maps import Standardisation as Standardisation

@@ -1,14 +1,19 @@
-"""What layers tell through linear maps: quality of fit, predictions, and top tokens."""
+"""What layers tell through linear maps: quality of fit, predictions, top tokens, trajectories of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from matlens.lens.quality import r2_matrix
+from matlens.arguments import require_choice
+from matlens.errors import InputError
+from matlens.models.vocabulary import visible
 from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import (
@@ -25,6 +30,23 @@ from matlens.plots.style import (
 from matlens.signatures import checked
 
 _METHODS = {"mat": MAT, "id": ID}
+_MOST_TOKENS = 60  # tokens side by side; more cannot be read
+_LONGEST_TOKEN = 9  # characters of a token in a cell
+
+
+class _Cells(NamedTuple):
+    """How a quantity is shown: the map of colours, dark where it is sure, and its words."""
+
+    colours: str
+    words: str
+
+
+_COLOURS = {
+    "probability": _Cells("Blues", "probability of the token"),
+    "kl": _Cells("Blues_r", "KL from the model's own distribution (nats)"),
+    "rank": _Cells("Blues_r", "rank of the model's own prediction"),
+    "entropy": _Cells("Blues_r", "entropy (nats)"),
+}
 
 
 @checked
@@ -38,7 +60,7 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
     axes = figure.subplots(1, 2, sharey=True)
     image = None
     for ax, method in zip(axes, _METHODS, strict=True):
-        grid = r2_matrix(results, method).numpy()
+        grid = _r2_grid(results, method)
         image = ax.imshow(grid.T, origin="lower", cmap="RdBu", vmin=-1, vmax=1)
         ax.grid(False)
         ax.set_title(rf"$\mathtt{{{method}}}_{{\ell \to \ell'}}$")
@@ -52,6 +74,16 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
         bar.set_label(r"$r^2$, averaged over coordinates")
     figure.suptitle(title_of(results))
     return figure
+
+
+def _r2_grid(results: pd.DataFrame, method: str) -> np.ndarray:
+    """r2 by layer and target, NaN where there is no map."""
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {method}. Expected a method that it has.")
+    everywhere = range(int(results["target"].max()) + 1)
+    grid = part.pivot(index="layer", columns="target", values="value")
+    return grid.reindex(index=everywhere, columns=everywhere).to_numpy(dtype=float)
 
 
 @checked
@@ -253,3 +285,72 @@ def lens_cosines(results: pd.DataFrame) -> Figure:
     add_legend(figure, columns=2)
     figure.suptitle(model_title(results.iloc[0]["model"], results.iloc[0]["corpus"]))
     return figure
+
+
+@checked
+@styled
+def trajectory_figure(
+    table: pd.DataFrame, *, colour: str = "probability", title: str | None = None
+) -> Figure:
+    """A cell for each token of a prompt and each layer, with the token predicted there.
+
+    Dark is sure: probable, near to the model's own distribution, of low rank or entropy.
+
+    Parameters
+    ----------
+    table
+        What `Trajectory.to_dataframe` gives, or rows of some positions or layers of it.
+    colour
+        What colours the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
+    title
+        Title of the figure.
+
+    Raises
+    ------
+    InputError
+        It is no such table, or has more tokens than can be read side by side.
+    """
+    require_choice(colour, _COLOURS, "colour")
+    grid = table.pivot(index="layer", columns="position", values=colour)
+    words = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
+    if grid.shape[1] > _MOST_TOKENS:
+        raise InputError(
+            f"The prompt has {grid.shape[1]} tokens, more than the {_MOST_TOKENS} that can be read side "
+            "by side. Expected rows of fewer, such as table[table['position'] >= 40]."
+        )
+    tokens = table.drop_duplicates("position").set_index("position")["token"].reindex(grid.columns)
+    layers, n = list(grid.index), grid.shape[1]
+    figure = Figure(figsize=(max(3.2, 0.62 * n + 1.9), 0.19 * len(layers) + 1.5))
+    ax = figure.subplots()
+    values = grid.to_numpy(dtype=float)
+    norm = _cell_norm(colour, values)
+    shown = values + 1 if colour == "rank" else values
+    image = ax.imshow(shown, origin="lower", aspect="auto", cmap=_COLOURS[colour].colours, norm=norm)
+    ax.grid(False)
+    for row, column in np.ndindex(values.shape):
+        red, green, blue, _ = image.cmap(image.norm(shown[row, column]))
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+        text = literal(_short_token(str(words.iat[row, column])))
+        ax.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+    ax.set_xticks(range(n), [literal(_short_token(str(token))) for token in tokens], rotation=45, ha="right")
+    ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
+    ax.set_yticks([layers.index(tick) for tick in ticks], ticks)
+    ax.set_xlabel("token of the prompt")
+    ax.set_ylabel(r"layer $\ell$")
+    figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02).set_label(_COLOURS[colour].words)
+    if title is not None:
+        figure.suptitle(literal(title))
+    return figure
+
+
+def _cell_norm(colour: str, values: np.ndarray) -> Any:
+    if colour == "probability":
+        return Normalize(0, 1)
+    if colour == "rank":
+        return LogNorm(1, max(10.0, float(values.max()) + 1))
+    return Normalize(0, max(float(values[np.isfinite(values)].max(initial=0)), 1e-9))
+
+
+def _short_token(token: str) -> str:
+    shown = visible(token)
+    return shown if len(shown) <= _LONGEST_TOKEN else shown[: _LONGEST_TOKEN - 1] + "…"
