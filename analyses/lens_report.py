@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 from matlens import plots
-from matlens.cli import Report, run_study
-from matlens.cli.printing import print_members
+from matlens.cli import Report, print_members, run_study
 from matlens.judging import best_start, compare_lenses, read_evaluations
 from matlens.study import Study
 

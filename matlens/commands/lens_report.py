@@ -91,7 +91,7 @@ def report(
     from matlens.storage.tables import write_results
     from matlens.study.sizes import fitting_sizes
 
-    sizes = sizes_of(train, val)
+    sizes = sizes_of(train, val, default_train=2000, default_val=1000)
     n_train, n_validation = fitting_sizes(
         len(sentences), sizes["n_train"], sizes["n_validation"], sizes["adjustable"]
     )
