@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import torch
 
-from matlens.activations.activations import Positions
+from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.arguments import require_whole, short
@@ -25,6 +26,7 @@ from matlens.judging.report import Member, report_table
 from matlens.lens.lens import Lens
 from matlens.lens.maps import LayerMap
 from matlens.lens.methods import Method
+from matlens.linear.fitting import fit_samples
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -148,7 +150,10 @@ def compare_lenses(
         plain = {name: members[name].lens for name in ("mat", "affine") if name in members}
         if plain:
             lenses = {**plain, "jacobian": halves[2].lens}
-            cosines = cosine_table(lenses, {"jacobian": (halves[0].lens, halves[1].lens)})
+            of_halves = {
+                name: _halves(lens, train, intercept=name == "affine") for name, lens in plain.items()
+            }
+            cosines = cosine_table(lenses, {**of_halves, "jacobian": (halves[0].lens, halves[1].lens)})
     members = {name: members[name] for name in names}
     judged_at = [layer for layer in wanted if layer or "jacobian" not in names]
     with warnings.catch_warnings():
@@ -176,6 +181,19 @@ def compare_lenses(
         details = members["jacobian"].lens.provenance.details
         origin |= {"n_prompts": details["n_fitted"], "n_prompt_tokens": details["n_tokens"]}
     return Comparison(table, exits, cosines, read, members, origin)
+
+
+def _halves(lens: Lens, train: Activations, *, intercept: bool) -> tuple[Lens, Lens]:
+    """Least squares on the first half of the rows, and on the second."""
+    first = torch.arange(train.n_rows) < train.n_rows // 2
+    pairs = [(layer, lens.n_layers) for layer in lens.layers]
+
+    def of(rows: torch.Tensor) -> Lens:
+        fitted = fit_samples(train, pairs, rows=rows, intercept=intercept)
+        maps = {layer: LayerMap(linear.weight) for layer, linear in zip(lens.layers, fitted, strict=True)}
+        return replace(lens, maps=maps)
+
+    return of(first), of(~first)
 
 
 def _jacobians(

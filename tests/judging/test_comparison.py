@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import make_sentences
 
-from matlens import InputError, Lens
+from matlens import InputError, Lens, collect, make_examples
 from matlens.corpora import Corpus
 from matlens.judging.comparison import compare_lenses, default_layers
 from matlens.judging.cosines import matrix_cosine
@@ -50,6 +52,15 @@ def test_a_decoder_is_reported_on_with_jacobians_and_evaluations(small_model: Mo
     mat = Lens.fit(model, parts[0], method="mat", progress=False)
     expected = matrix_cosine(mat.maps[2].matrix(32), (first + second) / 2)
     assert cosine["mat and jacobian", 2] == pytest.approx(expected, abs=1e-4)
+    assert 0 < cosine["ceiling of mat and jacobian", 2] <= 1
+    rows = collect(model, make_examples(model, parts[0]), [2, 3], positions="all", progress=False)
+    x, y = rows[2].double().numpy(), rows[3].double().numpy()
+    n = len(x) // 2
+    a, b = (
+        torch.from_numpy(np.linalg.lstsq(x[part], y[part], rcond=None)[0].T)
+        for part in (slice(n), slice(n, None))
+    )
+    assert cosine["halves of mat", 2] == pytest.approx(matrix_cosine(a, b), abs=1e-4)
     assert made.origin["n_prompts"] == 4
     assert made.origin["n_rows"] == sum(len(text.split()) for text in parts[0].sentences)
     for figure in (lens_frontier(report), lens_cosines(made.cosines)):
