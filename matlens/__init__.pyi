@@ -1,6 +1,7 @@
 from . import activations as activations
 from . import annotation as annotation
 from . import cli as cli
+from . import commands as commands
 from . import control as control
 from . import corpora as corpora
 from . import explorer as explorer
@@ -8,11 +9,13 @@ from . import ffn as ffn
 from . import judging as judging
 from . import lens as lens
 from . import linear as linear
+from . import linearity as linearity
 from . import metrics as metrics
 from . import models as models
 from . import pages as pages
 from . import patching as patching
 from . import plots as plots
+from . import pruning as pruning
 from . import storage as storage
 from . import study as study
 from .activations.collecting import collect as collect
