@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "storage",
     "pages", "models", "corpora", "linear", "activations", "patching", "plots", "lens", "ffn", "control",
-    "linearity", "annotation", "study", "cli", "commands", "__main__",
+    "linearity", "pruning", "annotation", "study", "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {
