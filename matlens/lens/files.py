@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -237,7 +238,8 @@ def _tuned_hash(model: TransformerBridge) -> str:
 
 def _unpickled(path: Path) -> dict[str, Any]:
     """Tensors and plain values in a file of torch.save; anything else in it is refused and not run."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with a file is said in an error
         content = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}")
@@ -248,8 +250,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
 def _foreign(path: Path, expected: str) -> Iterator[None]:
     """Say of a file that others have written what is wrong with it."""
     try:
-        with system_errors(path):
-            yield
+        yield
     except InputError:
         raise
     except pickle.UnpicklingError as error:

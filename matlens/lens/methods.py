@@ -126,9 +126,10 @@ def _of_word(word: str, argument: str | None, name: str) -> dict[str, Any]:
 
 def _number(text: str, name: str) -> float:
     try:
-        return require_number(float(text), "The number in the name of a method")
+        number = float(text)
     except ValueError:
         raise _unknown(name) from None
+    return require_number(number, "The number in the name of a method")
 
 
 def _unknown(name: Any) -> InputError:
@@ -179,6 +180,10 @@ def solve(method: Method, moments: Moments, held: HeldRows | None = None) -> Sol
     held
         Rows among those of the moments, by which leave-one-out chooses the strength of a ridge.
     """
+    if moments.n == 0:
+        raise InputError(
+            f"No samples of {moments.source} -> {moments.target} have been seen, so nothing can be fitted."
+        )
     strength = method.strength
     if method.leaves_one_out:
         assert held is not None

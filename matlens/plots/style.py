@@ -44,6 +44,8 @@ def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]
         with style_sheet():
             try:
                 figure = draw(*arguments, **options)
+            except InputError:
+                raise
             except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
                 raise InputError(
                     f"{draw.__name__} cannot draw this table ({type(error).__name__}: {short(str(error))}). "

@@ -42,7 +42,7 @@ def reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weight and bias by least squares on stacked rows, the penalty as further rows of data."""
     roots = np.sqrt(np.ones(len(x)) if weights is None else weights)[:, None]
-    design = np.hstack([x, np.ones((len(x), intercept))]) * roots
+    design = np.hstack([x, np.ones((len(x), int(intercept)))]) * roots
     penalty = np.sqrt(ridge) * np.eye(D, design.shape[1])
     target = np.sqrt(ridge) * np.eye(D) * identity
     solution = np.linalg.lstsq(np.vstack([design, penalty]), np.vstack([y * roots, target]), rcond=None)[0]
@@ -174,7 +174,7 @@ def test_methods_are_read_from_their_names() -> None:
         ("narrow(0)", "The rank is 0"),
         ("narrow(1.5)", "The rank is 1.5"),
         ("ridge(-1)", "The strength of a ridge is -1"),
-        ("ridge(nan)", "number in the name of a method"),
+        ("ridge(nan)", "number in the name of a method is nan"),
         ("id+affine", "nothing can be added"),
         ("weighted+normed", "no weight is needed"),
         ("ridge-identity+narrow(3)", "of full rank"),
