@@ -30,7 +30,7 @@ HOLDS = "moments"
 def write_source(folder: Path, name: str, kept: MomentsOfPairs, source: str) -> Record:
     """Write what is kept of a source into a file, whole or not at all."""
     moments, norms = kept.moments(source), kept.norms(source)
-    r, z = (factor.cpu().contiguous() for factor in moments.factors)
+    r, z = (factor.cpu().contiguous() for factor in moments.state)
     tensors = {"r": r, "z": z} | ({} if norms is None else {"norms": norms})
     content = save(tensors, metadata={"source": source, "n": str(moments.n)})
     write_bytes(folder / name, content)
@@ -64,7 +64,7 @@ def read_source(
     assert z is not None
     if not said.get("n", "").isdecimal():
         raise damaged(path, "does not say how many samples it is of")
-    return Moments.from_factors(r, z, int(said["n"]), source=source, target=", ".join(targets)), norms
+    return Moments.from_state(r, z, int(said["n"]), source=source, target=", ".join(targets)), norms
 
 
 @checked
@@ -149,7 +149,7 @@ class StoredMoments:
             record = require_record(config, folder, name)
             moments, of_shard = read_source(folder / name, record, source, self.targets[source])
             sizes = (self.widths[source], sum(self.widths[target] for target in self.targets[source]))
-            if (moments.factors[0].shape[1] - 1, moments.factors[1].shape[1]) != sizes:
+            if (moments.state[0].shape[1] - 1, moments.state[1].shape[1]) != sizes:
                 raise damaged(folder / name, "holds moments of other widths")
             if moments.n != config["request"]["n_samples"]:
                 raise damaged(folder / name, "holds another number of samples than the folder says")

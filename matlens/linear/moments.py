@@ -106,12 +106,12 @@ class Moments:
         return self
 
     @property
-    def factors(self) -> tuple[Float[Tensor, "rank d_in_and_1"], Float[Tensor, "rank d_out"]]:
+    def state(self) -> tuple[Float[Tensor, "rank d_in_and_1"], Float[Tensor, "rank d_out"]]:
         """The triangular factor ``R`` of ``[x 1]`` and ``Q^T y``, in float64: all there is of the samples."""
         return self._r, self._z
 
     @classmethod
-    def from_factors(
+    def from_state(
         cls,
         r: Float[Tensor, "rank d_in_and_1"],
         z: Float[Tensor, "rank d_out"],

@@ -220,7 +220,7 @@ def gathered(kept: PairMoments) -> PairMoments:
         parts: dict[str, Tensor] = {}
         if source in kept._moments:
             moments = kept._moments.pop(source)
-            parts = dict(zip(("r", "z"), moments.factors, strict=True)) | {
+            parts = dict(zip(("r", "z"), moments.state, strict=True)) | {
                 "n": torch.tensor(moments.n),
                 "widths": torch.tensor([kept.widths[target] for target in targets]),
             }
@@ -229,7 +229,7 @@ def gathered(kept: PairMoments) -> PairMoments:
         for of_process in processes.gather(parts, f"moments of {source}"):
             if not of_process:
                 continue
-            moments = Moments.from_factors(
+            moments = Moments.from_state(
                 of_process["r"],
                 of_process["z"],
                 int(of_process["n"]),

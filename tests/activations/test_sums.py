@@ -112,7 +112,7 @@ def test_shards_in_any_order_are_the_whole(
     assert_same_predictions(merged, joined)
     # It is the folder of the undivided job, which need not be run any more.
     again = stream_moments(model, examples, tmp_path / "merged", pairs=PAIRS, **QUIET)
-    assert torch.equal(again.moments("h.0").factors[0], merged.moments("h.0").factors[0])
+    assert torch.equal(again.moments("h.0").state[0], merged.moments("h.0").state[0])
 
 
 def test_a_shard_without_sentences_adds_nothing(model: Any, examples: Examples, tmp_path: Path) -> None:
