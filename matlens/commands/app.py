@@ -171,6 +171,7 @@ app.command()(updates.update)
 app.command()(shards.shard)
 app.command()(shards.merge)
 app.command()(explore.explore)
+app.command()(explore.serve)
 app.command()(prune.prune)
 
 
