@@ -164,6 +164,7 @@ def verify(
 
 app.command()(updates.update)
 app.command()(explore.explore)
+app.command()(explore.serve)
 app.command()(prune.prune)
 
 
