@@ -6,6 +6,7 @@ from . import control as control
 from . import corpora as corpora
 from . import explorer as explorer
 from . import ffn as ffn
+from . import judging as judging
 from . import lens as lens
 from . import linear as linear
 from . import linearity as linearity
@@ -14,6 +15,7 @@ from . import models as models
 from . import pages as pages
 from . import patching as patching
 from . import plots as plots
+from . import processes as processes
 from . import pruning as pruning
 from . import storage as storage
 from . import study as study

@@ -11,6 +11,7 @@ import typer
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
 from matlens.cli.options import BatchTokens, Out, Seed, Train, Val
 from matlens.cli.printing import print_line, print_table
+from matlens.commands.lens_report import report
 from matlens.errors import InputError
 from matlens.storage.numbers import number_text
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
+app.command()(report)
 
 
 class ColourChoice(StrEnum):

@@ -27,4 +27,9 @@ from .quality import layer_table as layer_table
 from .quality import prediction_quality as prediction_quality
 from .quality import prediction_rows as prediction_rows
 from .quality import r2_matrix as r2_matrix
+from .training import VocabularySample as VocabularySample
+from .training import divergence as divergence
+from .training import polish as polish
+from .training import scale_map as scale_map
+from .training import tune as tune
 from .trajectory import Trajectory as Trajectory

@@ -22,6 +22,7 @@ from matlens.plots.style import (
     layer_ticks,
     literal,
     model_title,
+    percent_ticks,
     short_name,
     styled,
     title_of,
@@ -196,6 +197,95 @@ def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
             cell.set_linewidth(0.6 if line == 0 else 0)
             if line == 0:
                 cell.set_text_props(weight="bold")
+    return figure
+
+
+_MEASURES = {
+    ("precision", 1): "Precision@1",
+    ("precision", 10): "Precision@10",
+    ("surprisal", None): "surprisal (nats)",
+    ("kl", None): "KL from the model (nats)",
+}
+
+
+@checked
+@styled
+def lens_frontier(results: pd.DataFrame) -> Figure:
+    """Four measures of each lens against the seconds that its fit takes for one layer, a point a lens.
+
+    Measures are means over the layers; bars reach from the worst layer to the best. Lenses that take no time
+    are lines across.
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.judging.report_table`.
+    """
+    plain = results[results["against"].fillna("") == ""]
+    seconds = plain[plain["metric"] == "seconds"].set_index("method")["value"].astype(float)
+    looks = method_looks(seconds.index)
+    figure = Figure(figsize=(9.4, 6.6))
+    for ax, ((metric, k), label) in zip(figure.subplots(2, 2).flat, _MEASURES.items(), strict=True):
+        across: dict[str, float] = {}
+        rows = plain[(plain["metric"] == metric) & (plain["k"].isna() if k is None else plain["k"] == k)]
+        for method, values in rows.groupby("method", sort=False)["value"]:
+            look, time, mean = looks[str(method)], seconds[str(method)], float(values.mean())
+            if time == 0:
+                across[str(method)] = mean
+                continue
+            ax.errorbar(
+                time, mean, yerr=[[mean - values.min()], [values.max() - mean]], fmt=look.marker,
+                color=look.colour, ms=5.5, elinewidth=0.7, mfc="white" if look.hollow else look.colour,
+            )  # fmt: skip
+        low, high = ax.get_ylim()
+        for method, mean in across.items():
+            if len(across) == len(looks) or 2 * low - high <= mean <= 2 * high - low:
+                ax.axhline(mean, color=looks[method].colour, ls=looks[method].line, lw=0.9, zorder=0)
+            else:  # it would press all others together
+                above = mean > high
+                ax.text(
+                    0.98, 0.98 if above else 0.02, f"{literal(method)}: {mean:.2g}", ha="right",
+                    va="top" if above else "bottom", transform=ax.transAxes, color=looks[method].colour,
+                )  # fmt: skip
+        ax.set_xscale("log")
+        ax.set_ylabel(label)
+        ax.set_xlabel("seconds of a processor for a layer")
+        if metric == "precision":
+            percent_ticks(ax.yaxis)
+    marks = [
+        Line2D(
+            [], [], color=look.colour, marker="" if seconds[name] == 0 else look.marker, ms=5.5,
+            ls=look.line if seconds[name] == 0 else "none", label=literal(name),
+            mfc="white" if look.hollow else look.colour,
+        )
+        for name, look in looks.items()
+    ]  # fmt: skip
+    add_legend(figure, marks, columns=5)
+    figure.suptitle(title_of(plain[plain["metric"] == "kl"]))
+    return figure
+
+
+@checked
+@styled
+def lens_cosines(results: pd.DataFrame) -> Figure:
+    """Cosine of two lenses' matrices at each layer, and of two halves of the data (definitions, section 9).
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.judging.cosine_table`.
+    """
+    figure = Figure(figsize=(5.6, 4.0))
+    ax = figure.subplots()
+    for method, look in method_looks(results["method"]).items():
+        rows = results[results["method"] == method]
+        draw_line(ax, rows.astype({"low": float, "high": float}), look, literal(method))
+    ax.set_ylim(min(0.0, float(results["value"].min()) - 0.05), 1.02)
+    ax.set_ylabel("cosine of matrices")
+    ax.set_xlabel(LAYER)
+    ax.set_xticks(layer_ticks(int(results["target"].max())))
+    add_legend(figure, columns=2)
+    figure.suptitle(model_title(results.iloc[0]["model"], results.iloc[0]["corpus"]))
     return figure
 
 
