@@ -88,7 +88,7 @@ def stream_moments(
         identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(anatomy, widths)
     )
     own = shard_of(examples, number, of)
-    request = {
+    request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": wanted,
         "widths": widths,
