@@ -76,15 +76,23 @@ RESULTS_B := \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
 
-.PHONY: demo test check verify attack mutate bench results results-a results-b pages docs install clean
+.PHONY: demo test browser check verify attack mutate bench results results-a results-b pages docs install clean
 .NOTPARALLEL:
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
 
 # A file's tests run in one process, which trains and loads its models once.
-test: install
+test: install browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed. Elsewhere the tests
+# of pages fail and say what is missing.
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+		command -v $$name >/dev/null && exit 0; done; \
+	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || exit 0; \
+	apt-get update --quiet; apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core || true
 
 check: install
 	$(BIN)/ruff check .
