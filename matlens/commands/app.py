@@ -12,6 +12,7 @@ from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
+from matlens.commands import plan as planning
 from matlens.commands import updates, values
 from matlens.errors import InputError
 
@@ -162,6 +163,7 @@ def verify(
 
 
 app.command()(updates.update)
+app.command()(planning.plan)
 
 
 def main() -> None:

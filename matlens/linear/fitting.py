@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.linear import needs
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.moments import Moments, require_finite, require_ridge
 from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
@@ -27,9 +28,6 @@ from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.progress import Bar
 from matlens.signatures import checked
-
-_CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
-_KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
 
 def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
@@ -96,7 +94,7 @@ def fit_samples(
     kept = _SideBySide(wanted)
     for source, targets in by_source(named).items():
         moments = _moments(wanted, source, targets)
-        n, size = len(wanted[source]), _chunk_size(wanted[source])
+        n, size = len(wanted[source]), needs.chunk_size(wanted[source].shape[1])
         for start in range(0, n, size):
             part = slice(start, start + size)
             of_part = None if weights is None else weights[part]
@@ -158,7 +156,7 @@ class _SideBySide:
         self._samples = samples
         self._columns: dict[str, tuple[int, int]] = {}
         alike = len({(len(vectors), vectors.device) for vectors in samples.values()}) == 1
-        if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= _KEPT:
+        if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= needs.KEPT:
             first = next(iter(samples.values()))
             width = sum(vectors.shape[1] for vectors in samples.values())
             self._wide = torch.empty(len(first), width, dtype=torch.float64, device=first.device)
@@ -248,10 +246,6 @@ def _maps(
         yield LinearMap.from_solution(w, b, source, target, provenance)
 
 
-def _chunk_size(x: Tensor) -> int:
-    return max(_CHUNK, 8 * x.shape[1])
-
-
 def _gathered(
     batches: Iterable[tuple[Mapping[str, Tensor], Tensor | None]],
 ) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
@@ -270,7 +264,7 @@ def _gathered(
     for batch in batches:
         waiting.append(batch)
         sizes = [len(next(iter(part.values()))) for part, _ in waiting]
-        if sum(sizes) >= _chunk_size(next(iter(batch[0].values()))):
+        if sum(sizes) >= needs.chunk_size(next(iter(batch[0].values())).shape[1]):
             yield joined()
             waiting = []
     if waiting:

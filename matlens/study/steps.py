@@ -29,7 +29,7 @@ from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_qualit
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
-from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
+from matlens.linear.pairs import Pairs, by_source, require_collected, resolve_pairs
 from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
@@ -38,6 +38,7 @@ from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.output import MAPS, RESULTS, TRAIN, VALIDATION
+from matlens.study.plan import Shape, collected_bytes, require_disk, require_room_for_fit
 from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def collect_parts(
         if name == TRAIN:
             wanted = draw_special and positions == "auto" and _all_are_better(model, examples, Path(folder))
             where = "all" if wanted or positions == "all" else "drawn"
+        _require_room(model, examples, where, Path(folder) / name)
         collected.append(
             collect(
                 model, examples, positions=where, folder=Path(folder) / name,
@@ -111,6 +113,18 @@ def collect_parts(
             )
         )  # fmt: skip
     return collected[0], collected[1]
+
+
+def _require_room(model: TransformerBridge, examples: Examples, positions: Positions, folder: Path) -> None:
+    """Refuse to begin what the disk has no room for; what was begun has taken its room."""
+    if folder.exists():
+        return
+    n_rows = len(examples.tokens) if positions == "all" else examples.n_positions
+    needed = collected_bytes(Shape.from_model(model), n_rows, len(examples.tokens), examples.n_positions)
+    ways = "Collect fewer sentences, or write elsewhere (--out)."
+    if positions == "all":
+        ways = "One drawn token of each sentence takes far less (--positions drawn)."
+    require_disk(needed, folder, f"Collecting {n_rows:,} vectors of each layer", ways)
 
 
 def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) -> bool:
@@ -159,6 +173,10 @@ def fit_maps(
     origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
     if note := note_on_samples(origin.to_json()):
         tqdm.write(note, file=sys.stderr)
+    require_room_for_fit(
+        train.n_rows, train.provenance.identity.n_layers, train.provenance.identity.d_model,
+        [len(targets) for targets in by_source(wanted).values()],
+    )  # fmt: skip
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
