@@ -3,6 +3,7 @@ from . import annotation as annotation
 from . import cli as cli
 from . import control as control
 from . import corpora as corpora
+from . import explorer as explorer
 from . import ffn as ffn
 from . import lens as lens
 from . import linear as linear

@@ -11,6 +11,7 @@ from typing import Any
 import jaxtyping
 import numpy as np
 import pytest
+import shapes  # noqa: F401  # before matlens: says which of its functions are checked
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "screening",
     "storage", "pages", "models", "corpora", "linear", "activations", "patching", "lens", "ffn", "control",
-    "linearity", "annotation", "plots", "study", "cli", "commands", "__main__",
+    "linearity", "pruning", "annotation", "plots", "study", "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {

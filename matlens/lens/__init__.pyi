@@ -1,3 +1,4 @@
+from .cells import read_cells as read_cells
 from .early_exit import ExitConfidence as ExitConfidence
 from .early_exit import exit_confidences as exit_confidences
 from .early_exit import exit_layers as exit_layers

@@ -15,13 +15,17 @@ from matlens.activations.collecting import collect
 from matlens.arguments import require_whole, short
 from matlens.corpora.prompts import make_prompts
 from matlens.errors import InputError
+from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import Site
-from matlens.models.vocabulary import token_texts, word_token
+from matlens.models.vocabulary import token_texts, visible, word_token
+from matlens.pages.assembly import framed
+from matlens.pages.trajectory import trajectory_page
 from matlens.signatures import checked
 
 _ROWS = 128  # distributions over the vocabulary that are held at once
+_FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 
 
 class Reader(Protocol):
@@ -30,6 +34,10 @@ class Reader(Protocol):
     @property
     def provenance(self) -> Provenance:
         """The model."""
+
+    @property
+    def method(self) -> str:
+        """What the lens is called."""
 
     @property
     def model(self) -> Any:
@@ -160,6 +168,27 @@ class Trajectory:
     def _texts(self) -> dict[int, str]:
         tokenizer = self.lens.on_readout.tokenizer
         return {token: tokenizer.decode([token]) for token in self.top_ids.unique().tolist()}
+
+    def to_html(self) -> str:
+        """A page for a browser, which needs nothing from elsewhere; `explorer.explore` puts more into one.
+
+        Tokens that the model predicts, and the prompt's own, are followed through all cells.
+        """
+        wanted = tokens_of_interest(self.top_ids[:, -1], self.ids, len(self.ids) - 1)
+        followed = torch.tensor([*dict.fromkeys(wanted)][:_FOLLOWED])
+        cells = read_cells(
+            self.lens.logits, list(self._vectors), self.layers, followed=followed, k=self.top_ids.shape[2]
+        )
+        ids, readout = self.ids.numpy(), self.lens.on_readout
+        return trajectory_page(
+            model=self.lens.provenance.identity.name, prompt=visible(self.prompt), tokens=ids,
+            layers=self.layers, lenses={self.lens.method: cells}, followed=followed.numpy(),
+            texts=texts_of(readout.tokenizer, [ids, cells.ids, followed.numpy()]),
+            pinned=followed[:2].tolist(),
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
 
     def to_dataframe(self, tokens: Sequence[str | int] = ()) -> pd.DataFrame:
         """A row for each token and layer.

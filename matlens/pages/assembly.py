@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -28,6 +29,7 @@ _EXPORT = re.compile(r"^export (?=(?:const|let|function|class|async) )", re.MULT
 _KINDS = {"f4": "f32", "i2": "i16", "u1": "u8", "u2": "u16", "u4": "u32"}
 _OUTSIDE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 _LONGEST_TITLE = 120
+_FRAME_HEIGHT = 760  # pixels of a page in a notebook
 
 
 def assemble(
@@ -84,6 +86,14 @@ def assemble(
         title=printable(title, most=_LONGEST_TITLE), policy=policy, style=Markup(style),
         script=Markup(joined), data=Markup(embedded_json(data)), **more,
     )  # fmt: skip
+
+
+def framed(page: str) -> str:
+    """A page inside another, such as a notebook, of which it can touch nothing."""
+    return (
+        f'<iframe sandbox="allow-scripts" width="100%" height="{_FRAME_HEIGHT}" style="border:0" '
+        f'title="matlens" srcdoc="{escape(page)}"></iframe>'
+    )
 
 
 @cache

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.errors import printable
+from matlens.arguments import require_kind
+from matlens.errors import InputError, printable
 from matlens.pages.assembly import PageVocabulary, assemble, packed
+from matlens.signatures import checked
 
 _STEPS = 2**15 - 1  # of a score that is kept as a whole number, against the largest score of its value vector
 
@@ -86,6 +88,7 @@ class UpdateCells:
     d_mlp: int
 
 
+@checked
 def trajectory_page(
     *,
     model: str,
@@ -121,9 +124,18 @@ def trajectory_page(
         Which of the followed tokens are pinned at first.
     notes
         Sentences about how it was made.
+
+    Raises
+    ------
+    InputError
+        There is no lens, the cells of one are not those of these layers and tokens, or a token has no text.
     """
+    _require_shapes(tokens, layers, lenses, followed)
     parts = [tokens, followed, *(cells.ids for cells in lenses.values())]
     vocabulary = PageVocabulary(parts if updates is None else [*parts, updates.promoted])
+    unnamed = [int(token) for token in vocabulary.ids if int(token) not in texts]
+    if unnamed:
+        raise InputError(f"{len(unnamed)} tokens have no text, the first is {unnamed[0]}. Expected all.")
     data = {
         "model": model,
         "prompt": prompt,
@@ -141,6 +153,24 @@ def trajectory_page(
         "trajectory.html", "trajectory.js", title=title, data=data, model=printable(model),
         notes=list(map(printable, notes)),
     )  # fmt: skip
+
+
+def _require_shapes(
+    tokens: np.ndarray, layers: Sequence[int], lenses: Mapping[str, LensCells], followed: np.ndarray
+) -> None:
+    if not lenses:
+        raise InputError("There is no lens to show. Expected one or more, by their names.")
+    cells = len(layers), len(tokens)
+    for name, lens in lenses.items():
+        require_kind(lens, LensCells, f"The lens {name}", way="Make it with lens.read_cells.")
+        shapes = {"ids": lens.ids.shape[:2], "entropy": lens.entropy.shape, "kl": lens.kl.shape}
+        shapes |= {"rank": lens.rank.shape, "log_probs": lens.log_probs.shape[:2]}
+        wrong = [f"{part} {shape}" for part, shape in shapes.items() if shape != cells]
+        if wrong or lens.followed_ranks.shape != (*cells, len(followed)):
+            raise InputError(
+                f"The lens {name} does not have the {cells[0]} layers, {cells[1]} tokens and {len(followed)} "
+                f"followed tokens of the page ({', '.join(wrong) or 'followed_ranks'})."
+            )
 
 
 def _lens_data(name: str, cells: LensCells, vocabulary: PageVocabulary) -> dict[str, Any]:

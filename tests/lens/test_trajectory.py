@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
@@ -94,3 +98,19 @@ def test_what_cannot_be_read_is_refused(small_model: Callable[[str], Any]) -> No
         lens.trajectory(PROMPT).rank("tea")
     with pytest.raises(InputError, match="a number for each of the prompt's 5 tokens"):
         lens.trajectory(PROMPT).rank(torch.zeros(3, dtype=torch.long))
+
+
+def test_a_trajectory_is_a_page(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    lens = make_lens(model).on(model)
+    trajectory = lens.trajectory(PROMPT)
+    page = trajectory.to_html()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    assert data["prompt"] == PROMPT
+    assert [held["name"] for held in data["lenses"]] == [lens.method]
+    top = np.frombuffer(base64.b64decode(data["lenses"][0]["top"]["base64"]), "u1")
+    ids = np.frombuffer(base64.b64decode(data["ids"]["base64"]), "u1")
+    assert torch.equal(
+        torch.from_numpy(ids[top].astype(int)).view(4, 5, 5), trajectory.top_ids.transpose(0, 1)
+    )
+    assert trajectory._repr_html_().startswith("<iframe sandbox")
