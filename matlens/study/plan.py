@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from matlens.arguments import require_choice, require_kind, require_whole
 from matlens.errors import InputError
@@ -21,6 +21,7 @@ from matlens.linear.needs import (
     streamed_fit_bytes,
     target_counts,
 )
+from matlens.linear.pairs import by_source
 from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.rows import Column, file_bytes
@@ -353,27 +354,26 @@ def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
 
 
 @checked
-def require_room_for_fit(n_rows: int, n_layers: int, width: int, n_by_source: Iterable[int]) -> None:
+def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str]]) -> None:
     """Refuse a fit on collected vectors that has no room in memory, before it begins.
 
     Parameters
     ----------
-    n_rows, n_layers, width
-        Samples, ``L`` and the width of the stream.
-    n_by_source
-        How many targets each source has.
+    n_rows, model
+        Samples, and what has ``n_layers`` and ``d_model``.
+    pairs
+        Sites of the maps.
 
     Raises
     ------
     InputError
         Too little is free; the message says what maps onto the last layer alone would take.
     """
-    targets = list(n_by_source)
-    if not targets:
-        return
-    sites = {"n_sites": n_layers + 1}
-    needed = collected_fit_bytes(n_rows, width, **sites, most_targets=max(targets))
-    last = collected_fit_bytes(n_rows, width, **sites, most_targets=1)
+    targets, width = [len(of_source) for of_source in by_source(pairs).values()], int(model.d_model)
+    needed, last = (
+        collected_fit_bytes(n_rows, width, n_sites=int(model.n_layers) + 1, most_targets=most)
+        for most in (max(targets), 1)
+    )
     ways = "Fit on fewer samples (--train), or on a machine with more memory."
     if max(targets) > 1:
         ways = f"Maps onto the last layer alone take {in_words(last)} (--pairs last)."

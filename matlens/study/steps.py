@@ -29,7 +29,7 @@ from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_qualit
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
-from matlens.linear.pairs import Pairs, by_source, require_collected, resolve_pairs
+from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
@@ -173,12 +173,10 @@ def fit_maps(
     origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
     if note := note_on_samples(origin.to_json()):
         tqdm.write(note, file=sys.stderr)
-    require_room_for_fit(
-        train.n_rows, train.provenance.identity.n_layers, train.provenance.identity.d_model,
-        [len(targets) for targets in by_source(wanted).values()],
-    )  # fmt: skip
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        if missing:
+            require_room_for_fit(train.n_rows, train.provenance.identity, missing)
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return fitting_bar(maps, len(missing), progress=progress)
 
