@@ -360,7 +360,7 @@ def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str
     Parameters
     ----------
     n_rows, model
-        Samples, and what has ``n_layers`` and ``d_model``.
+        Samples, and what has a ``d_model``.
     pairs
         Sites of the maps.
 
@@ -369,9 +369,11 @@ def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str
     InputError
         Too little is free; the message says what maps onto the last layer alone would take.
     """
-    targets, width = [len(of_source) for of_source in by_source(pairs).values()], int(model.d_model)
+    wanted, width = list(pairs), int(model.d_model)
+    targets = [len(of_source) for of_source in by_source(wanted).values()]
+    n_sites = len({site for pair in wanted for site in pair})
     needed, last = (
-        collected_fit_bytes(n_rows, width, n_sites=int(model.n_layers) + 1, most_targets=most)
+        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most)
         for most in (max(targets), 1)
     )
     ways = "Fit on fewer samples (--train), or on a machine with more memory."
