@@ -373,8 +373,7 @@ def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str
     targets = [len(of_source) for of_source in by_source(wanted).values()]
     n_sites = len({site for pair in wanted for site in pair})
     needed, last = (
-        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most)
-        for most in (max(targets), 1)
+        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most) for most in (max(targets), 1)
     )
     ways = "Fit on fewer samples (--train), or on a machine with more memory."
     if max(targets) > 1:
