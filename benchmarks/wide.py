@@ -14,8 +14,7 @@ import torch
 import typer
 from turns import fastest
 
-from matlens.linear import Moments
-from matlens.linear.needs import update_bytes
+from matlens.linear import Moments, update_bytes
 
 
 def _peak() -> int:

@@ -37,8 +37,7 @@ def plan(
 ) -> None:
     """Say what memory, disk and operations each step takes, and which maps fit, before anything runs."""
     from matlens.arguments import require_choice
-    from matlens.study.plan import PAIRS, Shape, free_memory, in_words
-    from matlens.study.plan import plan as plan_of
+    from matlens.study.plan import PAIRS, Shape, free_memory, in_words, plan_study
 
     require_choice(pairs, PAIRS, "--pairs")
     if (model is None) == (layers is None or width is None):
@@ -60,7 +59,7 @@ def plan(
         )
     everywhere = "all" if positions is PositionChoice.all else "drawn"
     plans = {
-        which: plan_of(
+        which: plan_study(
             shape, sentences, val, positions=everywhere, pairs=which, train_tokens=tokens * sentences,
             intercept=intercept,
         )

@@ -90,6 +90,24 @@ def streamed_fit_bytes(n_rows: int, width: int, *, n_layers: int, pairs: PairsTo
     return max(*peaks, (later if later > 0 else first) * of_sample + sum(of_sources) + solved)
 
 
+@checked
+def update_bytes(n: int, width: int, n_targets: int, *, held: bool) -> int:
+    """Most bytes that an update of `Moments` by ``n`` samples holds, with the moments; targets in float64.
+
+    Parameters
+    ----------
+    n, width, n_targets
+        Samples of the update, coordinates of source and targets, and the targets.
+    held
+        Whether the moments hold samples already, whose factors are there beside the new ones.
+    """
+    n, width = (require_whole(number, "A size", least=1, most=_MOST) for number in (n, width))
+    n_targets = require_whole(n_targets, "The number of targets", least=1, most=_MOST)
+    old = moments_bytes(width, n_targets * width) if held else 0
+    passing = (width + 1) * n_targets * width if held else 0
+    return old + _DOUBLE * _update(n, width, n_targets, made=0, passing=passing, held=held)
+
+
 def _update(n: int, d: int, n_targets: int, *, made: int, passing: int = 0, held: bool = False) -> int:
     """Most numbers that an update of `Moments` by ``n`` samples makes, the new moments among them.
 

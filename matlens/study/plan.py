@@ -184,7 +184,7 @@ class Plan:
 
 
 @checked
-def plan(
+def plan_study(
     shape: Shape,
     n_train: int,
     n_validation: int = 0,
