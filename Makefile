@@ -24,6 +24,8 @@ RESULTS ?= out/results
 SIZES ?= small
 ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
+LENS_TRAIN ?= 4000
+JACOBIANS ?= 30
 STUDY_VAL ?= 3000
 PATCHED ?= 3000
 ALONE ?= 3000
@@ -34,6 +36,8 @@ PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
+LENS_TRAIN ?= 1500
+JACOBIANS ?= 0
 STUDY_VAL ?= 1000
 PATCHED ?= 120
 ALONE ?= 60
@@ -65,7 +69,9 @@ RESULTS_A := \
 	paper_a_fig2_r2_bert \
 	paper_a_fig9_early_exit_bert \
 	paper_a_sec5_corpora_bert \
-	paper_a_table1_tokens_bert
+	paper_a_table1_tokens_bert \
+	lens_report \
+	lens_report_bert
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -150,6 +156,10 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 	--prompt "The river flows through the [MASK] of Paris." \
 	--prompt "He was born in [MASK] in the United States." \
 	--prompt "It was the first time that the [MASK] won the war."
+
+# A passage of all tokens of its own, and the tuned lens: ten minutes for 1,500 sentences. Jacobians take a minute each.
+$(RESULTS)/lens_report.csv: | install
+	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)
