@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from matlens.arguments import require_choice, require_whole
+from matlens.linear import fitting
+from matlens.linear.sums import samples_together
 from matlens.signatures import checked
 
-CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
-KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 _DOUBLE, _SINGLE = 8, 4
 _MOST = 2**60
 PairsToFit = Literal["last", "all"]
-
-
-def chunk_size(width: int) -> int:
-    """How many samples of a width are factorised at a time."""
-    return max(CHUNK, 8 * width)
 
 
 @checked
@@ -52,9 +47,9 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     most_targets
         The most targets that a source has; all of its maps are written together.
     """
-    d, most = width, chunk_size(width)
+    d, most = width, samples_together(width)
     kept = n_rows * n_sites * d
-    beside_each_other = kept * _DOUBLE <= KEPT
+    beside_each_other = kept * _DOUBLE <= fitting.KEPT
     moments = (d + 1) * (d + 1 + most_targets * d)
     first, later = min(n_rows, most), min(n_rows - most, most)
     peaks = [_update(first, d, most_targets, made=0 if beside_each_other else first * d)]
@@ -73,21 +68,20 @@ def streamed_fit_bytes(n_rows: int, width: int, *, n_layers: int, pairs: PairsTo
 
     Samples are gathered until they are eight for each dimension, so it does not grow with their number.
     """
-    d, most, targets = width, chunk_size(width), target_counts(n_layers, pairs)
+    d, most, targets = width, samples_together(width), target_counts(n_layers, pairs)
     of_sample = (n_layers + 1) * d * _SINGLE
     of_sources = [moments_bytes(d, n * d) for n in targets]
     first, later = min(n_rows, most), min(n_rows - most, most)
-    # Samples are there twice: in the batches that they came in, and together.
-    peaks = [
-        2 * first * of_sample + sum(of_sources[:i]) + _DOUBLE * _update(first, d, n, made=first * d)
+    # Where samples are put together, they are there twice for a moment.
+    peaks = [2 * first * of_sample]
+    peaks += [
+        first * of_sample + sum(of_sources[:i]) + _DOUBLE * _update(first, d, n, made=first * d)
         for i, n in enumerate(targets)
     ]
     if later > 0:
-        update = _update(later, d, max(targets), made=later * d, passing=(d + 1) * d, held=True)
-        peaks.append(2 * later * of_sample + sum(of_sources) + _DOUBLE * update)
-        peaks.append(first * of_sample + 2 * later * of_sample + sum(of_sources))
-    solved = _DOUBLE * (d * max(targets) * d + 3 * d * d)
-    return max(*peaks, (later if later > 0 else first) * of_sample + sum(of_sources) + solved)
+        update = _DOUBLE * _update(later, d, max(targets), made=later * d, passing=(d + 1) * d, held=True)
+        peaks.append(sum(of_sources) + max(2 * later * of_sample, later * of_sample + update))
+    return max(*peaks, sum(of_sources) + _DOUBLE * (d * max(targets) * d + 3 * d * d))
 
 
 @checked

@@ -15,7 +15,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.linear import needs
+from matlens.linear import fitting, sums
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
@@ -155,7 +155,8 @@ def streamed(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
 
 def with_chunks_of_one(way: Way, x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(needs, "chunk_size", lambda samples: 1)
+        patch.setattr(fitting, "chunk_size", lambda samples: 1)
+        patch.setattr(sums, "chunk_size", lambda samples: 1)
         return way(x, y, intercept, ridge)
 
 
@@ -453,13 +454,13 @@ def batches(samples: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tens
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kept", [0, needs.KEPT])
+@pytest.mark.parametrize("kept", [0, fitting.KEPT])
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 @pytest.mark.parametrize("intercept", [False, True])
 def test_several_targets_at_once_are_the_same_as_one_by_one(
     intercept: bool, ridge: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs, "KEPT", kept)
+    monkeypatch.setattr(fitting, "KEPT", kept)
     together = [
         list(fit_samples(SITES, PAIRS, intercept=intercept, ridge=ridge, provenance=SEED)),
         list(fit_stream(batches(SITES, 7), PAIRS, intercept=intercept, ridge=ridge, provenance=SEED)),
@@ -500,7 +501,7 @@ def test_numbers_are_layers_of_the_stream_and_provenance_is_the_samples_own() ->
         assert (one.source, one.target) == (other.source, other.target)
 
 
-@pytest.mark.parametrize("kept", [0, needs.KEPT])
+@pytest.mark.parametrize("kept", [0, fitting.KEPT])
 def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
     kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,8 +514,8 @@ def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
         return update(self, x, y, **weights)
 
     monkeypatch.setattr(Moments, "update", watched)
-    monkeypatch.setattr(needs, "CHUNK", 9)
-    monkeypatch.setattr(needs, "KEPT", kept)
+    monkeypatch.setattr(sums, "_CHUNK", 9)
+    monkeypatch.setattr(fitting, "KEPT", kept)
     in_chunks = list(fit_samples(SITES, PAIRS, intercept=True))
     # Eight samples for each dimension at least: of b 6 dimensions, of a 4, of c 3.
     assert sizes == [40, 32, 8, 24, 16]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from matlens.linear import Moments, fit_samples, fit_stream, needs
+from matlens.linear import Moments, fit_samples, fit_stream, fitting, needs
 
 Pairs = Literal["last", "all"]
 JOBS: list[tuple[int, int, int, Pairs]] = [
@@ -41,12 +41,12 @@ def sites(n_layers: int, pairs: Pairs) -> list[tuple[int, int]]:
     return [(a, b) for a in range(n_layers) for b in targets if a < b]
 
 
-@pytest.mark.parametrize("kept", [0, needs.KEPT])
+@pytest.mark.parametrize("kept", [0, fitting.KEPT])
 @pytest.mark.parametrize(("n_layers", "width", "n_rows", "pairs"), JOBS)
 def test_a_fit_on_collected_vectors(
     n_layers: int, width: int, n_rows: int, pairs: Pairs, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs, "KEPT", kept)
+    monkeypatch.setattr(fitting, "KEPT", kept)
     samples, wanted = vectors(n_layers, width, n_rows), sites(n_layers, pairs)
 
     def fit() -> None:
