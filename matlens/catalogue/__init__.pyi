@@ -1,0 +1,2 @@
+from .catalogue import Catalogue as Catalogue
+from .weights import WeightFiles as WeightFiles
