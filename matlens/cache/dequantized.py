@@ -36,6 +36,10 @@ class _Another(Exception):
 class _Unreadable(Exception):
     """The file itself cannot be read."""
 
+    def __init__(self, cause: OSError) -> None:
+        super().__init__()
+        self.cause = cause
+
 
 def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
     """The tokenizer and the model of a GGUF file, from the cache where they are there.
@@ -67,7 +71,7 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         try:
             tokenizer, model = read(path, torch.float32)
         except OSError as error:  # which says nothing of the cache
-            raise _Unreadable from error
+            raise _Unreadable(error) from error
         loaded = tokenizer, model
         _write(folder, tokenizer, model)
         again = _load(folder, torch.float32)
@@ -80,8 +84,7 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
     except _Another:
         entry = None
     except _Unreadable as error:
-        assert error.__cause__ is not None
-        raise error.__cause__ from None
+        raise error.cause from None
     if loaded is None and entry is not None:  # another process has filled it meanwhile
         return _load(entry.folder, dtype) if entry.damage() is None else read(path, dtype)
     if loaded is not None and dtype == torch.float32:

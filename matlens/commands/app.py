@@ -12,7 +12,7 @@ from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
-from matlens.commands import cache, updates, values
+from matlens.commands import cache, explore, prune, updates, values
 from matlens.errors import InputError
 
 app = typer.Typer(
@@ -163,6 +163,8 @@ def verify(
 
 
 app.command()(updates.update)
+app.command()(explore.explore)
+app.command()(prune.prune)
 
 
 def main() -> None:

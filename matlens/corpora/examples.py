@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
+LAST = "last token"  # where a position was chosen
 ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
 MAKE_EXAMPLES = (
     "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "

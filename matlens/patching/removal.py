@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,7 @@ from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples, is_masked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import hanging, intervening
+from matlens.models.changes import EndOfPass, hanging, intervening
 from matlens.models.sites import COEFFICIENTS, STREAM, Site, require_finite
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -37,10 +36,6 @@ class Removed(NamedTuple):
 
     after: Float[Tensor, "1+k d_model"]
     final: Float[Tensor, "1+k d_model"]
-
-
-class _AllSeen(Exception):
-    """Ends a pass before the unembedding, which is not asked for."""
 
 
 @checked
@@ -121,7 +116,7 @@ def _remove(
         seen[hook.name] = value[:, position].float()
         require_finite(seen[hook.name], hook.name)
         if hook.name == last:
-            raise _AllSeen
+            raise EndOfPass  # before the unembedding, which is not asked for
 
     behind = {layer: anatomy.hook(Site(STREAM, layer + 1)) for layer in index}
     hooks = [(anatomy.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
@@ -130,7 +125,6 @@ def _remove(
         described = [f"sub-updates of layer {layer} left out" for layer in index]
         stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
         stack.enter_context(hanging(model, hooks))
-        stack.enter_context(contextlib.suppress(_AllSeen))
         copies = tokens.to(model.cfg.device).expand(n_rows, -1)
         model(copies, attention_mask=torch.ones_like(copies), return_type=None, use_cache=False)
     rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}
