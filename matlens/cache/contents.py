@@ -18,11 +18,13 @@ from typing import Any
 
 from matlens.cache.entries import HASHES, Cache
 from matlens.errors import InputError
+from matlens.signatures import checked
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 
 _GRAIN = 2.0  # seconds within which some file systems see no change
 
 
+@checked
 def hash_contents(cache: Cache, paths: Iterable[Path]) -> dict[str, str]:
     """The SHA-256 of each file, by its name.
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError, printable
+from matlens.signatures import checked
 from matlens.storage.files import (
     hash_file,
     open_regular,
@@ -40,11 +41,14 @@ _OFF = ("0", "off", "no", "none", "false")
 _GIB = 2**30
 _LAYOUT = 1  # of entries; others are not found, since it is part of every key
 _RECORD = "entry.json"
+HASHES = "hashes"  # the folder in which the hashes of the user's files are remembered
 _ENTRIES, _UNFINISHED, _LOCKS = "entries", "unfinished", "locks"
+_GONE = ".gone-"  # what folders are called that are being removed
 _KIND = re.compile(r"[a-z]+")
 _ABANDONED = 24 * 3600.0  # seconds after which what nobody fills any more is swept up
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Entry:
     """An entry of the cache.
@@ -89,6 +93,7 @@ class Entry:
         return None
 
 
+@checked
 class Cache:
     """A folder of entries, none of which is ever needed.
 
@@ -192,7 +197,8 @@ class Cache:
 
     def entries(self) -> list[Entry]:
         """All entries that can be read, those used last first."""
-        read = [self._read(folder)[0] for folder in self._folders(_ENTRIES)]
+        folders = [folder for folder in self._folders(_ENTRIES) if not folder.name.startswith(_GONE)]
+        read = [self._read(folder)[0] for folder in folders]
         return sorted((entry for entry in read if entry is not None), key=lambda entry: -entry.used)
 
     def discard(self, folder: Path, damage: str) -> None:
@@ -232,6 +238,9 @@ class Cache:
             if entry.folder != kept:
                 _remove(entry.folder)
                 total -= entry.n_bytes
+        for folder in self._folders(_ENTRIES):
+            if folder.name.startswith(_GONE):  # whoever removed it was killed
+                shutil.rmtree(folder, ignore_errors=True)
         for folder in self._folders(_UNFINISHED):
             if time.time() - folder.stat().st_mtime > _ABANDONED and not self._is_filled(folder.name):
                 _remove(folder)
@@ -277,10 +286,7 @@ class Cache:
         print(printable(message, most=500), file=sys.stderr, flush=True)
 
 
-HASHES = "hashes"
-"""The folder in which the hashes of the user's files are remembered."""
-
-
+@checked
 def default_cache() -> Cache | None:
     """The user's cache; ``None`` where it is switched off.
 
@@ -330,7 +336,7 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
-    gone = path.with_name(f".gone-{secrets.token_hex(8)}")
+    gone = path.with_name(f"{_GONE}{secrets.token_hex(8)}")
     with suppress(OSError):
         path.rename(gone)
         path = gone
@@ -353,6 +359,3 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-__all__ = ["DEFAULT_GIB", "HASHES", "SIZE_VARIABLE", "VARIABLE", "Cache", "Entry", "default_cache"]

@@ -1,2 +1,1 @@
 from .catalogue import Catalogue as Catalogue
-from .weights import WeightFiles as WeightFiles

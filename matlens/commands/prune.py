@@ -57,7 +57,7 @@ def prune(
     print(sentences.report())
     n_judged = max(1, len(sentences) // 10)
     fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
-    from matlens.corpora.token_examples import make_windows
+    from matlens.corpora.prompts import make_windows
     from matlens.pruning.evaluation import compare_pruned, speed
     from matlens.pruning.layouts import plain_copy
     from matlens.pruning.pruned import prune as prune_model
@@ -70,8 +70,13 @@ def prune(
     table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
     save_pruned(pruned, out, table)
     rows = [
-        (row.method, row.metric, number_text(row.value), f"{number_text(row.low)} to {number_text(row.high)}")
-        for row in table.itertuples()
+        (
+            row["method"],
+            row["metric"],
+            number_text(row["value"]),
+            f"{number_text(row['low'])} to {number_text(row['high'])}",
+        )
+        for row in table.to_dict("records")
     ]
     print_table("Judged on other text", ("model", "measure", "value", "95% interval"), rows)
     costs = []

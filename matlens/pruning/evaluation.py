@@ -128,6 +128,7 @@ def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progres
     return ReadText(TextLosses(total, np.full(len(total), tokens.shape[1] - 1)), torch.cat(likeliest))
 
 
+@checked
 @torch.inference_mode()
 def speed(model: Any, *, n_tokens: int = 32, rounds: int = 3) -> Speed:
     """Time the writing of tokens one by one, after a prompt of eight.

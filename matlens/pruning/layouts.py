@@ -107,7 +107,7 @@ def plain_copy(model: TransformerBridge) -> Any:
         The model's configuration does not make it, as where its weights are kept quantized.
     """
     source = model.original_model
-    copied = plain_model(model)
+    copied: Any = plain_model(model)
     if copied is None:
         raise InputError(
             f"{model.cfg.model_name} cannot be built from its configuration alone. Expected a model of "

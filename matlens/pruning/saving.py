@@ -100,7 +100,7 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
             "|---|---|---|---|",
         ]
         for text, rows in table.groupby("corpus", sort=False):
-            values = {(row.method, row.metric): row.value for row in rows.itertuples()}
+            values = {(row["method"], row["metric"]): row["value"] for row in rows.to_dict("records")}
             lines.append(
                 f"| {visible(str(text))} | {_value(values, 'whole', 'perplexity')} | "
                 f"{_value(values, 'pruned', 'perplexity')} | {_value(values, 'pruned', 'agreement')} |"
