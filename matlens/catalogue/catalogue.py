@@ -227,7 +227,7 @@ class Catalogue:
             except (DamagedWeights, InputError, OSError, KeyError, TypeError, ValueError) as error:
                 place.cache.discard(entry.folder, f"{error}")
         model = self.model  # which keeps a dequantized model first
-        with suppress(NotInFiles, DamagedWeights, InputError, OSError):
+        with suppress(Exception):  # whatever cannot be described is read off the model each time
             files = place.weights()
             about = {"what": "where value vectors lie", "of": place.name}
             place.cache.keep(PARTS, place.key, lambda folder: describe(folder, files, model), about=about)
@@ -239,8 +239,14 @@ class Catalogue:
         return replace(known.identity, name=self._place.name, revision=self._place.commit)
 
     def _matrices_of_model(self, damage: Exception) -> ValueVectors:
+        known = self._known
         self._forget(damage)
-        return ValueVectors(self.model)
+        values = ValueVectors(self.model)
+        if known is not None and values.identity.fingerprint != known.identity.fingerprint:
+            raise InputError(
+                f"The files of the model {values.identity.name} changed while they were read. Begin anew."
+            )
+        return values
 
     def _forget(self, damage: Exception) -> None:
         """Build the model instead: its files are not what was written down."""
