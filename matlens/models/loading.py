@@ -20,6 +20,7 @@ from matlens.models.identity import require_raw
 from matlens.models.places import SMOLLM2, called, cause, locate
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
+from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device of this name, or the best there is.
+    """The device of this name, or the best there is; of several GPUs each process has one of its own.
 
     Raises
     ------
@@ -353,7 +354,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             return torch.device("cpu")
         from transformer_lens.utilities import get_device  # seconds
 
-        return torch.device(get_device())
+        best = torch.device(get_device())
+        if best.type == "cuda" and (processes := current()).several:
+            return torch.device("cuda", processes.local_rank % torch.cuda.device_count())
+        return best
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
