@@ -23,8 +23,8 @@ TESTS = Path(__file__).parent
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "processes", "metrics", "agglomeration",
     "storage", "pages", "cache", "models", "corpora", "linear", "activations", "patching", "plots", "lens",
-    "judging", "ffn", "catalogue", "control", "linearity", "pruning", "annotation", "study", "explorer", "cli",
-    "commands", "__main__",
+    "judging", "ffn", "catalogue", "control", "linearity", "pruning", "annotation", "study", "explorer",
+    "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {
