@@ -68,6 +68,8 @@ class Study:
     load_model, load_corpus
         What gives the model and the corpus; a study of the weights alone has no corpus, and one of a corpus
         alone no model.
+    load_values
+        What gives the value vectors, where that is not the model.
     out
         The output folder.
     n_train, n_validation, seed
@@ -88,6 +90,7 @@ class Study:
 
     load_model: Callable[[], TransformerBridge] | None = None
     load_corpus: Callable[[], Corpus] | None = None
+    load_values: Callable[[], ValueVectors] | None = None
     out: Path
     n_train: int = 1
     n_validation: int | None = None
@@ -333,7 +336,7 @@ class Study:
     @cached_property
     def values(self) -> ValueVectors:
         """The model's value vectors."""
-        return ValueVectors(self.model)
+        return ValueVectors(self.model) if self.load_values is None else self.load_values()
 
     def trace(self, k: int = DOMINANT) -> Trace:
         """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates.
@@ -372,7 +375,8 @@ class Study:
 
     @property
     def _model_name(self) -> str:
-        return slug(self.model.cfg.model_name)
+        named = self.load_values is not None
+        return slug(self.values.identity.name if named else self.model.cfg.model_name)
 
     @property
     def _name(self) -> str:
