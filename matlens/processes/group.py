@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from matlens.arguments import require_whole
@@ -223,7 +224,7 @@ class Processes:
 
     def _require_alive(self, awaited: int, key: str) -> None:
         for rank in range(self.size):
-            words = self._carefully(lambda rank=rank: self.word_of(rank), rank) if rank != self.rank else None
+            words = self._carefully(partial(self.word_of, rank), rank) if rank != self.rank else None
             if words:
                 raise ProcessLost(f"Process {rank} of {self.size} has failed: {words}")
             # What it said last may have come since.
@@ -258,7 +259,7 @@ class Processes:
     def _send(self, parts: Mapping[str, Tensor], rank: int) -> None:
         for part in parts.values():
             if part.numel():
-                self._carefully(lambda part=part: self._transport.send(part, rank), rank)
+                self._carefully(partial(self._transport.send, part, rank), rank)
 
     def _receive(self, shapes: list[tuple[str, list[int], str]], rank: int) -> dict[str, Tensor]:
         import torch
@@ -267,7 +268,7 @@ class Processes:
         for name, shape, dtype in shapes:
             part = torch.empty(shape, dtype=getattr(torch, dtype))
             if part.numel():
-                self._carefully(lambda part=part: self._transport.receive(part, rank), rank)
+                self._carefully(partial(self._transport.receive, part, rank), rank)
             parts[name] = part
         return parts
 
