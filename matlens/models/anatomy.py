@@ -6,7 +6,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_whole
 from matlens.errors import InputError
+from matlens.experts import Mixture, attached
 from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
     MID,
     MID_HOOK,
+    MIXTURE_HOOK,
     STREAM,
     STREAM_HOOKS,
     STREAM_ONLY,
@@ -65,8 +67,10 @@ class Anatomy:
     Attributes
     ----------
     family
-        The wiring of its blocks: ``pre-norm``, ``extra-norm``, ``post-norm``, ``parallel``, or
-        ``stream-only`` where no known sum holds and only ``h`` can be trusted.
+        The wiring of its blocks: ``pre-norm``, ``scaled`` (pre-norm, with both outputs multiplied by a
+        number before they are added: Granite), ``extra-norm``, ``output-norm`` (norms only behind attention
+        and FFN, before the addition: OLMo-2), ``post-norm``, ``parallel``, or ``stream-only`` where no known
+        sum holds and only ``h`` can be trusted.
     kinds
         The kinds of sites inside a block that this model has.
     d_mlp
@@ -218,6 +222,9 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_a
 def _examine(model: TransformerBridge) -> Anatomy:
     n_layers = model.cfg.n_layers
     candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*STREAM_HOOKS.values()}
+    mixtures = [mixture(model, layer) for layer in range(n_layers)]
+    families = [_of_mixtures(family) for family in FAMILIES] if any(mixtures) else FAMILIES
+    candidates |= {MIXTURE_HOOK}
     wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
     tokens = probe_tokens(model)
     seen: dict[str, Tensor] = {}
@@ -255,7 +262,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
         for name in names
     }
 
-    for family in FAMILIES:
+    for family in families:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
             there = [
                 kind
@@ -310,6 +317,28 @@ def _carried(fired: list[tuple[int, Any]], tokens: tuple[int, ...]) -> tuple[int
     return order, shape[2:], "carries vectors"
 
 
+def mixture(model: TransformerBridge, layer: int) -> Mixture | None:
+    """The experts of a block's FFN, with a hook for their coefficients; ``None`` where it has none known."""
+    from transformer_lens.hook_points import HookPoint
+
+    mlp = getattr(model.blocks[layer], "mlp", None)
+    block = getattr(mlp, "original_component", None)
+    name, attribute = block_hook(layer, MIXTURE_HOOK), MIXTURE_HOOK.rpartition(".")[2]
+    if not isinstance(block, nn.Module):
+        return None
+    point = model.hook_dict.get(name) or HookPoint()
+    experts = attached(block, point)
+    if experts is not None and not hasattr(mlp, attribute):
+        setattr(mlp, attribute, point)
+        point.name = name
+        model._hook_registry[name] = point
+    return experts
+
+
+def _of_mixtures(family: Family) -> Family:
+    return replace(family, hooks={**family.hooks, COEFFICIENTS: MIXTURE_HOOK})
+
+
 @checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``.
@@ -323,15 +352,25 @@ def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     return model.blocks[layer].mlp.out.original_component
 
 
+def output_multiplier(model: TransformerBridge) -> float:
+    """What attention and FFN are multiplied by before they are added to the stream; 1 in most models."""
+    return float(getattr(model.blocks[0], "residual_contribution_scale", 1.0))
+
+
 @torch.inference_mode()
 def _d_mlp(model: TransformerBridge, family: Family, seen: Mapping[str, Tensor]) -> int:
     """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
-    widths = set()
+    widths, multiplier = set(), output_multiplier(model)
     for layer in range(model.cfg.n_layers):
         given, written = (
             seen.get(block_hook(layer, family.hooks[kind])) for kind in (COEFFICIENTS, "ffn_out")
         )
-        if given is None or written is None or not _adds_up(written, [output_layer(model, layer)(given)]):
+        if given is None or written is None:
+            return 0
+        experts = mixture(model, layer)
+        if experts is None and not _adds_up(written, [multiplier * output_layer(model, layer)(given)]):
+            return 0
+        if experts is not None and not experts.adds_up(given, written, multiplier):
             return 0
         widths.add(given.shape[-1])
     return widths.pop() if len(widths) == 1 else 0

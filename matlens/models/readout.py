@@ -175,20 +175,20 @@ def require_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> N
 
 def _head_modules(model: TransformerBridge) -> list[nn.Module]:
     if hasattr(model, "mlm_head"):
-        try:
-            transform = model.original_model.cls.predictions.transform
-        except AttributeError:
-            raise InputError(
-                f"The masked-LM head of {model.cfg.architecture} is not known; BERT's is."
-            ) from None
         return [
             model.mlm_head.original_component,
-            _Activation(transform.transform_act_fn),
+            _Activation(_head_activation(model)),
             model.ln_final.original_component,
             model.unembed.original_component,
         ]
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
     return [*norm, model.unembed.original_component]
+
+
+def _head_activation(model: TransformerBridge) -> Any:
+    """What a masked-LM head does between its dense layer and its norm: BERT's is its own, RoBERTa's GELU."""
+    head = getattr(getattr(model.original_model, "cls", None), "predictions", None)
+    return getattr(getattr(head, "transform", None), "transform_act_fn", nn.functional.gelu)
 
 
 class _Activation(nn.Module):

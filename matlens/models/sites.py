@@ -173,6 +173,7 @@ class Family:
 
 
 MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
+MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.experts`
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 _LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
 _LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
@@ -194,6 +195,12 @@ PRE_NORM = Family(
         ("ffn_in", ("ln2_out",)),
         ("next", ("mid", "ffn_out")),
     ),
+)
+# Each output is multiplied by one number before it is added; these hooks carry it multiplied.
+SCALED = Family(
+    "scaled",
+    {**PRE_NORM.hooks, "attn_out": "hook_attn_out", "ffn_out": "hook_mlp_out"},
+    PRE_NORM.sums,
 )
 EXTRA_NORM = Family(
     "extra-norm",
@@ -227,6 +234,18 @@ POST_NORM = Family(
         ("next", ("ln2_out",)),
     ),
 )
+OUTPUT_NORM = Family(
+    "output-norm",
+    {**_LN_POST, **_SUBMODULES, "mid": "mlp.hook_in"},
+    (
+        ("attn_in", ("h",)),
+        ("ln1_post_in", ("attn_out",)),
+        ("mid", ("h", "ln1_post_out")),
+        ("ffn_in", ("mid",)),
+        ("ln2_post_in", ("ffn_out",)),
+        ("next", ("mid", "ln2_post_out")),
+    ),
+)
 PARALLEL = Family(
     "parallel",
     {**_LN, **_SUBMODULES},
@@ -237,7 +256,7 @@ PARALLEL = Family(
         ("next", ("h", "attn_out", "ffn_out")),
     ),
 )
-FAMILIES = (PRE_NORM, EXTRA_NORM, POST_NORM, PARALLEL)
+FAMILIES = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL)
 STREAM_ONLY = Family("stream-only", {}, ())
 
 

@@ -128,9 +128,13 @@ def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> lis
 def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Both norms replaced in the blocks from layer ``first`` to ``last``, attention and FFN kept.
 
-    In blocks with one norm (GPT-J) only that one; norms after attention and FFN (Gemma) are kept.
+    In blocks with one norm (GPT-J) only that one; norms after attention and FFN are kept (Gemma), unless
+    there are no others (OLMo-2).
     """
-    names = ("ln1", "ln2") if any(source.startswith("ln2_in.") for source, _ in maps) else ("ln1",)
+    there = {Site.read(source).kind for source, _ in maps}
+    names = ("ln1", "ln2") if "ln2_in" in there else ("ln1",)
+    if "ln1_post_in" in there and "ln1_in" not in there:
+        names = ("ln1_post", "ln2_post")
     return stand_ins(maps, names, first, last, where=where)
 
 

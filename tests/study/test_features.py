@@ -18,25 +18,19 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analyses" / "compatibil
 Models = Callable[[str], TransformerBridge]
 
 
-@pytest.mark.parametrize("name", FAMILY_OF)
+@pytest.mark.parametrize("name", [*FAMILY_OF, "roberta"])
 def test_every_feature_works_with_the_claimed_families(name: str, small_model: Models) -> None:
     offered = compatibility(small_model(name))
-    assert offered["wiring"] == FAMILY_OF[name]
+    assert offered["wiring"] == FAMILY_OF.get(name, "post-norm")
     assert {offered[feature] for feature in FEATURES} == {""}
 
 
 def test_where_only_the_stream_is_known_only_maps_between_layers_work(small_model: Models) -> None:
-    offered = compatibility(small_model("granite"))
+    offered = compatibility(small_model("bloom"))
     assert (offered["wiring"], offered["sites"]) == ("stream-only", "h")
     assert [feature for feature in FEATURES if not offered[feature]] == ["read-out", "mat"]
     assert "stream-only" in offered["mat_ffn"]
     assert "no value vectors" in offered["control"]
-
-
-def test_a_head_that_is_not_known_is_named(small_model: Models) -> None:
-    offered = compatibility(small_model("roberta"))
-    assert [feature for feature in FEATURES if offered[feature]] == ["read-out"]
-    assert "RobertaForMaskedLM" in offered["read-out"]
 
 
 def test_a_model_is_left_as_it_was(small_model: Models) -> None:
