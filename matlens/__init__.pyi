@@ -4,6 +4,7 @@ from . import cli as cli
 from . import control as control
 from . import corpora as corpora
 from . import ffn as ffn
+from . import inputs as inputs
 from . import lens as lens
 from . import linear as linear
 from . import metrics as metrics

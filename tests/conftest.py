@@ -66,6 +66,25 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         shared_expert_intermediate_size=24,
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "t5": lambda: transformers.T5Config(
+        **_COMMON | {"pad_token_id": 0},
+        d_model=D_MODEL,
+        d_kv=8,
+        d_ff=48,
+        num_heads=4,
+        num_layers=N_LAYERS,
+        num_decoder_layers=2,
+        decoder_start_token_id=0,
+    ),
+    "vit": lambda: transformers.ViTConfig(
+        hidden_size=D_MODEL,
+        num_hidden_layers=N_LAYERS,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=12,
+        patch_size=4,
+        num_labels=5,
+    ),
     "llama-sinks": CONFIGS["llama"],
 }
 SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
@@ -160,11 +179,18 @@ def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFas
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=N_CTX, **special)
 
 
+def _auto(name: str) -> Any:
+    if name == "t5":
+        return transformers.AutoModelForSeq2SeqLM
+    if name == "vit":
+        return transformers.AutoModelForImageClassification
+    return transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
+
+
 def save_model(name: str, folder: Path) -> Path:
     """Write a small model with random weights and its tokenizer, as save_pretrained does."""
     torch.manual_seed(0)
-    auto = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
-    model = auto.from_config((CONFIGS | OTHER_CONFIGS)[name]())
+    model = _auto(name).from_config((CONFIGS | OTHER_CONFIGS)[name]())
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases start as ones and zeros, where a forgotten one would not show.
@@ -203,8 +229,7 @@ def small_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
 
 def load_plain(name: str, folder: Path, **options: Any) -> Any:
     """Load the folder's model with Hugging Face alone, which is what tests compare with."""
-    auto = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, **options).eval()
+    return _auto(name).from_pretrained(folder, **options).eval()
 
 
 @pytest.fixture(scope="session")

@@ -127,7 +127,7 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
         these are no texts.
     """
     require_model(model)
-    prompts = _texts(prompts)
+    prompts = list_of_texts(prompts)
     require_readable(model)
     tokenizer = require_tokenizer(model)
     n_ctx = context_length(model)
@@ -153,7 +153,14 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
     return end_to_end(ids, np.array(positions), provenance)
 
 
-def _texts(prompts: Any) -> list[str]:
+def list_of_texts(prompts: Any) -> list[str]:
+    """Texts as a list.
+
+    Raises
+    ------
+    InputError
+        It is one text, or holds what is no text.
+    """
     if isinstance(prompts, str):
         raise InputError(f"{short(prompts)} is one prompt. Expected a list of them.")
     if isinstance(prompts, Corpus):

@@ -33,6 +33,7 @@ from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multip
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS, POST_NORM
 from matlens.signatures import checked
+from matlens.stacks import ENCODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -394,6 +395,8 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
         The model has no unembedding.
     """
     require_raw(model)
+    if stack_of(model) == ENCODER:
+        raise InputError("An encoder has no unembedding: its value vectors are not read in the vocabulary.")
     if not hasattr(model, "unembed"):
         raise InputError(
             "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.experts import Mixture, attached
+from matlens.images import is_visual, places_of_image, probe_images
 from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
     MID,
+    MID_CROSS,
     MID_HOOK,
     MIXTURE_HOOK,
     STREAM,
@@ -69,8 +71,8 @@ class Anatomy:
     family
         The wiring of its blocks: ``pre-norm``, ``scaled`` (pre-norm, with both outputs multiplied by a
         number before they are added: Granite), ``extra-norm``, ``output-norm`` (norms only behind attention
-        and FFN, before the addition: OLMo-2), ``post-norm``, ``parallel``, or ``stream-only`` where no known
-        sum holds and only ``h`` can be trusted.
+        and FFN, before the addition: OLMo-2), ``post-norm``, ``parallel``, ``cross-attention`` (the decoder
+        of an encoder-decoder: T5), or ``stream-only`` where no known sum holds and only ``h`` can be trusted.
     kinds
         The kinds of sites inside a block that this model has.
     d_mlp
@@ -164,11 +166,13 @@ class Anatomy:
         only a norm reads the sum off a hook, writing there would leave the stream as it is.
         """
         site = self.resolve(site)
-        addends = dict(self.family.sums).get(site.kind, ()) if site.kind == MID else ()
+        sums = dict(self.family.sums)
+        addends = sums.get(site.kind, ()) if site.kind in (MID, MID_CROSS) else ()
         if not addends:
             return self.hook(site), None
         before, last = addends
-        return block_hook(site.layer, self.family.hooks[last]), block_hook(site.layer, STREAM_HOOKS[before])
+        hooks = {**self.family.hooks, **STREAM_HOOKS}
+        return block_hook(site.layer, hooks[last]), block_hook(site.layer, hooks[before])
 
     def order(self, site: str | int | Site) -> int:
         """When a pass comes to a site: the number of hooks that fire before."""
@@ -226,7 +230,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
     families = [_of_mixtures(family) for family in FAMILIES] if any(mixtures) else FAMILIES
     candidates |= {MIXTURE_HOOK}
     wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
-    tokens = probe_tokens(model)
+    probe, places = probe_inputs(model)
     seen: dict[str, Tensor] = {}
     fired: dict[str, list[tuple[int, Any]]] = {}
     count = itertools.count()
@@ -243,13 +247,13 @@ def _examine(model: TransformerBridge) -> Anatomy:
     try:
         hooks = [(name, keep) for name in _open(model, points)]
         with torch.inference_mode(), reading(model, hooks):
-            model(tokens, return_type=None)
+            model(probe, return_type=None)
     except (InputError, torch.OutOfMemoryError):  # these say nothing about what the model is
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise InputError(
             f"{type(model.original_model).__name__} cannot be run by TransformerLens: a pass over "
-            f"{len(tokens)} sentences of {tokens.shape[1]} tokens ends in {type(error).__name__}: {error}. "
+            f"{places[0]} sentences of {places[1]} tokens ends in {type(error).__name__}: {error}. "
             "Expected a model whose configuration fits its weights, and which reads token ids."
         ) from error
     finally:
@@ -258,7 +262,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
     by_name = {
         name: hook
         for own, names in points.items()
-        for hook in [Hook(own, names, *_carried(fired.get(own, []), tuple(tokens.shape)))]
+        for hook in [Hook(own, names, *_carried(fired.get(own, []), places))]
         for name in names
     }
 
@@ -275,6 +279,15 @@ def _examine(model: TransformerBridge) -> Anatomy:
     return Anatomy(
         STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples, hooks=by_name
     )  # fmt: skip
+
+
+def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
+    """What a model is tried with, tokens or images: how many there are, and how many vectors each has."""
+    if is_visual(model):
+        images = probe_images(model)
+        return images, (len(images), places_of_image(model))
+    tokens = probe_tokens(model)
+    return tokens, (len(tokens), tokens.shape[1])
 
 
 def probe_tokens(model: TransformerBridge) -> Tensor:

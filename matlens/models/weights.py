@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from matlens.arguments import require_kind
 from matlens.errors import InputError
 from matlens.signatures import checked
+from matlens.stacks import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -133,6 +134,8 @@ def _require_bridge(model: Any) -> None:
 def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
     shaping = _shaping(model.original_model.config.to_dict())
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True, default=str).encode())
+    if stack_of(model) is not None:  # the streams of both stacks are those of two models
+        digest.update(str(stack_of(model)).encode())
     for name, tensor in _tensors(model):
         kind = "rounded" if rounding and tensor.is_floating_point() else tensor.dtype
         digest.update(f"{name}{tuple(tensor.shape)}{kind}".encode())

@@ -19,10 +19,10 @@ from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy, probe_tokens
+from matlens.models.anatomy import Anatomy, probe_inputs
 from matlens.models.changes import changes_of, describe_changes, function_name
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import MID, STREAM, Site
+from matlens.models.sites import MID, MID_CROSS, STREAM, Site
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def _covered(anatomy: Anatomy, replacement: Replacement) -> tuple[int, int]:
     if not isinstance(replacement.where, str) or replacement.where != "all":
         return end, end  # at the other tokens it is not
     start = anatomy.order(source)
-    if target.kind in (STREAM, MID):
+    if target.kind in (STREAM, MID, MID_CROSS):
         return start, end
     before = target.kind.removesuffix("_out") + "_in"
     if before not in anatomy.kinds or before == target.kind:
@@ -331,12 +331,12 @@ def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Rep
         noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
         return value + noise * (value.float().std() + 1).to(value.dtype)
 
-    tokens = probe_tokens(model)
+    probe, _ = probe_inputs(model)
     try:
         with torch.inference_mode():
-            before = model(tokens)
+            before = model(probe)
             with model.hooks(fwd_hooks=[(anatomy.written_at(target)[0], disturb)]):
-                after = model(tokens)
+                after = model(probe)
     except InputError:  # what is replaced already is for another batch
         return
     if torch.equal(before, after):

@@ -40,11 +40,21 @@ def test_a_model_is_left_as_it_was(small_model: Models) -> None:
     assert [len(point.fwd_hooks) for point in model.hook_dict.values()] == before
 
 
-@pytest.mark.parametrize(("name", "refused"), [("mixtral", {*FEATURES[5:]}), ("mamba", {*FEATURES[1:]})])
+@pytest.mark.parametrize(("name", "refused"), [("gpt_oss", {*FEATURES[5:]}), ("mamba", {*FEATURES[1:]})])
 def test_the_table_tells_what_an_architecture_lacks(name: str, refused: set[str], tmp_path: Path) -> None:
     row = SCRIPT["attempt"](name, tmp_path, 0)
     assert {feature for feature in FEATURES if row[feature] != "yes"} == refused
     assert all(row[feature].endswith(".") for feature in refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [("mixtral", None), ("granitemoe", None), ("t5", "decoder"), ("t5", "encoder"), ("vit", None)],
+)
+def test_other_kinds_of_models_have_everything(name: str, stack: Any, tmp_path: Path) -> None:
+    row = SCRIPT["attempt"](name, tmp_path, 0, stack)
+    lacking = {feature for feature in FEATURES if row[feature] != "yes"}
+    assert lacking == ({"read-out"} if stack == "encoder" else set())
 
 
 def test_blocks_that_cannot_be_skipped_are_named(tmp_path: Path) -> None:
@@ -52,8 +62,8 @@ def test_blocks_that_cannot_be_skipped_are_named(tmp_path: Path) -> None:
 
 
 def test_a_type_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'vit' is not a model type"):
-        SCRIPT["save_small_model"]("vit", tmp_path, 0)
+    with pytest.raises(InputError, match="'clip' is not a model type"):
+        SCRIPT["save_small_model"]("clip", tmp_path, 0)
     with pytest.raises(InputError, match="'nothing' is not a model type"):
         SCRIPT["attempt"]("nothing", tmp_path, 0)
 
