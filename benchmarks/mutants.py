@@ -2,9 +2,9 @@
 
 A sample of the mutants of each module (`mutating`) is run against the tests that cover it, each in a process
 forked from one that has the heavy packages loaded. What is done is kept in ``--out`` and not done again
-while the module and its tests are as they were, so a run can be broken off, and one of a larger ``--sample``
-goes on from a smaller. A mutant that lives is named with its line; the command fails unless
-``mutants_explained.json`` says why that mutant changes no number.
+while the function with the fault is as it was and, if the mutant lived, its tests are; so a run can be broken
+off, and one of a larger ``--sample`` goes on from a smaller. A mutant that lives is named with its line; the
+command fails unless ``mutants_explained.json`` says why that mutant changes no number.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 from mutating import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutants_explained.json")
+_MARK = "<!-- mutants -->"
 SMALLEST_LIMIT = 60.0  # seconds, of a mutant's tests
 # Modules by the tests that cover them, those that say most first; a room's module has the test of its name.
 MORE_TESTS: dict[str, tuple[str, ...]] = {
@@ -77,8 +80,12 @@ def main(
     out: Annotated[Path, typer.Option(help="Where results are kept.")] = ROOT / "out" / "mutants",
     report: Annotated[bool, typer.Option("--report", help="Run nothing; print what is there.")] = False,
     seconds: Annotated[float, typer.Option(help="Begin no mutant after so many seconds.")] = math.inf,
+    page: Annotated[
+        Path | None, typer.Option(help="A page whose table, between two marks, is written anew.")
+    ] = None,
 ) -> None:
     """Try a sample of the mutants of every module, and print which live."""
+    out, page = out.resolve(), page and page.resolve()
     os.chdir(ROOT)
     out.mkdir(parents=True, exist_ok=True)
     modules = only or list(MORE_TESTS)
@@ -88,8 +95,14 @@ def main(
         load_heavy_packages()
         for module in modules:
             run_module(module, draw(module, sample, seed), results, end)
-    code = print_table({module: draw(module, sample, seed) for module in modules}, results)
-    raise typer.Exit(code)
+    counts = [
+        Counts.of_module(module, draw(module, sample, seed), results, explanations().get(module, {}))
+        for module in modules
+    ]
+    print_table(counts)
+    if page is not None:
+        write_table(page, counts)
+    raise typer.Exit(1 if any(row.untried or set(row.lives) - set(row.reasons) for row in counts) else 0)
 
 
 def path_of(module: str) -> Path:
@@ -116,7 +129,7 @@ class Results:
     def outcome(self, module: str, mutant: Mutant) -> str | None:
         """``killed``, ``timeout`` or ``lives``, if known; of those that live, by these very tests."""
         row = self._known.get((module, mutant.key))
-        if row is None or row["source"] != digest(mutant.source):
+        if row is None or row["source"] != digest(mutant.part):
             return None
         return row["outcome"] if row["outcome"] != "lives" or row["tests"] == tests_digest(module) else None
 
@@ -128,7 +141,7 @@ class Results:
         """Keep what became of a mutant."""
         row = {
             "module": module, "key": mutant.key, "line": mutant.line, "outcome": outcome,
-            "seconds": round(seconds, 1), "source": digest(mutant.source), "tests": tests_digest(module),
+            "seconds": round(seconds, 1), "source": digest(mutant.part), "tests": tests_digest(module),
         }  # fmt: skip
         self._known[module, mutant.key] = row
         with self.path.open("a") as file:
@@ -160,7 +173,7 @@ def load_heavy_packages() -> None:
 def run_module(module: str, drawn: Sequence[Mutant], results: Results, end: float) -> None:
     """Run what is not known yet of a module's mutants, after its tests on the module as it is."""
     unknown = [mutant for mutant in drawn if results.outcome(module, mutant) is None]
-    tests, whole = tests_of(module), Mutant(0, "as it is", path_of(module).read_text())
+    tests, whole = tests_of(module), _as_it_is(module)
     if unknown and time.monotonic() < end and results.outcome(module, whole) is None:
         _run_one(module, whole, tests, 600, results)
     if unknown and results.outcome(module, whole) not in ("lives", None):
@@ -169,6 +182,11 @@ def run_module(module: str, drawn: Sequence[Mutant], results: Results, end: floa
     for mutant in unknown:
         if time.monotonic() < end:
             _run_one(module, mutant, tests, limit, results)
+
+
+def _as_it_is(module: str) -> Mutant:
+    text = path_of(module).read_text()
+    return Mutant(0, "as it is", text, text)
 
 
 def _run_one(module: str, mutant: Mutant, tests: Sequence[str], limit: float, results: Results) -> None:
@@ -232,34 +250,83 @@ def explanations() -> dict[str, dict[str, str]]:
     return dict(json.loads(EXPLAINED.read_text())) if EXPLAINED.is_file() else {}
 
 
-def print_table(drawn: dict[str, list[Mutant]], results: Results) -> int:
-    """Print a line for each module and each mutant that lives; 1 if one is unexplained or untried."""
-    explained, unexplained, untried = explanations(), 0, 0
-    print(f"\n{'module':26}{'tried':>6}{'killed':>8}{'timeout':>9}{'lives':>7}{'explained':>11}")
-    alive: list[str] = []
-    totals = [0] * 5
-    for module, chosen in drawn.items():
-        outcomes = {mutant.key: results.outcome(module, mutant) for mutant in chosen}
-        lives = [mutant for mutant in chosen if outcomes[mutant.key] == "lives"]
-        reasons = explained.get(module, {})
-        counts = list(outcomes.values())
-        told = [mutant for mutant in lives if mutant.key in reasons]
-        row = [
-            len(counts) - counts.count(None), counts.count("killed"), counts.count("timeout"), len(lives),
-            len(told),
-        ]  # fmt: skip
-        totals = [a + b for a, b in zip(totals, row, strict=True)]
-        print(f"{module:26}{row[0]:6}{row[1]:8}{row[2]:9}{row[3]:7}{row[4]:11}")
-        untried += counts.count(None)
-        unexplained += len(lives) - len(told)
-        for mutant in sorted(lives, key=lambda mutant: mutant.line):
-            alive.append(
-                f"{module}:{mutant.line}  {mutant.key}\n    {reasons.get(mutant.key, 'UNEXPLAINED')}"
-            )
-    print(f"{'all':26}{totals[0]:6}{totals[1]:8}{totals[2]:9}{totals[3]:7}{totals[4]:11}")
-    print("\n".join(["", *alive]))
-    print(f"{unexplained} live unexplained, {untried} were not tried.")
-    return 1 if unexplained or untried else 0
+@dataclass(frozen=True)
+class Counts:
+    """What became of the mutants of a module.
+
+    Attributes
+    ----------
+    module
+        The module.
+    outcomes
+        How many of those that were tried are ``killed``, ran past their time (``timeout``) or ``lives``.
+    untried
+        How many were not tried.
+    lives
+        The lines of those that live, by their keys.
+    reasons
+        Why they change no number, by their keys, where that is explained.
+    """
+
+    module: str
+    outcomes: Counter[str]
+    untried: int
+    lives: dict[str, int]
+    reasons: dict[str, str]
+
+    @classmethod
+    def of_module(
+        cls, module: str, drawn: Sequence[Mutant], results: Results, reasons: dict[str, str]
+    ) -> Self:
+        """Count what is known of a module's mutants."""
+        outcomes = {mutant: results.outcome(module, mutant) for mutant in drawn}
+        known = Counter(outcome for outcome in outcomes.values() if outcome is not None)
+        alive = sorted((mutant for mutant in drawn if outcomes[mutant] == "lives"), key=lambda it: it.line)
+        lives = {mutant.key: mutant.line for mutant in alive}
+        explained = {key: reasons[key] for key in lives if key in reasons}
+        return cls(module, known, len(drawn) - known.total(), lives, explained)
+
+    @property
+    def cells(self) -> list[int]:
+        """How many were tried, killed, ran past their time, live, and are explained."""
+        numbers = [self.outcomes[outcome] for outcome in ("killed", "timeout", "lives")]
+        return [sum(numbers), *numbers, len(self.reasons)]
+
+
+COLUMNS = ("tried", "killed", "timeout", "lives", "explained")
+
+
+def lines_of(counts: Sequence[Counts]) -> list[list[str]]:
+    """A table: the heads of its columns, a line for each module that was tried, and one for all."""
+    lines = [[row.module, *(f"{cell:,}" for cell in row.cells)] for row in counts if row.cells[0]]
+    totals = [sum(cells) for cells in zip(*(row.cells for row in counts), strict=True)]
+    return [["module", *COLUMNS], *lines, ["all", *(f"{total:,}" for total in totals)]]
+
+
+def print_table(counts: Sequence[Counts]) -> None:
+    """Print a line for each module and each mutant that lives."""
+    for line in lines_of(counts):
+        print(f"{line[0]:26}" + "".join(f"{cell:>11}" for cell in line[1:]))
+    print()
+    for row in counts:
+        for key, line in row.lives.items():
+            print(f"{row.module}:{line}  {key}\n    {row.reasons.get(key, 'UNEXPLAINED')}")
+    unexplained = sum(len(set(row.lives) - set(row.reasons)) for row in counts)
+    print(f"{unexplained} live unexplained, {sum(row.untried for row in counts)} were not tried.")
+
+
+def write_table(page: Path, counts: Sequence[Counts]) -> None:
+    """Write the table, and why the mutants that live change no number, between the two marks of a page."""
+    head, *lines, totals = lines_of(counts)
+    rows = [head, ["---"] * len(head), *lines, [f"**{cell}**" for cell in totals]]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    reasons = [
+        f"- `{row.module}`, `{key}`: {reason}" for row in counts for key, reason in row.reasons.items()
+    ]
+    before, _, after = page.read_text().split(_MARK)
+    page.write_text(
+        _MARK.join((before, "\n" + "\n\n".join([table, "\n".join(reasons)]).strip() + "\n", after))
+    )
 
 
 if __name__ == "__main__":

@@ -57,11 +57,14 @@ class Mutant:
         What names it whatever lines come before it: the function, what was written and what stands there now.
     source
         The whole module with the fault.
+    part
+        The function, class or other statement of the module that has the fault in it.
     """
 
     line: int
     key: str
     source: str
+    part: str
 
 
 def mutants(source: str) -> list[Mutant]:
@@ -72,18 +75,26 @@ def mutants(source: str) -> list[Mutant]:
     for line in lines:
         starts.append(starts[-1] + len(line.encode()))
     encoded, counted, made = source.encode(), Counter[str](), list[Mutant]()
-    for function, node, fault in _faults(tree, ""):
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        before, after = encoded[start:end].decode(), ast.unparse(fault) if fault is not None else "pass"
-        if isinstance(fault, ast.expr):
-            after = f"({after})"
-        key = f"{function}: {_short(before)} -> {_short(after)}"
-        counted[key] += 1
-        changed = (encoded[:start] + after.encode() + encoded[end:]).decode()
-        number = f" [{counted[key]}]" if counted[key] > 1 else ""
-        made.append(Mutant(node.lineno, key + number, changed))
+    for statement in tree.body:
+        first, last = _extent(statement, starts)
+        for function, node, fault in _faults(statement, ""):
+            start, end = _extent(node, starts)
+            before, after = encoded[start:end].decode(), ast.unparse(fault) if fault is not None else "pass"
+            if isinstance(fault, ast.expr):
+                after = f"({after})"
+            key = f"{function}: {_short(before)} -> {_short(after)}"
+            counted[key] += 1
+            changed = (encoded[:start] + after.encode() + encoded[end:]).decode()
+            part = (encoded[first:start] + after.encode() + encoded[end:last]).decode()
+            number = f" [{counted[key]}]" if counted[key] > 1 else ""
+            made.append(Mutant(node.lineno, key + number, changed, part))
     return sorted(made, key=lambda mutant: (mutant.line, mutant.key))
+
+
+def _extent(node: Any, starts: list[int]) -> tuple[int, int]:
+    """Where a node starts and ends in the module's bytes."""
+    last = starts[(node.end_lineno or node.lineno) - 1]
+    return starts[node.lineno - 1] + node.col_offset, last + (node.end_col_offset or 0)
 
 
 def _short(text: str) -> str:

@@ -3,12 +3,14 @@ from . import annotation as annotation
 from . import cli as cli
 from . import control as control
 from . import corpora as corpora
+from . import explorer as explorer
 from . import ffn as ffn
 from . import inputs as inputs
 from . import lens as lens
 from . import linear as linear
 from . import metrics as metrics
 from . import models as models
+from . import pages as pages
 from . import patching as patching
 from . import plots as plots
 from . import storage as storage
@@ -19,6 +21,7 @@ from .corpora.examples import make_examples as make_examples
 from .corpora.prompts import make_prompts as make_prompts
 from .corpora.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
+from .lens.lens import Lens as Lens
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
 from .models.loading import load as load

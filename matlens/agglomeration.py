@@ -19,6 +19,7 @@ import math
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -164,12 +165,19 @@ def _condensed_distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " 
     """Cosine distances of all pairs, as scipy wants them: row by row above the diagonal."""
     n = len(unit)
     distances, start = np.empty(n * (n - 1) // 2), 0
-    for first in range(0, n, _BLOCK):
-        block = 1 - unit[first : first + _BLOCK] @ unit.T
+    for first, block in _blocks_of_distances(unit):
         for row, to_all in enumerate(block, start=first):
             distances[start : start + n - 1 - row] = to_all[row + 1 :]
             start += n - 1 - row
     return distances
+
+
+def _blocks_of_distances(
+    unit: Float[np.ndarray, "n d"], *, progress: bool = False
+) -> Iterator[tuple[int, Float[np.ndarray, "rows n"]]]:
+    """Cosine distances of some rows to all, with the number of the first of these rows."""
+    for first in Bar(range(0, len(unit), _BLOCK), desc="distances", leave=False, disable=not progress):
+        yield first, 1 - unit[first : first + _BLOCK] @ unit.T
 
 
 def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
@@ -197,8 +205,7 @@ class _Rows:
         self._nothing = -np.inf if self._complete else 0.0  # what a row says of itself and of what is merged
         self._cluster_of = np.arange(self._n)
         self._sizes = np.ones(self._n, dtype=np.int64)
-        for first in Bar(range(0, self._n, _BLOCK), desc="distances", leave=False, disable=not progress):
-            block = 1 - unit[first : first + _BLOCK] @ unit.T
+        for first, block in _blocks_of_distances(unit, progress=progress):
             block[np.arange(len(block)), first + np.arange(len(block))] = self._nothing
             file.write(block.tobytes())
 

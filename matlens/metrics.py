@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
@@ -21,6 +21,11 @@ class Estimate(NamedTuple):
     low: float
     high: float
     n: int
+
+    @classmethod
+    def without_interval(cls, value: SupportsFloat, n: int) -> Estimate:
+        """A number that is no mean of examples, such as r2, a quantile or a count."""
+        return cls(float(value), float("nan"), float("nan"), n)
 
 
 @checked
@@ -103,7 +108,7 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
     _require_some(values)
     sample = values.double().cpu().numpy().reshape(-1)
     if np.isinf(sample).any():
-        return Estimate(float(np.mean(sample)), float("nan"), float("nan"), len(sample))
+        return Estimate.without_interval(np.mean(sample), len(sample))
     centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
     half = error * float(stats.t.ppf(0.975, max(len(sample) - 1, 1)))
     return Estimate(centre, centre - half, centre + half, len(sample))

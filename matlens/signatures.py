@@ -28,6 +28,8 @@ _WAYS = {
     "DataFrame": "a pandas DataFrame",
     "Examples": "Examples, as matlens.make_examples makes them of a corpus, matlens.make_prompts of texts, "
     "and matlens.make_token_examples of token ids",
+    "LayerMap": "a LayerMap, such as lens.maps[3] of a Lens",
+    "Lens": "a Lens, as matlens.Lens.fit or matlens.Lens.load gives it",
     "LinearMap": "a LinearMap, such as maps[0, 3] of a MapSet",
     "MapSet": "a MapSet, as matlens.MapSet.fit or matlens.MapSet.load gives it",
     "Projection": "a Projection, as ffn.Projection.from_model gives it",

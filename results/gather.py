@@ -1,16 +1,19 @@
 """Keep of what analyses have written what the pages quote: ``python results/gather.py out/results``.
 
 Of each table that a section quotes, the CSV with numbers of six digits, without the columns that say the same
-in every row (the JSON beside it does); of each figure that a page shows, the PNG with as many
-colours as it needs. Where the folder does not have a table or a figure, the old one stays.
+in every row (the JSON beside it does) and, in that JSON, no path of this machine; of each figure that a page
+shows, the PNG with as many colours as it needs. Where the folder does not have a table or a figure, the old
+one stays.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from PIL import Image
@@ -22,6 +25,7 @@ RESULTS = Path(__file__).resolve().parent
 IMAGES = RESULTS.parent / "docs" / "images"
 LARGEST = 120_000  # bytes of a table
 DIGITS, COLOURS = 6, 256
+MADE_IN = "out/results"  # the folder of 'make results', from the project's
 
 
 def quoted_tables(folder: Path) -> list[str]:
@@ -49,6 +53,35 @@ def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     return table.assign(**numbers).drop(columns=list(alike)), alike
 
 
+def portable(origin: Any, folder: str) -> Any:
+    """What a table was made from, as it is given in the project's folder wherever that is.
+
+    The folder that is gathered, like any ``.../out/results``, is ``out/results``; a command says nothing of
+    where it wrote.
+    """
+    if isinstance(origin, dict):
+        parts = {key: portable(part, folder) for key, part in origin.items()}
+        command = parts.get("command")
+        return parts | ({"command": without_out(command)} if isinstance(command, str) else {})
+    if isinstance(origin, list):
+        return [portable(part, folder) for part in origin]
+    if isinstance(origin, str):
+        origin = re.sub(rf"{re.escape(folder)}(?![^/\s'\"])", MADE_IN, origin)
+        return re.sub(rf"(?<![^\s'\"=])/[^\s'\"]*/{MADE_IN}(?![^/\s'\"])", MADE_IN, origin)
+    return origin
+
+
+def without_out(command: str) -> str:
+    """A command without its ``--out FOLDER``."""
+    words = shlex.split(command)
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "--out" not in (before, word) and not word.startswith("--out=")
+    ]
+    return shlex.join(kept)
+
+
 def keep_table(path: Path, results: Path) -> None:
     """Write a table, reduced, into the folder of results, with its JSON."""
     whole = read_table(path, [], what="a table of results", made_by="Make it anew.", na_values=["", "nan"])
@@ -59,8 +92,8 @@ def keep_table(path: Path, results: Path) -> None:
             f"{path} has {size:,} bytes when reduced, more than the {LARGEST:,} of a table that pages quote. "
             "Let the analysis write the numbers that are quoted into a table of their own."
         )
-    origin = json.loads(path.with_suffix(".json").read_text())
-    write_results(results, path.stem, table, origin | {"all_rows": alike})
+    origin = portable(json.loads(path.with_suffix(".json").read_text()), str(path.parent.resolve()))
+    write_results(results, path.stem, table, origin | {"all_rows": origin.get("all_rows", {}) | alike})
 
 
 def keep_figure(path: Path, images: Path) -> None:

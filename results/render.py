@@ -37,7 +37,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -53,6 +53,8 @@ from matlens.storage import read_table
 RESULTS = Path(__file__).resolve().parent
 PAGES = RESULTS.parent / "docs" / "results"
 MADE_BY = "Make it with 'make results'."
+# Tables that are to be made anew: their fingerprints are those of an older version.
+AWAITED = {"paper_a_fig10_submodules", "paper_a_sec5_corpora", "submodule_positions"}
 VERDICTS = ("same", "in part", "different", "not seen")
 
 
@@ -87,10 +89,13 @@ class Results:
         Where ``NAME.csv`` and ``NAME.json`` are.
     lines
         What sections have claimed since the list was last emptied.
+    models
+        By name and precision of each model that a quoted table is of, the table and the model's fingerprint.
     """
 
     folder: Path
     lines: list[tuple[str, str, str, str]] = field(default_factory=list)
+    models: dict[tuple[str, Any], tuple[str, str]] = field(default_factory=dict)
 
     def table(self, name: str, **cells: Any) -> pd.DataFrame:
         """Rows of a table with some cells; several values of a column are given as a list."""
@@ -119,12 +124,25 @@ class Results:
     def origin(self, name: str) -> dict[str, Any]:
         """What a table was made from and by what."""
         origin: dict[str, Any] = json.loads(self._path(f"{name}.json").read_text())
+        if name not in AWAITED:
+            self._require_same_models(name, origin)
         return origin
+
+    def _require_same_models(self, name: str, origin: dict[str, Any]) -> None:
+        """Refuse a table whose model is not, bit for bit, that of the tables that were quoted before."""
+        for model in _models_of(origin):
+            called = model["base_model_name_or_path"], model.get("dtype")
+            other, fingerprint = self.models.setdefault(called, (name, model["fingerprint"]))
+            if fingerprint != model["fingerprint"]:
+                raise InputError(
+                    f"The model {called[0]} of {name}.json has the fingerprint {model['fingerprint']}, and "
+                    f"that of {other}.json {fingerprint}: they were made with other weights, or by other "
+                    f"versions of the fingerprint. Expected tables of one model on a page. {MADE_BY}"
+                )
 
     def command(self, name: str) -> str:
         """The command that made a table, as it is given in the project's folder."""
-        words = re.sub(r" --out \S+", "", str(self.origin(name)["command"]))
-        return f"python analyses/{words}"
+        return f"python analyses/{self.origin(name)['command']}"
 
     def claim(self, claim: str, paper: str, ours: str, verdict: Verdict) -> str:
         """Add a line to the page's summary, and give it for the section's own table."""
@@ -138,6 +156,15 @@ class Results:
         if not path.is_file():
             raise InputError(f"There is no {path}, which a section quotes. {MADE_BY}")
         return path
+
+
+def _models_of(origin: Any) -> Iterator[dict[str, Any]]:
+    """All models that a table was made from, wherever its origin names them."""
+    parts = list(origin.values()) if isinstance(origin, dict) else origin if isinstance(origin, list) else []
+    if isinstance(origin, dict) and {"base_model_name_or_path", "fingerprint"} <= set(origin):
+        yield origin
+    for part in parts:
+        yield from _models_of(part)
 
 
 def verdict(condition: Any, yes: str = "same", no: str = "different") -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import jaxtyping
 import numpy as np
 import pytest
+import shapes  # noqa: F401  # before matlens: says which of its functions are checked
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -291,6 +293,27 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-
     scale = float(theirs.abs().max())
     assert scale > 0
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * scale)
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER_OPTIONS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A Chromium without a window, which a session starts once."""
+    from playwright.sync_api import sync_playwright
+
+    paths = [path for path in map(shutil.which, BROWSERS) if path]
+    if not paths:
+        pytest.fail("There is no Chromium for the tests of pages. Install it: sudo apt-get install chromium")
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=paths[0], args=list(BROWSER_OPTIONS))
+        yield chromium
+        chromium.close()
 
 
 def make_sentences() -> matlens.corpora.Corpus:

@@ -22,8 +22,9 @@ TESTS = Path(__file__).parent
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "experts",
-    "stacks", "images", "storage", "models", "corpora", "inputs", "linear", "activations", "patching", "lens",
-    "ffn", "control", "linearity", "annotation", "plots", "study", "cli", "commands", "__main__",
+    "stacks", "images", "storage", "pages", "models", "corpora", "inputs", "linear", "activations",
+    "patching", "lens", "ffn", "control", "linearity", "annotation", "plots", "study", "explorer", "cli", "commands",
+    "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {

@@ -27,7 +27,7 @@ from matlens.corpora.examples import (
 from matlens.errors import InputError
 from matlens.images import is_visual
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import changes_of, reading, unchanged
+from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.progress import Bar
@@ -237,10 +237,6 @@ def default_batch_tokens(model: TransformerBridge) -> int:
     return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS
 
 
-class _AllSeen(Exception):
-    """Ends a forward pass: every wanted vector is there."""
-
-
 @torch.inference_mode()
 def _run(
     model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
@@ -255,12 +251,11 @@ def _run(
             seen[name] = value[row, column].flatten(1).float()  # of several heads, head after head
             # Not stop_at_layer: it runs the unembedding all the same.
             if len(seen) == len(hook_points):
-                raise _AllSeen
+                raise EndOfPass
 
         return hook
 
-    hooked = reading(model, [(name, keep(name)) for name in hook_points])
-    with hooked, contextlib.suppress(_AllSeen):
+    with reading(model, [(name, keep(name)) for name in hook_points]):
         first, others = batch.inputs(model)
         model(first, **others, return_type=None)
     absent = [site for site, name in hooks.items() if name not in seen]

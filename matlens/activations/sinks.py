@@ -176,7 +176,7 @@ def outlying_rows(
         many places as rows.
     """
     factor = require_number(factor, "The factor", least=1)
-    if not norms.shape[1]:
+    if norms.ndim == 2 and not norms.shape[1]:
         raise InputError("There are no norms: the rows have no layer. Expected one layer or more.")
     if norms.ndim != 2 or not bool((norms.isfinite() & (norms >= 0)).all()):
         raise InputError(

@@ -196,9 +196,8 @@ class ReadOptions:
         """How vectors of the model are read."""
         from matlens.ffn.projection import Projection
 
-        require_whole(
-            self.tokens, "The number of tokens", least=1, most=model.cfg.d_vocab_out
-        )  # before the work
+        # Before the work.
+        require_whole(self.tokens, "The number of tokens", least=1, most=model.cfg.d_vocab_out)
         make = {
             ReadChoice.plain: Projection.from_model,
             ReadChoice.norm: Projection.after_norm,

@@ -12,7 +12,7 @@ from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
-from matlens.commands import updates, values
+from matlens.commands import explore, updates, values
 from matlens.errors import InputError
 
 app = typer.Typer(
@@ -162,6 +162,7 @@ def verify(
 
 
 app.command()(updates.update)
+app.command()(explore.explore)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from matlens.control.baselines import SelfDebiasing, announced_tokens
-from matlens.corpora.examples import is_masked
+from matlens.corpora.prompts import require_decoder
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
 from matlens.models.tokenization import encode_text
@@ -139,11 +139,7 @@ class _GumbelDraws(LogitsProcessor):
 
 
 def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | None) -> None:
-    if is_masked(model):
-        raise InputError(
-            f"{model.cfg.architecture} predicts masked tokens, not the next one, so it continues no prompts. "
-            "Expected a decoder."
-        )
+    require_decoder(model, "continues no prompts")
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError("No prompts are given. Expected a list with at least one.")
     for name, number in numbers.items():

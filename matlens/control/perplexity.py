@@ -17,7 +17,8 @@ from torch import Tensor
 from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, Examples, is_masked, make_examples, require_own_tokens
+from matlens.corpora.examples import Batch, Examples, make_examples, require_own_tokens
+from matlens.corpora.prompts import require_decoder
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
@@ -82,11 +83,7 @@ def text_losses(
         the context, or the logits are not finite.
     """
     require_whole(batch_tokens, "batch_tokens", least=1)
-    if is_masked(model):
-        raise InputError(
-            f"{model.cfg.architecture} predicts masked tokens, not the next one, so it has no perplexity. "
-            "Expected a decoder."
-        )
+    require_decoder(model, "has no perplexity")
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
     require_own_tokens(model, examples)
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1

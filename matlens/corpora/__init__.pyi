@@ -5,9 +5,9 @@ from .examples import is_masked as is_masked
 from .examples import make_examples as make_examples
 from .frequency import TokenFrequency as TokenFrequency
 from .prompts import PROMPT_FIELD as PROMPT_FIELD
+from .prompts import WINDOW_TOKENS as WINDOW_TOKENS
 from .prompts import make_prompts as make_prompts
+from .prompts import make_windows as make_windows
 from .prompts import read_prompts as read_prompts
-from .token_examples import WINDOW_TOKENS as WINDOW_TOKENS
 from .token_examples import make_token_examples as make_token_examples
-from .token_examples import make_windows as make_windows
 from .word_similarity import WordSimilarity as WordSimilarity

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
+LAST = "last token"  # where a position was chosen
 ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
 OTHERS = ("source_tokens", "source_offsets", "images")  # and of those that have them
 MAKE_EXAMPLES = (

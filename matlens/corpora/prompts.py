@@ -1,7 +1,8 @@
-"""Prompts: read from RealToxicityPrompts, JSON lines or a text, and made into examples."""
+"""What a model goes on from: prompts, of RealToxicityPrompts, JSON lines or a text; and running text."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import (
+    LAST,
     TOKENIZATION,
     Examples,
     context_length,
@@ -23,7 +25,7 @@ from matlens.corpora.examples import (
 from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
-from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
+from matlens.models.tokenization import TextTokens, encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 PROMPT_FIELD = "prompt"
 """Field of JSON lines that holds a prompt unless another is given."""
 CHALLENGING_FIELD = "challenging"
+WINDOW_TOKENS = 1024  # tokens that running text is read in at once, as in paper B
 
 
 @checked
@@ -153,6 +156,96 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
     return end_to_end(ids, np.array(positions), provenance)
 
 
+@checked
+def make_windows(
+    model: TransformerBridge,
+    source: str | Path | Corpus,
+    *,
+    size: int = WINDOW_TOKENS,
+    most: int | None = None,
+    name: str | None = None,
+) -> Examples:
+    """Cut running text into windows that do not overlap, to be read each for itself (paper B, Table 5).
+
+    The tokens are those of the whole text, and the last window may be shorter. What the model is given in
+    front of any text, such as a BOS, stands in front of each window. The position of a window is its last
+    token.
+
+    Parameters
+    ----------
+    model
+        The model that is to read them, a decoder.
+    source
+        The path of a file that holds the text, plain or packed; or a corpus, whose sentences are joined by
+        spaces in their order.
+    size
+        Tokens of a window, or the model's context where that is shorter.
+    most
+        Take no more whole windows than this, spread evenly over the text; by default all there are.
+    name
+        What the windows are called in tables, by default as the corpus or the file.
+
+    Raises
+    ------
+    InputError
+        The text has fewer than two tokens, the file cannot be read, a size is not usable, or the model
+        predicts masked tokens.
+    """
+    require_model(model)
+    require_readable(model)
+    require_decoder(model, "reads no running text")
+    size = min(require_whole(size, "size", least=2), context_length(model))
+    most = None if most is None else require_whole(most, "most", least=1)
+    text, default = _running_text(source)
+    ids, front = _with_front(encode_text(model, text))
+    step = size - len(front)
+    if step < 1:
+        raise InputError(
+            f"A window of {size} tokens has no room for text: {len(front)} tokens stand in front of each. "
+            f"Expected a size of {len(front) + 1} at least."
+        )
+    windows = [np.concatenate([front, ids[start : start + step]]) for start in range(0, len(ids), step)]
+    if len(windows) > 1 and len(windows[-1]) < 2:  # it would predict nothing
+        windows.pop()
+    if not windows or len(windows[0]) < 2:
+        raise InputError(
+            f"The text {short(text)} has {len(ids)} tokens. Expected two at least: one to predict another."
+        )
+    if most is not None and most < len(windows):
+        whole = [window for window in windows if len(window) == size]
+        windows = [
+            whole[i] for i in np.linspace(0, len(whole) - 1, min(most, len(whole))).round().astype(int)
+        ]
+    provenance = {
+        "corpus": default if name is None else name,
+        "corpus_fingerprint": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16],
+        "given_as": "running text",
+        TOKENIZATION: token_policy(model).digest,
+        "window": size,
+        "position": LAST,
+        "masked": False,
+        "n": len(windows),
+    }
+    return end_to_end(windows, np.array([len(window) - 1 for window in windows]), provenance)
+
+
+def _with_front(tokens: TextTokens) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a text itself, and those that a tokenizer puts in front of it."""
+    n_front = tokens.added.index(False) if False in tokens.added else len(tokens.added)
+    own = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
+    return np.asarray(own, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
+
+
+def _running_text(source: str | Path | Corpus) -> tuple[str, str]:
+    """A text, and what it is called."""
+    if isinstance(source, Corpus):
+        return " ".join(source.sentences), source.name
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise InputError(f"There is no file {short(str(path))}. Expected a file with running text.")
+    return "".join(line for _, line in numbered_lines(path)), path.name
+
+
 def list_of_texts(prompts: Any) -> list[str]:
     """Texts as a list.
 
@@ -173,3 +266,18 @@ def list_of_texts(prompts: Any) -> list[str]:
     if wrong:
         raise InputError(f"The prompts hold {short(wrong[0])}. {way}")
     return texts
+
+
+def require_decoder(model: TransformerBridge, consequence: str) -> None:
+    """Refuse a model that predicts masked tokens, with what it therefore cannot do.
+
+    Raises
+    ------
+    InputError
+        It does.
+    """
+    if is_masked(model):
+        raise InputError(
+            f"{model.cfg.architecture} predicts masked tokens, not the next one, so it {consequence}. "
+            "Expected a decoder."
+        )

@@ -1,11 +1,7 @@
 """Clusters of value vectors that point the same way (section 5.2).
 
-Value vectors are clustered by agglomeration on their cosine distances, in one of two ways. ``exact`` is
-average or complete linkage over all pairs, while their distances have room in memory or on the disk. Past
-that ``neighbours`` merges two clusters only where one holds a near neighbour of the other, and of these the
-one that adds least to the squared distances of the vectors from their cluster's mean (Ward), which of unit
-vectors are cosine distances. Average linkage over the few distances that a graph of neighbours has would
-chain thousands of vectors together.
+Value vectors are clustered by agglomeration on their cosine distances (`matlens.agglomeration`): ``exact``
+while the distances of all pairs have room in memory or on the disk, else by ``neighbours``.
 """
 
 from __future__ import annotations

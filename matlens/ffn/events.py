@@ -14,7 +14,6 @@ nothing is run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -321,7 +320,7 @@ def _extremes_and_mean(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, 
 def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Estimate]:
     quantiles = np.quantile(values.double().numpy(), [percent / 100 for percent in QUANTILES])
     return {
-        f"{metric}_p{percent:02}": metrics.Estimate(float(value), math.nan, math.nan, len(values))
+        f"{metric}_p{percent:02}": metrics.Estimate.without_interval(value, len(values))
         for percent, value in zip(QUANTILES, quantiles, strict=True)
     }
 

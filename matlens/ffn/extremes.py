@@ -389,7 +389,7 @@ def group_table(
             metric_values |= _active_and_idle(name, quantity, active & counted, ~active & counted)
         layer = float(of_kind["layer"].mean())
         for metric, (value, n) in metric_values.items():
-            estimate = metrics.Estimate(float(value), math.nan, math.nan, n)
+            estimate = metrics.Estimate.without_interval(value, n)
             rows.append(trace_row(trace, EXTREME_GROUPS, kind, layer, metric, estimate))
     return result_table(rows)
 

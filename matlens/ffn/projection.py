@@ -9,7 +9,7 @@ these tokens is measured by the overlap of the two lists (appendix A.1).
 from __future__ import annotations
 
 import copy
-import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -414,7 +414,7 @@ def norm_overlap(
     above = means["values"] - means["random"]
     rows.append(("difference", "iou", None, metrics.mean(above)))
     p = float(stats.wilcoxon(above.double().cpu().numpy()).pvalue) if above.any() else 1.0
-    rows.append(("difference", "p", None, _exactly(p, len(above))))
+    rows.append(("difference", "p", None, metrics.Estimate.without_interval(p, len(above))))
     return result_table(
         result_row(
             OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer, target=layer,
@@ -427,18 +427,15 @@ def norm_overlap(
 def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
     """How far overlaps of value vectors lie above those of random vectors."""
     first, second = real.double().cpu().numpy(), drawn.double().cpu().numpy()
-    parts = [sample.var(ddof=1) / len(sample) for sample in (first, second)]
-    difference, n, half = float(first.mean() - second.mean()), len(first) + len(second), 0.0
-    if sum(parts) > 0:
-        weights = [part**2 / (len(sample) - 1) for part, sample in zip(parts, (first, second), strict=True)]
-        half = float(stats.t.ppf(0.975, sum(parts) ** 2 / sum(weights)) * math.sqrt(sum(parts)))
+    difference, n = float(first.mean() - second.mean()), len(first) + len(second)
+    low = high = difference
+    if first.var() or second.var():
+        with warnings.catch_warnings():  # one of them may be the same everywhere, and exactly so
+            warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+            low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
     test = stats.mannwhitneyu(first, second)
     return {
-        "iou": metrics.Estimate(difference, difference - half, difference + half, n),
-        "above": _exactly(test.statistic / (len(first) * len(second)), n),
-        "p": _exactly(test.pvalue, n),
+        "iou": metrics.Estimate(difference, float(low), float(high), n),
+        "above": metrics.Estimate.without_interval(test.statistic / (len(first) * len(second)), n),
+        "p": metrics.Estimate.without_interval(test.pvalue, n),
     }
-
-
-def _exactly(value: float, n: int) -> metrics.Estimate:
-    return metrics.Estimate(float(value), math.nan, math.nan, n)

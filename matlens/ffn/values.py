@@ -114,7 +114,7 @@ class NormGain:
         norm = copy.deepcopy(norm).float()
         device = next(norm.parameters(), torch.empty(0)).device  # some norms have no weights
         # Coordinates far from 0, whose mean is 0, so large that what is added to their size does not count.
-        probe = torch.linspace(1, 2, width, device=device) * torch.ones(width, device=device)
+        probe = torch.linspace(1, 2, width, device=device)
         probe[::2] *= -1
         probe = 1000 * (probe - probe.mean())
         bias = (norm(probe) + norm(-probe)) / 2

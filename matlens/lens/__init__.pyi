@@ -1,3 +1,4 @@
+from .cells import read_cells as read_cells
 from .early_exit import ExitConfidence as ExitConfidence
 from .early_exit import exit_confidences as exit_confidences
 from .early_exit import exit_layers as exit_layers
@@ -6,6 +7,9 @@ from .early_exit import layers_saved as layers_saved
 from .early_exit import least_lam as least_lam
 from .early_exit import savings as savings
 from .early_exit import thresholds as thresholds
+from .lens import Lens as Lens
+from .maps import LayerMap as LayerMap
+from .maps import Standardisation as Standardisation
 from .predictions import masked_accuracy as masked_accuracy
 from .predictions import prediction_confidence as prediction_confidence
 from .predictions import predictions_table as predictions_table
@@ -21,3 +25,4 @@ from .quality import layer_table as layer_table
 from .quality import prediction_quality as prediction_quality
 from .quality import prediction_rows as prediction_rows
 from .quality import r2_matrix as r2_matrix
+from .trajectory import Trajectory as Trajectory

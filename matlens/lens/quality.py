@@ -77,7 +77,7 @@ def fit_quality(
         if not (_is_stream(source) and _is_stream(target)):
             substitutes = {f"mat {source} -> {target}": substitutes["mat"]}
         for method, prediction in substitutes.items():
-            score = metrics.Estimate(metrics.r2(prediction, truth), float("nan"), float("nan"), len(truth))
+            score = metrics.Estimate.without_interval(metrics.r2(prediction, truth), len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
             table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
     return result_table(table)

@@ -40,7 +40,7 @@ from matlens.storage.folders import Workplace, read_config, reading_record
 from matlens.storage.notes import Notes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
-_HOLDS = "maps"
+HOLDS = "maps"
 
 
 class _Stored(NamedTuple):
@@ -240,7 +240,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             The folder holds no finished set of maps, or a file of it is corrupt.
         """
         folder = Path(folder)
-        config = read_config(folder, _HOLDS)
+        config = read_config(folder, HOLDS)
         request = config["request"]
         with reading_record(folder):
             pairs, said = list(request["pairs"]), request["provenance"]
@@ -285,7 +285,7 @@ def write_maps(
         "provenance": provenance.to_json(), "pairs": pairs, "content": content, "layers": CONVENTION,
         "dtype": "float32",
     }  # fmt: skip
-    place = Workplace(folder, _HOLDS, request)
+    place = Workplace(folder, HOLDS, request)
     with place.working():
         if not place.finished:
             notes = Notes(place.folder)

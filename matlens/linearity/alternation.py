@@ -22,6 +22,7 @@ from matlens.lens.quality import (
 )
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
+from matlens.patching.replacements import Where
 from matlens.patching.schemes import Scheme, r2_schemes, wrr_schemes
 from matlens.patching.variants import Variant, run_variants
 from matlens.signatures import checked
@@ -139,21 +140,16 @@ def _variants(
     named: Sequence[tuple[str, Scheme]],
 ) -> dict[str, Variant]:
     """Every scheme as a way of running the model; one that several methods choose is run once."""
-    device, variants = model.cfg.device, {}
-    at_all = [item for item in named if item[1].jumps and item[0] != WITHOUT_SINKS]
-    held = maps.held([pair for _, scheme in at_all for pair in scheme.jumps], device=device)
-    for method, scheme in at_all:
-        variants[_file_name(method, scheme)] = Variant(
-            _blocks_before(scheme), scheme.replacements(model, held)
-        )
-    elsewhere = [item for item in named if item[1].jumps and item[0] == WITHOUT_SINKS]
-    if without_sinks is None or not elsewhere:
-        return variants
-    held = without_sinks.held([pair for _, scheme in elsewhere for pair in scheme.jumps], device=device)
-    where = ~find_sinks(model, data.examples)
-    for method, scheme in elsewhere:
-        replacements = scheme.replacements(model, held, where=where)
-        variants[_file_name(method, scheme)] = Variant(_blocks_before(scheme), replacements)
+    variants: dict[str, Variant] = {}
+    for of_case, at_all in ((maps, True), (without_sinks, False)):  # at all tokens, or at all but sinks
+        chosen = [item for item in named if item[1].jumps and (item[0] != WITHOUT_SINKS) == at_all]
+        if of_case is None or not chosen:
+            continue
+        held = of_case.held([pair for _, scheme in chosen for pair in scheme.jumps], device=model.cfg.device)
+        where: Where = "all" if at_all else ~find_sinks(model, data.examples)
+        for method, scheme in chosen:
+            replacements = scheme.replacements(model, held, where=where)
+            variants[_file_name(method, scheme)] = Variant(_blocks_before(scheme), replacements)
     return variants
 
 

@@ -150,7 +150,7 @@ def exit_costs(
 
     def add(method: str, layer: int | None, k: float | None, numbers: dict[str, float]) -> None:
         for metric, value in numbers.items():
-            estimate = Estimate(value, float("nan"), float("nan"), validation.n_rows)
+            estimate = Estimate.without_interval(value, validation.n_rows)
             row = validation_row(COSTS, validation, method, 0, last, metric, None, estimate)
             of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None
             of_all = value / whole if "multiplications" in metric else None

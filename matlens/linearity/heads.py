@@ -233,7 +233,7 @@ def head_ablation(
     divergence = _divergences(readout, data[last], vectors)
     table = []
     for (layer, head), score in scores.items():
-        estimate = metrics.Estimate(score, float("nan"), float("nan"), int(validation_rows.sum()))
+        estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
         row = validation_row(HEADS, validation, "linear", layer, layer, "r2", None, estimate)
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():

@@ -65,7 +65,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
             for name, mask in (("all", torch.ones_like(sinks)), ("not sinks", ~sinks))
         ]
         for name, metric, value, mask in numbers:
-            estimate = Estimate(float(value), float("nan"), float("nan"), int(mask.sum()))
+            estimate = Estimate.without_interval(value, int(mask.sum()))
             rows.append(validation_row(SINK_NORMS, samples, name, layer, layer, metric, None, estimate))
     return result_table(rows)
 

@@ -45,6 +45,10 @@ _COUNT = itertools.count(1)
 _LOCK = threading.RLock()
 
 
+class EndOfPass(Exception):
+    """Raised by a hook that `reading` or `hanging` has hung: ends the pass, and with it the context."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Presence:
     """What this library has hung on a model: what it changes there, and by which functions."""
@@ -206,6 +210,8 @@ def _hung(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any
         hung.__enter__()
     try:
         yield
+    except EndOfPass:
+        pass
     finally:
         with _LOCK:
             hung.__exit__(None, None, None)
@@ -237,14 +243,14 @@ def _require_no_other_pass(model: TransformerBridge) -> None:
     of those that an error or an interrupt has ended. The final norm and the head count for nothing by
     themselves: a read-out uses them without a pass.
     """
-    modules = set(map(id, (model, model.original_model, *model.blocks.modules())))
-    for thread, frame in sys._current_frames().items():
-        if thread != threading.get_ident() and any(id(module) in modules for module in _running_in(frame)):
-            raise InputError(
-                "A pass of this model is under way in another thread, and what belongs to a pass lies in the "
-                "model's modules while it runs: the vectors of both would be mixed. Wait until that pass has "
-                "ended, or load the model a second time."
-            )
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    running = {id(module) for frame in others for module in _running_in(frame)}
+    if running and running & set(map(id, (model, model.original_model, *model.blocks.modules()))):
+        raise InputError(
+            "A pass of this model is under way in another thread, and what belongs to a pass lies in the "
+            "model's modules while it runs: the vectors of both would be mixed. Wait until that pass has "
+            "ended, or load the model a second time."
+        )
 
 
 def _running_in(frame: FrameType | None) -> Iterator[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,9 +86,17 @@ class Readout:
         """Numbers in the matrices of the read-out, which are its multiplications for one vector."""
         return sum(weight.numel() for weight in self._head.parameters() if weight.ndim == 2)
 
-    @torch.inference_mode()
-    def logits(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
+    def logits(
+        self, h: Float[Tensor, "... d_model"], *, gradients: bool = False
+    ) -> Float[Tensor, "... d_vocab"]:
         """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device.
+
+        Parameters
+        ----------
+        h
+            The vectors.
+        gradients
+            Whether the scores can be differentiated in ``h``; the head's weights are constants.
 
         Raises
         ------
@@ -95,7 +104,14 @@ class Readout:
             The vectors are of another width, or not finite.
         """
         require_vectors(h, self.d_model)
-        logits = self._head(h.to(self.device, torch.float32))
+        if not gradients:
+            with torch.inference_mode():
+                return self._scores(h, self._head)
+        constants = {name: weight.detach() for name, weight in self._head.named_parameters()}
+        return self._scores(h, lambda x: torch.func.functional_call(self._head, constants, (x,)))
+
+    def _scores(self, h: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        logits = head(h.to(self.device, torch.float32))
         if self._scale != 1:
             logits = logits * self._scale
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits

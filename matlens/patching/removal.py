@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 from matlens.corpora.examples import Batch, Examples, reads_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import hanging, intervening
+from matlens.models.changes import EndOfPass, hanging, intervening
 from matlens.models.sites import COEFFICIENTS, STREAM, Site, require_finite
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -35,10 +34,6 @@ class Removed(NamedTuple):
 
     after: Float[Tensor, "1+k d_model"]
     final: Float[Tensor, "1+k d_model"]
-
-
-class _AllSeen(Exception):
-    """Ends a pass before the unembedding, which is not asked for."""
 
 
 @checked
@@ -119,7 +114,7 @@ def _remove(
         seen[hook.name] = value[:, position].float()
         require_finite(seen[hook.name], hook.name)
         if hook.name == last:
-            raise _AllSeen
+            raise EndOfPass  # before the unembedding, which is not asked for
 
     behind = {layer: anatomy.hook(Site(STREAM, layer + 1)) for layer in index}
     hooks = [(anatomy.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
@@ -128,7 +123,6 @@ def _remove(
         described = [f"sub-updates of layer {layer} left out" for layer in index]
         stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
         stack.enter_context(hanging(model, hooks))
-        stack.enter_context(contextlib.suppress(_AllSeen))
         first, others = copies.inputs(model)
         model(first, **others, return_type=None)
     rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}

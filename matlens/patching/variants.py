@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from matlens.arguments import require_whole
 from matlens.corpora.examples import Batch, Examples, reads_whole, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import reading, unchanged
+from matlens.models.changes import EndOfPass, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
@@ -159,10 +158,6 @@ def _resolve_variant(model: TransformerBridge, examples: Examples, name: str, va
     return replace(variant, first=first, replacements=replacements)
 
 
-class _LastLayerReached(Exception):
-    """Ends a pass: the last of the wanted layers is there."""
-
-
 def _run(
     model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], places: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
@@ -203,13 +198,13 @@ def _run_to_layers(
         def hook(value: Tensor, hook: Any) -> None:
             seen[layer] = value
             if layer == layers[-1]:
-                raise _LastLayerReached
+                raise EndOfPass
 
         return hook
 
     with apply_replacements(model, replacements):
         hooks = [(anatomy.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
-        with reading(model, hooks), contextlib.suppress(_LastLayerReached):
+        with reading(model, hooks):
             first, others = batch.inputs(model)
             model(first, **others, return_type=None)
     return seen

@@ -32,7 +32,7 @@ from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
-from matlens.linear.fitting import fit_rows
+from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -43,7 +43,6 @@ from matlens.models.loading import load
 from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study import steps
@@ -225,7 +224,7 @@ class Study:
 
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
             maps = fit_rows(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
-            return Bar(maps, total=len(missing), desc="fitting", unit="map")
+            return fitting_bar(maps, len(missing), progress=True)
 
         origin = samples.provenance.samples.with_details(
             n_samples=n, fitted="not-sink", intercept=intercept, ridge=ridge

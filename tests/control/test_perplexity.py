@@ -21,7 +21,7 @@ from matlens.control.baselines import SelfDebiasing
 from matlens.control.control import controlled
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.token_examples import make_windows
+from matlens.corpora.prompts import make_windows
 
 Models = Callable[[str], Any]
 DECODERS = [name for name in ARCHITECTURES if name not in MASKED]

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from conftest import N_CTX
 
 from matlens import InputError
-from matlens.corpora.prompts import read_prompts
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.corpora.prompts import make_windows, read_prompts
+from matlens.models.tokenization import TextTokens, token_policy
+
+Models = Callable[[str], Any]
 
 ROWS = [
     {"filename": "a.txt", "prompt": {"text": "You are such a", "toxicity": 0.2}, "challenging": True},
@@ -88,3 +98,94 @@ def test_the_prompts_that_come_along_are_many_and_different() -> None:
     assert len(prompts) == len(set(prompts)) >= 100
     banned = read_prompts(folder / "banned.txt")
     assert len(banned) == len(set(banned))
+
+
+# Windows of running text
+
+
+def sentences_of(examples: Examples) -> list[list[int]]:
+    return [tokens.tolist() for tokens in np.split(examples.tokens, examples.offsets[1:-1])]
+
+
+def positions_of(examples: Examples) -> list[list[int]]:
+    return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]
+
+
+def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(
+    small_model: Models, sentences: Corpus, tmp_path: Path
+) -> None:
+    model = small_model("gpt2")
+    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
+    windows = make_windows(model, sentences, size=20)
+    assert sentences_of(windows) == [ids[start : start + 20] for start in range(0, len(ids), 20)]
+    assert positions_of(windows) == [[len(window) - 1] for window in sentences_of(windows)]
+    assert windows.provenance["corpus"] == "words"
+    assert windows.provenance["window"] == 20
+    assert make_windows(model, sentences).lengths.max() == N_CTX, "no longer than the context"
+    path = tmp_path / "text.txt"
+    path.write_text(text := "\n".join(sentences.sentences) + "\n\nw1")
+    from_file = make_windows(model, path, size=20)
+    assert sentences_of(from_file)[0] == sentences_of(windows)[0], (
+        "a line end is white space to this tokenizer"
+    )
+    assert from_file.provenance["corpus"] == "text.txt"
+    assert from_file.provenance["corpus_fingerprint"] == sha256(text.encode()).hexdigest()[:16], (
+        "line ends too"
+    )
+
+
+def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("llama")
+    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
+    around = TextTokens([58, *ids, 59], [True, *[False] * len(ids), True])  # a BOS, and an EOS behind all
+    monkeypatch.setattr("matlens.corpora.prompts.encode_text", lambda *_: around)
+    windows = sentences_of(make_windows(model, sentences, size=20))
+    assert {window[0] for window in windows} == {58}
+    assert [token for window in windows for token in window[1:]] == ids
+    assert max(map(len, windows)) == 20
+
+
+def test_a_window_that_what_stands_in_front_fills_is_refused(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = TextTokens([57, 58, 5, 6], [True, True, False, False])
+    monkeypatch.setattr("matlens.corpora.prompts.encode_text", lambda *_: front)
+    with pytest.raises(InputError, match=r"of 2 tokens has no room for text.* Expected a size of 3 at least"):
+        make_windows(small_model("llama"), sentences, size=2)
+    assert sentences_of(make_windows(small_model("llama"), sentences, size=3)) == [[57, 58, 5], [57, 58, 6]]
+
+
+def test_windows_know_how_their_text_became_tokens(small_model: Models, sentences: Corpus) -> None:
+    windows = make_windows(small_model("llama"), sentences, size=20)
+    assert windows.provenance["tokenization"] == token_policy(small_model("llama")).digest
+
+
+def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("llama")
+    every = sentences_of(make_windows(model, sentences, size=16))
+    whole = [window for window in every if len(window) == 16]
+    assert len(whole) < len(every), "the last one is shorter"
+    assert sentences_of(make_windows(model, sentences, size=16, most=3)) == [
+        whole[0], whole[round((len(whole) - 1) / 2)], whole[-1]
+    ]  # fmt: skip
+    assert sentences_of(make_windows(model, sentences, size=16, most=999)) == every
+    one_too_many = replace(sentences, sentences=(" ".join(["w1"] * 33),))
+    assert len(make_windows(model, one_too_many, size=16)) == 2, "a window of one token predicts nothing"
+
+
+def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus, tmp_path: Path) -> None:
+    model = small_model("llama")
+    for text, n in (("", 0), ("w1", 1)):
+        (tmp_path / "short.txt").write_text(text)
+        with pytest.raises(InputError, match=rf"has {n} tokens. Expected two at least|is empty"):
+            make_windows(model, tmp_path / "short.txt")
+    with pytest.raises(InputError, match=r"There is no file .*absent.txt"):
+        make_windows(model, tmp_path / "absent.txt")
+    with pytest.raises(InputError, match="size is 1"):
+        make_windows(model, sentences, size=1)
+    with pytest.raises(InputError, match="most is 0"):
+        make_windows(model, sentences, most=0)
+    with pytest.raises(InputError, match="predicts masked tokens"):
+        make_windows(small_model("bert"), sentences)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,9 @@ from transformers import BatchEncoding
 import matlens
 from matlens import InputError, LinearMap, Readout, make_token_examples
 from matlens.activations import Activations, stream
-from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
-from matlens.corpora.token_examples import make_windows
 from matlens.ffn import Trace
 from matlens.lens import prompt_texts
-from matlens.models.tokenization import TextTokens, token_policy
 from matlens.patching import Replacement, Variant, run_variants
 
 Models = Callable[[str], Any]
@@ -306,76 +301,3 @@ def test_arrays_that_do_not_belong_together_are_refused(change: dict[str, Any], 
     Examples(**arrays)
     with pytest.raises(InputError, match=message):
         Examples(**arrays | change)
-
-
-# Windows of running text
-
-
-def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(
-    small_model: Models, sentences: Corpus, tmp_path: Path
-) -> None:
-    model = small_model("gpt2")
-    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
-    windows = make_windows(model, sentences, size=20)
-    assert sentences_of(windows) == [ids[start : start + 20] for start in range(0, len(ids), 20)]
-    assert positions_of(windows) == [[len(window) - 1] for window in sentences_of(windows)]
-    assert windows.provenance["corpus"] == "words"
-    assert windows.provenance["window"] == 20
-    assert make_windows(model, sentences).lengths.max() == N_CTX, "no longer than the context"
-    path = tmp_path / "text.txt"
-    path.write_text(text := "\n".join(sentences.sentences) + "\n\nw1")
-    from_file = make_windows(model, path, size=20)
-    assert sentences_of(from_file)[0] == sentences_of(windows)[0], (
-        "a line end is white space to this tokenizer"
-    )
-    assert from_file.provenance["corpus"] == "text.txt"
-    assert from_file.provenance["corpus_fingerprint"] == sha256(text.encode()).hexdigest()[:16], (
-        "line ends too"
-    )
-
-
-def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
-    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model("llama")
-    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
-    around = TextTokens([58, *ids, 59], [True, *[False] * len(ids), True])  # a BOS, and an EOS behind all
-    monkeypatch.setattr("matlens.corpora.token_examples.encode_text", lambda *_: around)
-    windows = sentences_of(make_windows(model, sentences, size=20))
-    assert {window[0] for window in windows} == {58}
-    assert [token for window in windows for token in window[1:]] == ids
-    assert max(map(len, windows)) == 20
-
-
-def test_windows_know_how_their_text_became_tokens(small_model: Models, sentences: Corpus) -> None:
-    windows = make_windows(small_model("llama"), sentences, size=20)
-    assert windows.provenance["tokenization"] == token_policy(small_model("llama")).digest
-
-
-def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: Corpus) -> None:
-    model = small_model("llama")
-    every = sentences_of(make_windows(model, sentences, size=16))
-    whole = [window for window in every if len(window) == 16]
-    assert len(whole) < len(every), "the last one is shorter"
-    assert sentences_of(make_windows(model, sentences, size=16, most=3)) == [
-        whole[0], whole[round((len(whole) - 1) / 2)], whole[-1]
-    ]  # fmt: skip
-    assert sentences_of(make_windows(model, sentences, size=16, most=999)) == every
-    one_too_many = replace(sentences, sentences=(" ".join(["w1"] * 33),))
-    assert len(make_windows(model, one_too_many, size=16)) == 2, "a window of one token predicts nothing"
-
-
-def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus, tmp_path: Path) -> None:
-    model = small_model("llama")
-    for text, n in (("", 0), ("w1", 1)):
-        (tmp_path / "short.txt").write_text(text)
-        with pytest.raises(InputError, match=rf"has {n} tokens. Expected two at least|is empty"):
-            make_windows(model, tmp_path / "short.txt")
-    with pytest.raises(InputError, match=r"There is no file .*absent.txt"):
-        make_windows(model, tmp_path / "absent.txt")
-    with pytest.raises(InputError, match="size is 1"):
-        make_windows(model, sentences, size=1)
-    with pytest.raises(InputError, match="most is 0"):
-        make_windows(model, sentences, most=0)
-    with pytest.raises(InputError, match="predicts masked tokens"):
-        make_windows(small_model("bert"), sentences)

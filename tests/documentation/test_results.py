@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -45,12 +47,12 @@ def script(name: str) -> ModuleType:
 render, gather = script("render"), script("gather")
 
 
-def write_fit(folder: Path, mat: float, **origin: str) -> None:
+def write_fit(folder: Path, mat: float, **origin: object) -> None:
     rows = [("id", 0, 0.1), ("id", 1, 0.25), ("mat", 0, 0.5), ("mat", 1, mat)]
     table = pd.DataFrame(rows, columns=["method", "layer", "value"]).assign(
         metric="r2", model="small", low=None
     )
-    write_results(folder, "fit", table, {"command": "fit.py --train 40 --out /tmp/x --val 2"} | origin)
+    write_results(folder, "fit", table, {"command": "fit.py --train 40 --val 2"} | origin)
 
 
 @pytest.fixture
@@ -120,7 +122,8 @@ def test_a_section_that_quotes_wrongly_is_refused(results: Path, section: str, m
 
 def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     out, images = tmp_path / "out", tmp_path / "images"
-    write_fit(out, 2 / 3, seed="7")
+    command = f"fit.py --train 40 --out '{out}/a b' --val 2 --out=x"
+    write_fit(out, 2 / 3, seed="7", command=command, of={"maps": [f"{out}/small", f"{out}s", 7]})
     write_results(out, "unquoted", pd.DataFrame({"value": [1.0]}), {})
     images.mkdir()
     (results / "pages" / "page" / "20-more.md").write_text("![new](../images/new.png)")
@@ -136,9 +139,62 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     assert (kept.kept("fit"), kept.kept("unquoted")) == (True, False)
     origin = kept.origin("fit")
     assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})
+    assert origin["command"] == "fit.py --train 40 --val 2"
+    assert origin["of"] == {"maps": ["out/results/small", f"{out}s", 7]}
     assert kept.command("fit") == "python analyses/fit.py --train 40 --val 2"
+    before = [(results / f"fit.{kind}").read_bytes() for kind in ("csv", "json")]
+    gather.main(results, results=results, images=images)  # what is gathered stays as it is
+    assert [(results / f"fit.{kind}").read_bytes() for kind in ("csv", "json")] == before
     assert {path.name for path in images.glob("*.png")} == {"fit.png", "new.png"}
     assert Image.open(images / "fit.png").convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("/home/a/matlens/out/results", "out/results"),
+        ("/home/a/out/results/small-bert", "out/results/small-bert"),
+        ("out/results/small-bert", "out/results/small-bert"),
+        (
+            "--model=/a/out/results/b --word '/a/out/results' x",
+            "--model=out/results/b --word 'out/results' x",
+        ),
+        ("/home/a/out/results-b", "/home/a/out/results-b"),
+        ("/full/run/b and /full/runs", "out/results/b and /full/runs"),
+    ],
+)
+def test_an_origin_names_no_folder_of_this_machine(text: str, kept: str) -> None:
+    assert gather.portable(text, "/full/run") == kept
+
+
+def test_what_is_kept_names_no_folder_of_a_machine() -> None:
+    for path in (PROJECT / "results").glob("*.json"):
+        origin = path.read_text()
+        assert gather.portable(json.loads(origin), "/nowhere") == json.loads(origin)
+        assert not re.search(r"[\"' =]/\w+/", origin), path
+
+
+def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
+    model = {"base_model_name_or_path": "small", "fingerprint": "a", "dtype": "float32"}
+    write_fit(results, 0.75, maps={"model": model})
+    (results / "pages" / "page" / "20-more.md").write_text('{{ value("other", k=1) }}')
+
+    def write_other(**changed: str) -> None:
+        studies = {"studies": [{"model": model | changed}]}
+        write_results(results, "other", pd.DataFrame({"k": [1], "value": [2.0]}), studies)
+
+    for same in (
+        {},
+        {"dtype": "bfloat16", "fingerprint": "b"},
+        {"base_model_name_or_path": "a", "fingerprint": "b"},
+    ):
+        write_other(**same)
+        assert run(results) == 0
+    write_other(fingerprint="b")
+    with pytest.raises(
+        InputError, match=r"20-more.md: The model small of other.json .* b, and that of fit.json a"
+    ):
+        run(results)
 
 
 def test_a_name_that_some_rows_lack_stays_in_the_table() -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from conftest import (
     make_tokenizer,
     save_model,
 )
+from offline import refuse_connections
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformer_lens.model_bridge import TransformerBridge
@@ -42,16 +42,7 @@ TEXT = " ".join(WORDS[3:15])
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Refuse every connection, and list those that were tried."""
-    tried: list[str] = []
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        tried.append(repr(args))
-        raise OSError("there is no network in this test")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    return tried
+    return refuse_connections(monkeypatch)
 
 
 @pytest.fixture
@@ -300,16 +291,6 @@ def test_a_corrupt_gguf_file_is_refused(kind: str, gguf_file: Path, tmp_path: Pa
     )
     with pytest.raises(InputError, match=r"broken\.gguf.*could not be loaded.*\n.*Is the file whole"):
         matlens.load(str(path), device="cpu")
-
-
-@pytest.mark.real
-def test_smollm2_is_loaded_from_its_wheel_without_network(no_network: list[str]) -> None:
-    model = matlens.load(SMOLLM2, device="cpu")
-    assert no_network == []
-    assert (model.cfg.n_layers, model.cfg.d_model, model.cfg.model_name) == (30, 576, SMOLLM2)
-    tokens = model.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
-    assert tokens.shape == (1, 5)  # no BOS
-    assert model.tokenizer.decode(model(tokens, return_type="logits")[0, -1].argmax()) == " Paris"
 
 
 def test_smollm2_without_its_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

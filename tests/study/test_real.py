@@ -1,7 +1,12 @@
-"""SmolLM2 on Wikipedia sentences: our numbers are those of a computation that shares no code with us."""
+"""SmolLM2 on Wikipedia sentences: our numbers are those of a computation that shares no code with us.
+
+What README says that its code prints is what comes out, too.
+"""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +16,9 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from blocks import PROJECT, Block, blocks_of
 from independent import Reference, reference
+from offline import refuse_connections
 
 import matlens
 from matlens.corpora.examples import Examples
@@ -21,12 +28,27 @@ from matlens.models.places import SMOLLM2, smollm2_path
 pytestmark = pytest.mark.real
 
 
+class Loaded(NamedTuple):
+    """The model as matlens loads it, and the connections that were tried meanwhile."""
+
+    model: Any
+    tried: list[str]
+
+
 class Both(NamedTuple):
     """The table that matlens makes, and the independent numbers."""
 
     results: pd.DataFrame
     reference: Reference
     n_layers: int
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    """The model of all tests, loaded while every connection is refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        tried = refuse_connections(patch)
+        return Loaded(matlens.load(SMOLLM2, device="cpu"), tried)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +62,12 @@ def plain() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def both(request: pytest.FixtureRequest, plain: tuple[Any, Any]) -> Both:
+def both(request: pytest.FixtureRequest, loaded: Loaded, plain: tuple[Any, Any]) -> Both:
     """Fit and evaluate the same sentences and positions twice, ours batched, theirs one at a time."""
     n_train, n_val = request.config.getoption("--real-train"), request.config.getoption("--real-val")
     train, validation = matlens.load_corpus("wikipedia-sample").split(n_train=n_train, n_validation=n_val)
 
-    model = matlens.load(SMOLLM2, device="cpu")
+    model = loaded.model
     parts = [without_first_words(matlens.make_examples(model, part)) for part in (train, validation)]
     fitted_on, tested_on = (matlens.collect(model, part) for part in parts)
     n_layers = model.cfg.n_layers
@@ -123,7 +145,53 @@ def test_mat_predicts_better_than_id(both: Both) -> None:
     assert mat[:-1].mean() > plain[:-1].mean()
 
 
+def test_smollm2_is_loaded_from_its_wheel_without_network(loaded: Loaded) -> None:
+    model = loaded.model
+    assert loaded.tried == []
+    assert (model.cfg.n_layers, model.cfg.d_model, model.cfg.model_name) == (30, 576, SMOLLM2)
+    tokens = model.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert tokens.shape == (1, 5)  # no BOS
+    assert model.tokenizer.decode(model(tokens, return_type="logits")[0, -1].argmax()) == " Paris"
+
+
 def test_prompt_is_tokenised_as_the_model_was_published(plain: tuple[Any, Any]) -> None:
     """No BOS is put in front, whatever the bridge prefers."""
     _, tokenizer = plain
     assert tokenizer("The capital of France").input_ids[0] != tokenizer.bos_token_id
+
+
+# README
+
+# What takes minutes: fitting on thousands of sentences, and tracing hundreds. `make verify` runs it too.
+COSTLY, FULL = {"maps", "trace"}, 2000
+
+
+def printed() -> Iterator[tuple[Block, str | None]]:
+    """Python blocks of README, each with the output that stands below it."""
+    blocks = blocks_of(PROJECT / "README.md")
+    for i, block in enumerate(blocks):
+        if block.language == "python":
+            following = blocks[i + 1] if i + 1 < len(blocks) else block
+            yield block, following.source if following.language == "text" else None
+
+
+def is_costly(block: Block) -> bool:
+    names = {node.id for node in ast.walk(ast.parse(block.source)) if isinstance(node, ast.Name)}
+    return bool(names & COSTLY)
+
+
+def test_readme_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, loaded: Loaded
+) -> None:
+    full = request.config.getoption("--real-train") >= FULL
+    namespace = {"matlens": matlens, "model": loaded.model}
+    n_compared = 0
+    for block, expected in printed():
+        if full or not is_costly(block):
+            capsys.readouterr()
+            exec(compile(block.source, "README.md", "exec"), namespace)
+            if expected is not None:
+                lines = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+                assert lines == [line.rstrip() for line in expected.strip().splitlines()]
+                n_compared += 1
+    assert n_compared >= 2

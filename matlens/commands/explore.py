@@ -1,0 +1,63 @@
+"""The commands that make pages for a browser."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from matlens.cli.groups import ModelOptions, grouped
+from matlens.cli.options import Dominant
+from matlens.cli.printing import print_line
+from matlens.errors import InputError
+
+
+class LinearRead(StrEnum):
+    """What value vectors go through before they are read, where effects have to add up."""
+
+    plain = "plain"
+    head = "head"
+
+
+@grouped
+def explore(
+    prompt: Annotated[str, typer.Argument(help="A text; for masked-LM models with one mask in it.")],
+    model: ModelOptions,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page, such as page.html.")],
+    lens: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--lens",
+            metavar="FOLDER",
+            help="A lens, or maps that 'matlens fit' has written; give it once for each. id is always there.",
+        ),
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", help="A word of one token to follow through all layers; once for each."),
+    ] = None,
+    dominant: Dominant = 10,
+    read: Annotated[
+        LinearRead,
+        typer.Option(help="How value vectors are read: E v, or through the linear parts of the head."),
+    ] = LinearRead.plain,
+) -> None:
+    """Show a prompt layer by layer in a page for a browser, which needs nothing else.
+
+    Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
+    """
+    if out.is_dir():
+        raise InputError(f"{out} is a folder. Expected the name of the page, such as {out / 'page.html'}.")
+    model.check()
+    from matlens.explorer.exploration import explore as explore_prompt
+    from matlens.explorer.exploration import load_lens
+
+    lenses = [load_lens(folder) for folder in lens or []]
+    page = explore_prompt(
+        model.load(), prompt, lenses, pins=pin or [], dominant=dominant,
+        read="head" if read == LinearRead.head else "plain",
+    )  # fmt: skip
+    path = page.save(out)
+    print_line(f"{path}: {len(page.tokens)} tokens, {len(page.layers)} layers, {path.stat().st_size:,} bytes")

@@ -1,0 +1,377 @@
+"""Lenses: a map for each layer that carries its vectors to the last, and what is read off there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from matlens.arguments import short
+from matlens.errors import InputError
+from matlens.lens.maps import LayerMap, Standardisation
+from matlens.lens.trajectory import Trajectory, read_trajectory
+from matlens.linear.mapsets import CONVENTION, MapSet
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import Readout, require_vectors
+from matlens.models.sites import STREAM, Site
+from matlens.signatures import checked
+from matlens.storage.arrays import (
+    describe_tensors,
+    open_recorded,
+    require_hash,
+    require_record,
+    require_tensor,
+)
+from matlens.storage.files import damaged, write_bytes
+from matlens.storage.folders import Workplace, read_config, reading_record
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+HOLDS = "lens"
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Lens:
+    """A function for each layer ``l`` that takes ``h^l`` to a stand-in for ``h^L`` (definitions, section 9).
+
+    ``lens(h, layer)`` maps vectors. A lens that is *on* a model reads them out too: one that was just fitted,
+    one that was loaded with it, or ``lens.on(model)``.
+
+    Attributes
+    ----------
+    maps
+        The map of each layer, from ``0`` to ``L - 1``; layers may be absent. ``h^L`` itself is read as it is.
+    method
+        How it was fitted, such as ``"mat"`` or ``"normed+affine without sinks"``.
+    provenance
+        The model, the corpus, and how much of it. A lens goes with this model alone.
+    norm
+        What is done to ``h^l`` before its map, for lenses that map standardised vectors to standardised ones.
+    readout, model
+        The model that the lens is on and its read-out, or ``None``.
+    """
+
+    maps: Mapping[int, LayerMap]
+    method: str
+    provenance: Provenance
+    norm: Standardisation | None = None
+    readout: Readout | None = field(default=None, repr=False)
+    model: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        identity = self.provenance.identity
+        if not self.maps:
+            raise InputError("A lens has no layer. Expected the map of one layer or more.")
+        for layer, held in self.maps.items():
+            if type(layer) is not int or not 0 <= layer < identity.n_layers or not isinstance(held, LayerMap):
+                raise InputError(
+                    f"A lens of this model has maps of the layers 0 to {identity.n_layers - 1}: among these "
+                    f"is {short(layer)}: {short(held)}."
+                )
+            widths = {len(held.parts[name]) for name in ("weight", "bias") if name in held.parts}
+            if widths - {identity.d_model}:
+                raise InputError(
+                    f"The map of layer {layer} gives {max(widths)} coordinates, and the model has "
+                    f"{identity.d_model}. Is it of another model?"
+                )
+        object.__setattr__(self, "maps", dict(sorted(self.maps.items())))
+
+    @classmethod
+    def identity(cls, model: TransformerBridge) -> Lens:
+        """The logit lens of a model: every layer is read as it is (``id``)."""
+        maps = dict.fromkeys(range(model.cfg.n_layers), LayerMap())
+        return cls(maps, "id", Provenance(ModelIdentity.from_model(model))).on(model)
+
+    @classmethod
+    def from_maps(cls, maps: MapSet, *, method: str = "mat", model: TransformerBridge | None = None) -> Lens:
+        """A lens of the maps onto the last layer that a set has.
+
+        Parameters
+        ----------
+        maps
+            Maps of a known model, such as ``MapSet.fit(activations, pairs="last")``.
+        method
+            What the lens is called.
+        model
+            The model to put it on.
+
+        Raises
+        ------
+        InputError
+            The model of the maps is not known or another, or there is no map onto the last layer.
+        """
+        last = maps.provenance.identity.n_layers
+        onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
+        if not onto_last:
+            raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
+        held = {layer: LayerMap(linear.weight, bias=linear.bias) for layer, linear in onto_last.items()}
+        lens = cls(held, method, maps.provenance)
+        return lens if model is None else lens.on(model)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that it has maps of."""
+        return tuple(self.maps)
+
+    @property
+    def n_layers(self) -> int:
+        """``L``, the number of blocks of the model; those mapped can be read, and ``L``."""
+        return self.provenance.identity.n_layers
+
+    @property
+    def n_numbers(self) -> int:
+        """How many numbers it keeps; a map that several layers share counts once."""
+        return sum(held.n_numbers for held in {id(held): held for held in self.maps.values()}.values())
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that change with the numbers of the lens."""
+        norm = None if self.norm is None else (self.norm.kind, self.norm.eps)
+        known = {id(held): held.digest for held in {id(h): h for h in self.maps.values()}.values()}
+        content = repr((norm, [(layer, known[id(held)]) for layer, held in self.maps.items()]))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def resolve(self, layer: int | str | Site) -> int:
+        """The number of a layer that this lens reads: negative ones count from the end.
+
+        Raises
+        ------
+        InputError
+            It is no layer of the stream, or the lens has no map of it.
+        """
+        site = self.provenance.resolve(layer)
+        if site.kind != STREAM:
+            raise InputError(
+                f"A lens reads layers of the stream, and {site} is none. Expected such as 5 or 'h.5'."
+            )
+        if site.layer != self.n_layers and site.layer not in self.maps:
+            there = ", ".join(map(str, self.maps))
+            raise InputError(
+                f"This lens has no map of layer {site.layer}. It has those of the layers {there}."
+            )
+        return site.layer
+
+    def __call__(
+        self, h: Float[Tensor, "... d_model"], layer: int | str | Site
+    ) -> Float[Tensor, "... d_model"]:
+        """What stands in for ``h^L``, in float32; differentiable in ``h``.
+
+        Parameters
+        ----------
+        h
+            Vectors ``h^l``.
+        layer
+            The layer that they are of; those of the last are given back as they are.
+
+        Raises
+        ------
+        InputError
+            The vectors are of another width or not finite, or the lens has no map of the layer.
+        """
+        require_vectors(h, self.provenance.identity.d_model)
+        layer = self.resolve(layer)
+        if layer == self.n_layers:
+            return h.float()
+        return self.maps[layer](h.float() if self.norm is None else self.norm(h.float()))
+
+    def logits(
+        self, h: Float[Tensor, "... d_model"], layer: int | str | Site, *, gradients: bool = False
+    ) -> Float[Tensor, "... d_vocab"]:
+        """Scores of all tokens for vectors ``h^l``, read out through the model's own head, in float32.
+
+        Parameters
+        ----------
+        h, layer
+            See `Lens.__call__`.
+        gradients
+            Whether what comes out can be differentiated in ``h``; the model's weights are constants.
+
+        Raises
+        ------
+        InputError
+            As in `Lens.__call__`; or the lens is on no model.
+        """
+        readout, layer = self.on_readout, self.resolve(layer)
+        logits = readout.logits(self(h, layer), gradients=gradients)
+        scale = 1.0 if layer == self.n_layers else self.maps[layer].scale
+        return logits if scale == 1 else logits * scale
+
+    @property
+    def on_readout(self) -> Readout:
+        """The read-out of the model that the lens is on.
+
+        Raises
+        ------
+        InputError
+            It is on none.
+        """
+        if self.readout is None:
+            raise InputError(
+                "This lens is on no model, so nothing can be read out. Put it on its model with "
+                "lens.on(model), or load it with Lens.load(folder, model)."
+            )
+        return self.readout
+
+    def on(self, model: TransformerBridge, *, same_precision: bool = True) -> Lens:
+        """The same lens on a model, which is the one that it was fitted on.
+
+        Parameters
+        ----------
+        model
+            The model.
+        same_precision
+            Whether it must run in the precision that the lens was fitted in. With ``False`` the same weights
+            in another one are taken too.
+
+        Raises
+        ------
+        InputError
+            It is another model, runs in another precision, makes other tokens of text, or has other parts
+            replaced, set or hooked.
+        """
+        provenance = self.provenance if same_precision else replace(self.provenance, same_precision=False)
+        provenance.require_same(ModelIdentity.from_model(model), ours="the lens")
+        return replace(self, provenance=provenance, readout=Readout(model), model=model)
+
+    def trajectory(
+        self, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
+    ) -> Trajectory:
+        """What is predicted at every token of a prompt and every layer, see `Trajectory`.
+
+        Parameters
+        ----------
+        prompt
+            A text; for masked-LM models with one mask in it.
+        k
+            How many tokens to keep of each prediction.
+        layers
+            Layers to read, by default all that the lens has; the last one is always read.
+
+        Raises
+        ------
+        InputError
+            The lens is on no model, the prompt cannot be read, or the lens has no map of a layer.
+        """
+        return read_trajectory(self, prompt, k=k, layers=layers)
+
+    def top_tokens(
+        self, prompt: str, k: int = 5, *, layers: Sequence[int | str | Site] | None = None
+    ) -> dict[int, list[list[str]]]:
+        """The ``k`` most probable tokens at each layer and each token of a prompt, as texts.
+
+        ``lens.top_tokens(prompt)[12][-1]`` are those at layer 12 and the last token.
+
+        Raises
+        ------
+        InputError
+            As in `Lens.trajectory`.
+        """
+        return self.trajectory(prompt, k=k, layers=layers).top_tokens()
+
+    def save(self, folder: str | Path) -> None:
+        """Write a safetensors file for each layer, and ``config.json`` when all are there.
+
+        Raises
+        ------
+        InputError
+            A number is not finite, or the folder holds something else.
+        """
+        files: dict[str, LayerMap] = {}
+        of_layer: dict[str, dict[str, Any]] = {}
+        names: dict[int, str] = {}
+        for layer, held in self.maps.items():
+            name = names.setdefault(id(held), f"h.{layer}.safetensors")
+            files[name] = held
+            of_layer[str(layer)] = {"file": name if held.parts else None, "scale": held.scale}
+        for name, held in files.items():
+            if not all(bool(part.isfinite().all()) for part in held.parts.values()):
+                raise InputError(f"The lens cannot be saved: a number of {name} is not finite. Fit it again.")
+        request = {
+            "provenance": self.provenance.to_json(), "method": self.method, "layers": of_layer,
+            "norm": None if self.norm is None else asdict(self.norm), "content": self.digest,
+            "convention": CONVENTION, "dtype": "float32",
+        }  # fmt: skip
+        place = Workplace(folder, HOLDS, request)
+        with place.working():
+            if not place.finished:
+                records = {}
+                for name, held in files.items():
+                    if held.parts:
+                        tensors = {
+                            key: part.detach().cpu().float().contiguous() for key, part in held.parts.items()
+                        }
+                        content = save_tensors(tensors)
+                        write_bytes(place.folder / name, content)
+                        records[name] = describe_tensors(tensors, content)
+                place.finish(records)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, model: TransformerBridge | None = None, *, same_precision: bool = True
+    ) -> Lens:
+        """Read what `save` has written, every byte of it checked.
+
+        Parameters
+        ----------
+        folder
+            Where the lens is.
+        model
+            The model to put it on, see `on`.
+        same_precision
+            Whether the model must run in the precision that the lens was fitted in.
+
+        Raises
+        ------
+        InputError
+            The folder holds no finished lens, a file of it is damaged, or the model is another.
+        """
+        folder = Path(folder)
+        config = read_config(folder, HOLDS)
+        request = config["request"]
+        with reading_record(folder):
+            provenance = Provenance.from_json({**request["provenance"]})
+            norm = None if request["norm"] is None else Standardisation(**request["norm"])
+            read: dict[str, dict[str, Tensor]] = {}
+            maps: dict[int, LayerMap] = {}
+            shared: dict[tuple[str, float], LayerMap] = {}
+            for layer, said in request["layers"].items():
+                name, scale = said["file"], float(said["scale"])
+                if name is not None and name not in read:
+                    read[name] = _read_tensors(folder, config, name)
+                parts = {} if name is None else read[name]
+                maps[int(layer)] = shared.setdefault((str(name), scale), LayerMap(**parts, scale=scale))
+            lens = cls(maps, str(request["method"]), provenance, norm)
+            if lens.digest != request["content"]:
+                raise damaged(folder / "config.json", "is of a lens with other numbers than these files hold")
+        if model is None:
+            return (
+                lens
+                if same_precision
+                else replace(lens, provenance=replace(provenance, same_precision=False))
+            )
+        return lens.on(model, same_precision=same_precision)
+
+
+def _read_tensors(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    record = require_record(config, folder, name)
+    path = folder / name
+    require_hash(path, record)
+    try:
+        with open_recorded(path, record) as file:
+            tensors = load_tensors(file.read())
+    except (SafetensorError, ValueError) as error:
+        raise damaged(path, f"cannot be read as safetensors ({error})") from error
+    if set(tensors) != set(record.get("tensors", {})):
+        raise damaged(path, "holds other tensors than were written")
+    return {key: require_tensor(values, path, record, key) for key, values in tensors.items()}

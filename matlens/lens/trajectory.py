@@ -1,0 +1,274 @@
+"""What a lens reads at every token of a prompt and at every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from matlens.activations.collecting import collect
+from matlens.arguments import require_whole, short
+from matlens.corpora.prompts import make_prompts
+from matlens.errors import InputError
+from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
+from matlens.models.identity import Provenance
+from matlens.models.readout import Readout
+from matlens.models.sites import Site
+from matlens.models.vocabulary import token_texts, visible, word_token
+from matlens.pages.assembly import framed
+from matlens.pages.trajectory import trajectory_page
+from matlens.signatures import checked
+
+_ROWS = 128  # distributions over the vocabulary that are held at once
+_FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
+
+
+class Reader(Protocol):
+    """As much of a `Lens` as reading a prompt needs."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """The model."""
+
+    @property
+    def method(self) -> str:
+        """What the lens is called."""
+
+    @property
+    def model(self) -> Any:
+        """The model that it is on."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that it has maps of."""
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks of the model."""
+
+    @property
+    def on_readout(self) -> Readout:
+        """The read-out of the model."""
+
+    def resolve(self, layer: int | str | Site) -> int:
+        """The number of a layer."""
+
+    def logits(self, h: Tensor, layer: int | str | Site) -> Tensor:
+        """Scores of all tokens for vectors of a layer."""
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """What is predicted at each token of a prompt, layer by layer; the last layer is the model itself.
+
+    Arrays are over tokens and then layers, in the order of ``ids`` and ``layers``.
+
+    Attributes
+    ----------
+    prompt
+        The text.
+    ids, tokens
+        Its tokens, those that the tokenizer adds included, as numbers and as texts.
+    layers
+        The layers, the last one of the model at the end.
+    top_ids, probabilities
+        The ``k`` most probable tokens, the most probable first, and their probabilities.
+    entropy
+        Of each distribution, in nats.
+    kl
+        ``KL(delta(h^L) || q)`` from the model's own distribution at the token to the one read, in nats.
+    lens
+        The lens that read it.
+    """
+
+    prompt: str
+    ids: Int[Tensor, " n"]
+    tokens: tuple[str, ...]
+    layers: tuple[int, ...]
+    top_ids: Int[Tensor, "n layers k"]
+    probabilities: Float[Tensor, "n layers k"]
+    entropy: Float[Tensor, "n layers"]
+    kl: Float[Tensor, "n layers"]
+    lens: Any = field(repr=False)
+    _vectors: Float[Tensor, "layers n d"] = field(repr=False)
+
+    def token_id(self, token: str | int) -> int:
+        """The number of a token: of a word as it is typed, such as ``" Paris"``, or the number itself.
+
+        Raises
+        ------
+        InputError
+            The word is no single token, or there is no such number.
+        """
+        readout = self.lens.on_readout
+        if isinstance(token, str):
+            return word_token(readout.tokenizer, token)
+        return require_whole(token, "The number of a token", least=0, most=readout.d_vocab - 1)
+
+    def rank(self, token: str | int | Int[Tensor, " n"]) -> Int[Tensor, "n layers"]:
+        """How many tokens are more probable than a chosen one, everywhere: 0 where it is the most probable.
+
+        Parameters
+        ----------
+        token
+            A word that is one token, such as ``" Paris"``, or its number; or a number for each token of the
+            prompt, such as ``trajectory.top_ids[:, -1, 0]``, what the model predicts there.
+
+        Raises
+        ------
+        InputError
+            It is no token.
+        """
+        return self._of(token)[0]
+
+    def probability(self, token: str | int | Int[Tensor, " n"]) -> Float[Tensor, "n layers"]:
+        """The probability of a chosen token, see `rank`, everywhere.
+
+        Raises
+        ------
+        InputError
+            It is no token.
+        """
+        return self._of(token)[1]
+
+    def _of(self, token: str | int | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(token, Tensor):
+            if token.shape != self.ids.shape or token.is_floating_point():
+                raise InputError(
+                    f"token is {short(token)}. Expected one token, or a number for each of the prompt's "
+                    f"{len(self.ids)} tokens."
+                )
+            chosen = torch.tensor([self.token_id(int(number)) for number in token])
+        else:
+            chosen = torch.full_like(self.ids, self.token_id(token))
+        ranks, probabilities = [], []
+        for layer, h in zip(self.layers, self._vectors, strict=True):
+            for rows, tokens in zip(h.split(_ROWS), chosen.split(_ROWS), strict=True):
+                logits = self.lens.logits(rows, layer)
+                score = logits.gather(1, tokens.to(logits.device)[:, None])
+                ranks.append((logits > score).sum(1).cpu())
+                probabilities.append((score[:, 0] - logits.logsumexp(1)).exp().cpu())
+        shape = len(self.layers), len(self.ids)
+        return torch.cat(ranks).view(shape).T, torch.cat(probabilities).view(shape).T
+
+    def top_tokens(self) -> dict[int, list[list[str]]]:
+        """The most probable tokens as texts: ``top_tokens()[layer][position]`` lists them."""
+        texts = self._texts()
+        return {
+            layer: [[texts[token] for token in row] for row in self.top_ids[:, column].tolist()]
+            for column, layer in enumerate(self.layers)
+        }
+
+    def _texts(self) -> dict[int, str]:
+        tokenizer = self.lens.on_readout.tokenizer
+        return {token: tokenizer.decode([token]) for token in self.top_ids.unique().tolist()}
+
+    def to_html(self) -> str:
+        """A page for a browser, which needs nothing from elsewhere; `explorer.explore` puts more into one.
+
+        Tokens that the model predicts, and the prompt's own, are followed through all cells.
+        """
+        wanted = tokens_of_interest(self.top_ids[:, -1], self.ids, len(self.ids) - 1)
+        followed = torch.tensor([*dict.fromkeys(wanted)][:_FOLLOWED])
+        cells = read_cells(
+            self.lens.logits, list(self._vectors), self.layers, followed=followed, k=self.top_ids.shape[2]
+        )
+        ids, readout = self.ids.numpy(), self.lens.on_readout
+        return trajectory_page(
+            model=self.lens.provenance.identity.name, prompt=visible(self.prompt), tokens=ids,
+            layers=self.layers, lenses={self.lens.method: cells}, followed=followed.numpy(),
+            texts=texts_of(readout.tokenizer, [ids, cells.ids, followed.numpy()]),
+            pinned=followed[:2].tolist(),
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
+
+    def to_dataframe(self, tokens: Sequence[str | int] = ()) -> pd.DataFrame:
+        """A row for each token and layer.
+
+        Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl``, and for
+        each chosen token its rank and its probability: ``rank of Paris``, ``probability of Paris``.
+
+        Parameters
+        ----------
+        tokens
+            Chosen tokens, see `rank`.
+
+        Raises
+        ------
+        InputError
+            A chosen one is no token.
+        """
+        n, layers = self.entropy.shape
+        texts = self._texts()
+        best = self.top_ids[..., 0].reshape(-1).tolist()
+        table = pd.DataFrame(
+            {
+                "position": [position for position in range(n) for _ in range(layers)],
+                "token": [token for token in self.tokens for _ in range(layers)],
+                "layer": [*self.layers] * n,
+                "predicted": [texts[token] for token in best],
+                "predicted_id": best,
+                "probability": self.probabilities[..., 0].reshape(-1).double().numpy(),
+                "entropy": self.entropy.reshape(-1).double().numpy(),
+                "kl": self.kl.reshape(-1).double().numpy(),
+            }
+        )
+        for token in tokens:
+            ranks, probabilities = self._of(token)
+            name = str(token).strip()
+            table[f"rank of {name}"] = ranks.reshape(-1).numpy()
+            table[f"probability of {name}"] = probabilities.reshape(-1).double().numpy()
+        return table
+
+
+def read_trajectory(
+    lens: Reader, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
+) -> Trajectory:
+    """Run a prompt through the model of a lens and read every layer at every token; see `Lens.trajectory`."""
+    readout = lens.on_readout
+    k = require_whole(k, "k", least=1, most=readout.d_vocab)
+    wanted = sorted({*(lens.layers if layers is None else map(lens.resolve, layers)), lens.n_layers})
+    examples = make_prompts(lens.model, [prompt])
+    activations = collect(lens.model, examples, wanted, positions="all", progress=False)
+    lens.provenance.require_same(activations.provenance, ours="the lens")
+    vectors = torch.stack([activations[layer] for layer in wanted])
+    ids = torch.from_numpy(examples.tokens).long()
+    top_ids, probabilities, entropy, kl = [], [], [], []
+    for column in range(0, len(ids), step := max(1, _ROWS // 2)):
+        rows = slice(column, column + step)
+        truth = lens.logits(vectors[-1, rows], lens.n_layers).log_softmax(-1)
+        of_rows = []
+        for layer, h in zip(wanted, vectors[:, rows], strict=True):
+            log_q = lens.logits(h, layer).log_softmax(-1)
+            best = log_q.topk(k)
+            q, p = log_q.exp(), truth.exp()
+            of_rows.append(
+                (
+                    best.indices.cpu(),
+                    best.values.exp().cpu(),
+                    _sum(q, -log_q).cpu(),
+                    _sum(p, truth - log_q).cpu(),
+                )
+            )
+        for kept, parts in zip(
+            (top_ids, probabilities, entropy, kl), zip(*of_rows, strict=True), strict=True
+        ):
+            kept.append(torch.stack(parts, 1))
+    tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
+    return Trajectory(
+        prompt, ids, tokens, tuple(wanted), torch.cat(top_ids), torch.cat(probabilities),
+        torch.cat(entropy), torch.cat(kl).clamp(min=0), lens, vectors,
+    )  # fmt: skip
+
+
+def _sum(p: Tensor, x: Tensor) -> Tensor:
+    """Sum of ``p x`` over the vocabulary, where a probability of 0 counts nothing."""
+    return torch.where(p > 0, p * x, torch.zeros_like(p)).sum(-1)

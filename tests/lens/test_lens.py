@@ -1,0 +1,180 @@
+"""A lens maps as its numbers say, goes with its own model alone, and comes back from the disk as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
+from small_lenses import make_lens, numbers
+
+import matlens
+from matlens import InputError, Lens, LinearMap, MapSet
+from matlens.lens.maps import LayerMap, Standardisation
+from matlens.models.identity import ModelIdentity, Provenance
+
+
+def test_vectors_are_mapped_as_the_formulas_say(small_model: Callable[[str], Any]) -> None:
+    lens = make_lens(small_model("llama"), norm=Standardisation("rms", 0.1))
+    h = numbers(5, 2, D_MODEL, seed=9)
+    z = h / (h.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    first, second = lens.maps[0], lens.maps[1]
+    assert_near(lens(h, 0), z @ first.parts["weight"].T + first.parts["bias"])
+    assert_near(lens(h, "h.1"), z @ (second.parts["weight"] @ second.parts["narrowing"]).T)
+    torch.testing.assert_close(lens(h, 2), z)
+    torch.testing.assert_close(lens(h, -1), h, rtol=0, atol=0)
+    assert lens.layers == (0, 1, 2)
+    assert lens.n_numbers == D_MODEL * D_MODEL + D_MODEL + 6 * D_MODEL + 1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", "layer"), ("llama", "rms"), ("gemma2", "rms")])
+def test_the_standardisation_is_that_of_the_final_norm(
+    name: str, kind: str, small_model: Callable[[str], Any]
+) -> None:
+    model = small_model(name)
+    norm, h = Standardisation.from_model(model), numbers(7, D_MODEL)
+    module = model.ln_final.original_component
+    with torch.no_grad():
+        bias = module(torch.zeros(1, D_MODEL))
+        gain = ((module(h) - bias) / norm(h)).median(0).values
+        assert_near(norm(h) * gain + bias, module(h))
+    assert norm.kind == kind
+    with pytest.raises(InputError, match="does not begin with a norm"):
+        Standardisation.from_model(small_model("bert"))
+
+
+def test_layers_are_read_out_by_the_model(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    lens, h = make_lens(model).on(model), numbers(4, D_MODEL)
+    readout = matlens.Readout(model)
+    torch.testing.assert_close(lens.logits(h, 0), readout.logits(lens(h, 0)))
+    torch.testing.assert_close(lens.logits(h, 2), readout.logits(h) * 0.5)
+    torch.testing.assert_close(lens.logits(h, N_LAYERS), readout.logits(h))
+
+
+def test_scores_can_be_differentiated_and_the_weights_stay_as_they_are(
+    small_model: Callable[[str], Any],
+) -> None:
+    model = small_model("gemma2")
+    lens, h = make_lens(model).on(model), numbers(1, D_MODEL).requires_grad_()
+    lens.logits(h, 0, gradients=True)[0, 7].backward()
+    assert h.grad is not None
+    step = torch.zeros(1, D_MODEL)
+    step[0, 3] = 1e-2
+    with torch.no_grad():
+        up, down = (lens.logits(h + sign * step, 0)[0, 7] for sign in (1, -1))
+    assert float(h.grad[0, 3]) == pytest.approx(float(up - down) / 2e-2, rel=1e-2, abs=1e-4)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not lens.logits(h, 0).requires_grad
+
+
+def test_a_set_of_maps_is_a_lens(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    provenance = Provenance(ModelIdentity.from_model(model))
+    last = f"h.{N_LAYERS}"
+    linear = [
+        LinearMap(numbers(D_MODEL, D_MODEL, seed=i), numbers(D_MODEL), f"h.{i}", last, provenance)
+        for i in (0, 2)
+    ]
+    between = LinearMap(numbers(D_MODEL, D_MODEL), None, "h.0", "h.1", provenance)
+    lens = Lens.from_maps(MapSet([*linear, between]), model=model)
+    h = numbers(4, D_MODEL)
+    assert lens.layers == (0, 2)
+    torch.testing.assert_close(lens(h, 2), linear[1](h), rtol=0, atol=0)
+    with pytest.raises(InputError, match=r"no map of layer 1\. It has those of the layers 0, 2"):
+        lens(h, 1)
+    with pytest.raises(InputError, match="no map onto the last layer"):
+        Lens.from_maps(MapSet([between]))
+
+
+def test_a_lens_comes_back_from_its_folder(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = small_model("llama")
+    lens = make_lens(model, norm=Standardisation("rms", 0.25))
+    lens.save(tmp_path / "lens")
+    lens.save(tmp_path / "lens")  # the same again is no other job
+    back = Lens.load(tmp_path / "lens", model)
+    assert (back.method, back.norm, back.digest) == (lens.method, lens.norm, lens.digest)
+    assert back.provenance.model == lens.provenance.model
+    for layer, held in lens.maps.items():
+        assert back.maps[layer].scale == held.scale
+        for name, part in held.parts.items():
+            assert torch.equal(back.maps[layer].parts[name], part)
+    assert back.maps[2].parts == {}
+
+
+def test_a_map_of_several_layers_is_kept_once(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = small_model("llama")
+    shared = LayerMap(numbers(D_MODEL, D_MODEL))
+    lens = Lens({0: shared, 1: shared}, "one-jump", Provenance(ModelIdentity.from_model(model)))
+    lens.save(tmp_path / "lens")
+    assert len(list((tmp_path / "lens").glob("*.safetensors"))) == 1
+    back = Lens.load(tmp_path / "lens")
+    assert back.maps[0] is back.maps[1]
+    assert back.n_numbers == lens.n_numbers == D_MODEL**2
+
+
+def test_a_damaged_lens_is_refused(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    make_lens(small_model("llama")).save(tmp_path / "lens")
+    file = tmp_path / "lens" / "h.1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError, match="does not hold what was written"):
+        Lens.load(tmp_path / "lens")
+    broken = make_lens(small_model("llama"))
+    broken.maps[0].parts["weight"][0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"h\.0\.safetensors is not finite"):
+        broken.save(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_lens_goes_with_its_own_model_alone(
+    small_model: Callable[[str], Any], model_folder: Callable[[str], Path]
+) -> None:
+    lens = make_lens(small_model("llama"))
+    with pytest.raises(InputError, match="weights or precision differ"):
+        lens.on(small_model("gpt2"))
+    half = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="same_precision=False"):
+        lens.on(half)
+    assert lens.on(half, same_precision=False).readout is not None
+    with pytest.raises(InputError, match="on no model"):
+        lens.logits(numbers(1, D_MODEL), 0)
+
+
+@pytest.mark.refused
+def test_what_is_no_lens_is_refused(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    provenance = Provenance(ModelIdentity.from_model(model))
+    with pytest.raises(InputError, match="the layers 0 to 2"):
+        Lens({3: LayerMap()}, "x", provenance)
+    with pytest.raises(InputError, match="Is it of another model"):
+        Lens({0: LayerMap(torch.eye(D_MODEL + 1))}, "x", provenance)
+    with pytest.raises(InputError, match="no layer"):
+        Lens({}, "x", provenance)
+    with pytest.raises(InputError, match="not known"):
+        Lens({0: LayerMap()}, "x", Provenance())
+    with pytest.raises(InputError, match="no square map"):
+        LayerMap(torch.ones(4, 3), torch.ones(2, 4))
+    with pytest.raises(InputError, match="there is no weight"):
+        LayerMap(narrowing=torch.ones(2, 4))
+    lens = Lens.identity(model)
+    with pytest.raises(InputError, match=r"and mid[.]1 is none"):
+        lens(numbers(1, D_MODEL), "mid.1")
+    with pytest.raises(InputError, match="32 coordinates"):
+        lens(numbers(1, 5), 0)
+
+
+def test_the_logit_lens_reads_layers_as_they_are(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    lens = Lens.identity(small_model("gpt2"))
+    plain = plain_model("gpt2")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    seen = plain_vectors("gpt2", plain, ids)
+    with torch.no_grad():
+        expected = plain.lm_head(plain.transformer.ln_f(seen["h.1"]))
+    assert_near(lens.logits(seen["h.1"], 1), expected)

@@ -1,0 +1,116 @@
+"""What a trajectory says of each token and layer is computed anew from the plain model's vectors."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
+from small_lenses import make_lens
+
+from matlens import InputError, Lens
+from matlens.models.vocabulary import word_token
+
+PROMPT = "w3 w14 w15 w9 w26"
+
+
+def expected_logits(lens: Lens, plain: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Scores of every layer and token by the plain model's own modules, ``[layers, tokens, vocabulary]``."""
+    seen = plain_vectors("llama", plain, ids[None])
+    scores = []
+    with torch.no_grad():
+        for layer in (*lens.layers, N_LAYERS):
+            h = seen[f"h.{layer}"][0]
+            if layer < N_LAYERS:
+                held = lens.maps[layer]
+                h = h @ held.matrix(D_MODEL).T + held.parts.get("bias", torch.zeros(D_MODEL))
+            scale = 1 if layer == N_LAYERS else lens.maps[layer].scale
+            scores.append(plain.lm_head(plain.model.norm(h)) * scale)
+    return torch.stack(scores)
+
+
+def test_everything_is_as_computed_from_the_plain_model(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model = small_model("llama")
+    lens = make_lens(model).on(model)
+    trajectory = lens.trajectory(PROMPT, k=3)
+    assert trajectory.tokens == tuple(PROMPT.split())
+    assert trajectory.layers == (0, 1, 2, 3)
+    logits = expected_logits(lens, plain_model("llama"), trajectory.ids).double().transpose(0, 1)
+    q = logits.softmax(-1)
+    p = q[:, -1:]
+    assert torch.equal(trajectory.top_ids, q.topk(3).indices)
+    assert_near(trajectory.probabilities, q.topk(3).values.float())
+    assert_near(trajectory.entropy, -(q * q.log()).sum(-1).float())
+    assert_near(trajectory.kl, (p * (p.log() - q.log())).sum(-1).float(), 1e-4)
+    word = word_token(model.tokenizer, "w7")
+    assert torch.equal(trajectory.rank("w7"), (q > q[..., word, None]).sum(-1))
+    assert_near(trajectory.probability(word), q[..., word].float())
+    last = trajectory.top_ids[:, -1, 0]
+    each = torch.stack([q[i, :, token] for i, token in enumerate(last)])
+    assert torch.equal(trajectory.rank(last), (q > each[..., None]).sum(-1))
+
+
+def test_tokens_are_texts_by_layer_and_position(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    lens = make_lens(model).on(model)
+    texts = lens.top_tokens(PROMPT, 2, layers=[1, -2])
+    trajectory = lens.trajectory(PROMPT, k=2, layers=[1, -2])
+    assert list(texts) == [1, 2, 3]
+    assert texts[1][4] == [model.tokenizer.decode([int(token)]) for token in trajectory.top_ids[4, 0]]
+    table = trajectory.to_dataframe([" w7".strip(), 9])
+    assert len(table) == 5 * 3
+    row = table[(table["position"] == 4) & (table["layer"] == 2)].iloc[0]
+    assert row["token"] == "w26"
+    assert row["predicted"] == texts[2][4][0]
+    assert row["kl"] == pytest.approx(float(trajectory.kl[4, 1]))
+    assert row["rank of w7"] == int(trajectory.rank("w7")[4, 1])
+    assert row["probability of 9"] == pytest.approx(float(trajectory.probability(9)[4, 1]))
+    assert (table[table["layer"] == N_LAYERS]["kl"] == 0).all()
+
+
+def test_a_masked_model_is_read_at_every_token(small_model: Callable[[str], Any]) -> None:
+    model = small_model("bert")
+    trajectory = Lens.identity(model).trajectory("w3 [MASK] w9")
+    assert trajectory.tokens == ("[CLS]", "w3", "[MASK]", "w9", "[SEP]")
+    logits = model(trajectory.ids[None], return_type="logits").log_softmax(-1)
+    assert_near(trajectory.probabilities[2, -1], logits[0, 2].exp().topk(5).values.detach())
+
+
+@pytest.mark.refused
+def test_what_cannot_be_read_is_refused(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    lens = Lens.identity(model)
+    with pytest.raises(InputError, match="k is 0"):
+        lens.trajectory(PROMPT, k=0)
+    with pytest.raises(InputError, match="at least one token"):
+        lens.trajectory("")
+    with pytest.raises(InputError, match="on no model"):
+        make_lens(model).trajectory(PROMPT)
+    with pytest.raises(InputError, match="not in the model's vocabulary"):
+        lens.trajectory(PROMPT).rank("tea")
+    with pytest.raises(InputError, match="a number for each of the prompt's 5 tokens"):
+        lens.trajectory(PROMPT).rank(torch.zeros(3, dtype=torch.long))
+
+
+def test_a_trajectory_is_a_page(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    lens = make_lens(model).on(model)
+    trajectory = lens.trajectory(PROMPT)
+    page = trajectory.to_html()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    assert data["prompt"] == PROMPT
+    assert [held["name"] for held in data["lenses"]] == [lens.method]
+    top = np.frombuffer(base64.b64decode(data["lenses"][0]["top"]["base64"]), "u1")
+    ids = np.frombuffer(base64.b64decode(data["ids"]["base64"]), "u1")
+    assert torch.equal(
+        torch.from_numpy(ids[top].astype(int)).view(4, 5, 5), trajectory.top_ids.transpose(0, 1)
+    )
+    assert trajectory._repr_html_().startswith("<iframe sandbox")
