@@ -187,7 +187,7 @@ def test_half_precision_adds_up_and_a_missing_expert_does_not(
     experts = mixture(model, 1)
     assert experts is not None
     assert experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.0)
-    assert not experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.05)
+    assert not experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.2)
     for part in (slice(16, 32), slice(64, 88)):
         m = seen["ffn_post.1"].clone()
         m[..., part] = 0

@@ -235,7 +235,7 @@ def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_
     with pytest.raises(InputError, match="An encoder has no read-out"):
         Readout(encoder)
     with pytest.raises(
-        InputError, match=r"holds no sources for it\. Make examples of both with matlens.make_pa"
+        InputError, match=r"holds no sources for it\. Make examples of both with matlens.inputs.make_pa"
     ):
         matlens.make_examples(decoder, make_sentences())
     with pytest.raises(InputError, match="the examples hold no source for it"):

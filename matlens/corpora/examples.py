@@ -77,7 +77,7 @@ class Examples:
     sentences: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
     source_tokens: Int[np.ndarray, " n_source"] = field(default_factory=lambda: np.arange(0))
     source_offsets: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
-    images: Float[np.ndarray, ...] = field(default_factory=lambda: np.zeros(0, np.float32))
+    images: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         if not len(self.sentences):

@@ -25,8 +25,10 @@ from matlens.corpora.examples import (
 from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
+from matlens.images import is_visual
 from matlens.models.tokenization import TextTokens, encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
+from matlens.stacks import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -269,13 +271,20 @@ def list_of_texts(prompts: Any) -> list[str]:
 
 
 def require_decoder(model: TransformerBridge, consequence: str) -> None:
-    """Refuse a model that predicts masked tokens, with what it therefore cannot do.
+    """Refuse a model that does not read on from its own text, with what it therefore cannot do.
 
     Raises
     ------
     InputError
-        It does.
+        It predicts masked tokens, reads images, or stands for a stack of an encoder-decoder.
     """
+    if stack_of(model) is not None or is_visual(model):
+        reads = (
+            "reads images" if is_visual(model) else f"is read as the {stack_of(model)} of an encoder-decoder"
+        )
+        raise InputError(
+            f"{model.cfg.architecture} {reads}, so it {consequence} here. Expected a decoder alone."
+        )
     if is_masked(model):
         raise InputError(
             f"{model.cfg.architecture} predicts masked tokens, not the next one, so it {consequence}. "

@@ -142,7 +142,8 @@ def state_after_a_pass(model: Any) -> Any:
 def pairs_of(name: str) -> list[tuple[str, str]]:
     pairs = [("z.0", "h.2"), ("z.1", "h.2"), ("h.0", "attn_out.1"), ("attn_in.0", "ffn_out.2")]
     pairs += [("ffn_post.0", "z.1"), ("z.0", "ffn_in.2"), ("h.1", "h.3")]
-    return pairs + ([("z.0", "mid.1"), ("mid.0", "ln2_in.2")] if "mid" in SITE_MODULES[name] else [])
+    later = "ln2_in.2" if "ln2_in" in SITE_MODULES[name] else "attn_in.2"
+    return pairs + ([("z.0", "mid.1"), ("mid.0", later)] if "mid" in SITE_MODULES[name] else [])
 
 
 @pytest.mark.parametrize("name", WIRINGS)
