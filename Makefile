@@ -18,24 +18,31 @@ WORKERS ?= 2
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
 # Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
-# analysis's target.
+# analysis's target. JOBS analyses run at a time, each of which computes with one thread.
+JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
 ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
+LENS_TRAIN ?= 4000
+JACOBIANS ?= 30
 STUDY_VAL ?= 3000
 PATCHED ?= 3000
 ALONE ?= 3000
 HEADS ?= 3000
+ALL ?= 9000
 SENTENCES ?= 10000
 PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
+LENS_TRAIN ?= 1500
+JACOBIANS ?= 0
 STUDY_VAL ?= 1000
 PATCHED ?= 120
 ALONE ?= 60
 HEADS ?= 40
+ALL ?= 1500
 SENTENCES ?= 2000
 PENALTIES ?= ridge-only
 WINDOWS ?= 6
@@ -62,7 +69,9 @@ RESULTS_A := \
 	paper_a_fig2_r2_bert \
 	paper_a_fig9_early_exit_bert \
 	paper_a_sec5_corpora_bert \
-	paper_a_table1_tokens_bert
+	paper_a_table1_tokens_bert \
+	lens_report \
+	lens_report_bert
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -76,8 +85,7 @@ RESULTS_B := \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
 
-.PHONY: demo test browser check verify attack mutate bench results results-a results-b pages docs install clean
-.NOTPARALLEL:
+.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -106,9 +114,13 @@ verify: install
 	$(BIN)/python analyses/all_positions.py --train 4000 --val 1000 --out out/verify
 
 # Every analysis whose table is not there yet; what was broken off goes on where it was.
-results: results-a results-b $(RESULTS)/compatibility.csv
+results: install
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) tables
 	$(BIN)/python results/gather.py $(RESULTS)
 	$(BIN)/python results/render.py
+
+# The first collects what others of paper A wait for: paper B goes beside it.
+tables: $(RESULTS)/$(firstword $(RESULTS_A)).csv results-b results-a $(RESULTS)/compatibility.csv
 
 results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
 
@@ -126,6 +138,7 @@ $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every 5
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
+$(RESULTS)/all_positions.csv: OPTIONS = --train $(ALL)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install
@@ -143,6 +156,10 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 	--prompt "The river flows through the [MASK] of Paris." \
 	--prompt "He was born in [MASK] in the United States." \
 	--prompt "It was the first time that the [MASK] won the war."
+
+# A passage of all tokens of its own, and the tuned lens: ten minutes for 1,500 sentences. Jacobians take a minute each.
+$(RESULTS)/lens_report.csv: | install
+	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)

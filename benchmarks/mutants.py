@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import signal
 import sys
 import time
@@ -96,7 +95,9 @@ def main(
         for module in modules:
             run_module(module, draw(module, sample, seed), results, end)
     counts = [
-        Counts.of_module(module, draw(module, sample, seed), results, explanations().get(module, {}))
+        Counts.of_module(
+            module, drawn_or_tried(module, sample, seed, results), results, explanations().get(module, {})
+        )
         for module in modules
     ]
     print_table(counts)
@@ -111,10 +112,19 @@ def path_of(module: str) -> Path:
 
 
 def draw(module: str, sample: int, seed: int) -> list[Mutant]:
-    """The first of a module's mutants in an order of chance: a larger sample has the smaller in it."""
+    """The first of a module's mutants in an order of chance.
+
+    A larger sample has the smaller in it, and so has that of a module in which something else was changed.
+    """
     every = mutants(path_of(module).read_text())
-    random.Random(f"{seed} {module}").shuffle(every)
-    return every[:sample]
+    return sorted(every, key=lambda mutant: digest(f"{seed} {module} {mutant.key}"))[:sample]
+
+
+def drawn_or_tried(module: str, sample: int, seed: int, results: Results) -> list[Mutant]:
+    """Those, and all others whose outcome is known of an earlier sample."""
+    every = mutants(path_of(module).read_text())
+    drawn = {mutant.key for mutant in draw(module, sample, seed)}
+    return [mutant for mutant in every if mutant.key in drawn or results.outcome(module, mutant)]
 
 
 class Results:

@@ -32,6 +32,7 @@ _WAYS = {
     "Lens": "a Lens, as matlens.Lens.fit or matlens.Lens.load gives it",
     "LinearMap": "a LinearMap, such as maps[0, 3] of a MapSet",
     "MapSet": "a MapSet, as matlens.MapSet.fit or matlens.MapSet.load gives it",
+    "Member": "a judging.Member, such as judging.fit_members gives by name",
     "Projection": "a Projection, as ffn.Projection.from_model gives it",
     "Readout": "a Readout, as matlens.Readout(model) gives it",
     "Samples": "Activations, as matlens.collect gives them; vectors of your own, by site, are fitted with "

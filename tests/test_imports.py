@@ -23,8 +23,8 @@ TESTS = Path(__file__).parent
 FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "experts",
     "stacks", "images", "storage", "pages", "models", "corpora", "inputs", "linear", "activations",
-    "patching", "lens", "ffn", "control", "linearity", "annotation", "plots", "study", "explorer", "cli",
-    "commands", "__main__",
+    "patching", "plots", "lens", "judging", "ffn", "control", "linearity", "pruning", "annotation", "study",
+    "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {

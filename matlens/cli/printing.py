@@ -156,6 +156,28 @@ def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
     _print_whole(table)
 
 
+def print_members(report: Any, exits: Any) -> None:
+    """Print a line for each lens of a report: measures in the mean over layers, layers saved, and costs.
+
+    Parameters
+    ----------
+    report, exits
+        The tables of `matlens.judging.report_table` and of `matlens.judging.lens_exit_sweep`.
+    """
+    from matlens.judging.exits import lens_savings
+    from matlens.judging.report import report_by_member
+
+    wide = report_by_member(report).join(lens_savings(exits).set_index("method")["saved"])
+    heads = {
+        "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "numbers": 0
+    }  # fmt: skip
+    rows = [
+        (name, *(number_text(line[head], heads[head]) for head in heads)) for name, line in wide.iterrows()
+    ]
+    title = "Means over the layers; layers saved at 95%; seconds of a processor and numbers for one layer"
+    print_table(title, ("lens", *heads), rows)
+
+
 def print_figures(paths: Sequence[Path]) -> None:
     """Print where figures are."""
     print_line("Figures: " + ", ".join(map(str, paths)))

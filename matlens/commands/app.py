@@ -12,7 +12,7 @@ from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
-from matlens.commands import explore, updates, values
+from matlens.commands import explore, lens, prune, updates, values
 from matlens.errors import InputError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(values.app, name="values")
+app.add_typer(lens.app, name="lens")
 
 
 def _version(asked: bool) -> None:
@@ -163,6 +164,7 @@ def verify(
 
 app.command()(updates.update)
 app.command()(explore.explore)
+app.command()(prune.prune)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from matlens.cli.groups import ModelOptions, grouped
-from matlens.cli.options import Dominant
+from matlens.cli.options import Dominant, Limit, Out
 from matlens.cli.printing import print_line
 from matlens.errors import InputError
 
@@ -61,3 +61,39 @@ def explore(
     )  # fmt: skip
     path = page.save(out)
     print_line(f"{path}: {len(page.tokens)} tokens, {len(page.layers)} layers, {path.stat().st_size:,} bytes")
+
+
+@grouped
+def explore_values(
+    model: ModelOptions,
+    out: Out,
+    corpus: Annotated[
+        str | None,
+        typer.Option(
+            "--corpus",
+            help="Sentences to show uses of the vectors in, such as wikipedia-sample; none without.",
+        ),
+    ] = None,
+    limit: Limit = 2000,
+    clusters: Annotated[
+        Path | None,
+        typer.Option("--clusters", metavar="FOLDER", help="Clusters that 'matlens values cluster' has kept."),
+    ] = None,
+    neighbours: Annotated[
+        int, typer.Option(min=0, help="Neighbours of each vector; 0 where all pairs are too many.")
+    ] = 8,
+) -> None:
+    """Write pages of all value vectors into a folder: open OUT/index.html.
+
+    They are found by token, name, layer and cluster, with their tokens, neighbours and sentences. A call that
+    was killed goes on where it was.
+    """
+    model.check()
+    from matlens.corpora.corpus import load_corpus
+    from matlens.explorer.value_pages import write_value_pages
+    from matlens.ffn.clusters import Clusters
+
+    sentences = None if corpus is None else load_corpus(corpus, limit=limit)
+    fitted = None if clusters is None else Clusters.load(clusters)
+    page = write_value_pages(model.load(), out, corpus=sentences, clusters=fitted, neighbours=neighbours)
+    print_line(f"{page}: open it in a browser")

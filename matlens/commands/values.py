@@ -10,6 +10,7 @@ from matlens.cli.groups import ModelOptions, ReadOptions, grouped
 from matlens.cli.options import AmongTop, Most, Words
 from matlens.cli.printing import print_line, print_table, top_texts
 from matlens.commands.clusters import cluster
+from matlens.commands.explore import explore_values
 from matlens.storage.numbers import number_text
 
 app = typer.Typer(help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True)
@@ -87,3 +88,4 @@ def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Mo
 
 
 app.command()(cluster)
+app.command("explore")(explore_values)

@@ -7,6 +7,8 @@ from .early_exit import layers_saved as layers_saved
 from .early_exit import least_lam as least_lam
 from .early_exit import savings as savings
 from .early_exit import thresholds as thresholds
+from .fitting import LensMoments as LensMoments
+from .fitting import lens_moments as lens_moments
 from .lens import Lens as Lens
 from .maps import LayerMap as LayerMap
 from .maps import Standardisation as Standardisation
@@ -25,4 +27,9 @@ from .quality import layer_table as layer_table
 from .quality import prediction_quality as prediction_quality
 from .quality import prediction_rows as prediction_rows
 from .quality import r2_matrix as r2_matrix
+from .training import VocabularySample as VocabularySample
+from .training import divergence as divergence
+from .training import polish as polish
+from .training import scale_map as scale_map
+from .training import tune as tune
 from .trajectory import Trajectory as Trajectory

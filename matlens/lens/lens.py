@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from matlens.activations.activations import Activations, Positions
 from matlens.arguments import short
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.lens.maps import LayerMap, Standardisation
+from matlens.lens.files import (
+    read_jacobian_lens,
+    read_lens,
+    read_tuned_lens,
+    write_jacobian_lens,
+    write_lens,
+)
+from matlens.lens.fitting import LensMoments, lens_moments
+from matlens.lens.maps import LayerMap, LensParts, Standardisation
 from matlens.lens.trajectory import Trajectory, read_trajectory
-from matlens.linear.mapsets import CONVENTION, MapSet
+from matlens.linear.maps import fitted_samples
+from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, require_vectors
 from matlens.models.sites import STREAM, Site
 from matlens.signatures import checked
-from matlens.storage.arrays import (
-    describe_tensors,
-    open_recorded,
-    require_hash,
-    require_record,
-    require_tensor,
-)
-from matlens.storage.files import damaged, write_bytes
-from matlens.storage.folders import Workplace, read_config, reading_record
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
-
-
-HOLDS = "lens"
 
 
 @checked
@@ -119,6 +115,109 @@ class Lens:
         lens = cls(held, method, maps.provenance)
         return lens if model is None else lens.on(model)
 
+    @overload
+    @classmethod
+    def fit(
+        cls,
+        model: TransformerBridge,
+        corpus: Corpus | Examples | Activations,
+        *,
+        method: str = "mat",
+        positions: Positions = "all",
+        layers: Sequence[int] | None = None,
+        seed: int = 0,
+        batch_tokens: int | None = None,
+        progress: bool = True,
+    ) -> Lens: ...
+
+    @overload
+    @classmethod
+    def fit(
+        cls,
+        model: TransformerBridge,
+        corpus: Corpus | Examples | Activations,
+        *,
+        method: Sequence[str],
+        positions: Positions = "all",
+        layers: Sequence[int] | None = None,
+        seed: int = 0,
+        batch_tokens: int | None = None,
+        progress: bool = True,
+    ) -> dict[str, Lens]: ...
+
+    @classmethod
+    def fit(
+        cls,
+        model: TransformerBridge,
+        corpus: Corpus | Examples | Activations,
+        *,
+        method: str | Sequence[str] = "mat",
+        positions: Positions = "all",
+        layers: Sequence[int] | None = None,
+        seed: int = 0,
+        batch_tokens: int | None = None,
+        progress: bool = True,
+    ) -> Lens | dict[str, Lens]:
+        """Fit a lens in closed form, or several in one pass over the data (definitions, section 9).
+
+        The methods are ``id``; ``mat``, least squares; ``affine``, with an intercept; ``ridge(0.01)``, with a
+        penalty in units of ``mean diag(X'X)``, or ``ridge``, whose strength leave-one-out chooses, and
+        ``ridge-identity``, towards the identity instead of zero; ``weighted``, by ``1 / ||h^L||^2``;
+        ``normed``, from standardised to standardised vectors; ``narrow(64)``, of rank 64; ``one-jump``, one
+        map for all layers. A plus joins several of these, and `` without sinks`` at the end leaves attention
+        sinks out: ``"normed+affine without sinks"``.
+
+        Parameters
+        ----------
+        model
+            The model.
+        corpus
+            A corpus, examples that were made of one, or activations that were collected of the model, with
+            the stream at all layers.
+        method
+            The name of a method; or a list of names, which gives a dict of lenses by name.
+        positions
+            ``"all"``: at every token. ``"drawn"``: at the positions of the examples, which are the masks
+            of a masked-LM model.
+        layers
+            The layers to fit, by default all.
+        seed
+            Seed of the positions that are drawn of a corpus.
+        batch_tokens
+            Most tokens in a batch, padding counted.
+        progress
+            Whether to show a bar.
+
+        Raises
+        ------
+        InputError
+            A method is none, or not of this model; the data are of another model, lack a layer or are not
+            finite.
+        """
+        moments = lens_moments(
+            model, corpus, method, positions=positions, layers=layers, seed=seed, batch_tokens=batch_tokens,
+            progress=progress,
+        )  # fmt: skip
+        lenses = {name: cls.from_moments(moments, name, model) for name in moments.methods}
+        return lenses[method] if isinstance(method, str) else lenses
+
+    @classmethod
+    def from_moments(cls, moments: LensMoments, method: str, model: TransformerBridge | None = None) -> Lens:
+        """The lens of a method from moments that were kept for it, perhaps merged of parts.
+
+        Raises
+        ------
+        InputError
+            They were kept for other methods, there are no samples, or the model is another.
+        """
+        lens = cls(*moments.solve(method))
+        return lens if model is None else lens.on(model)
+
+    @property
+    def n_samples(self) -> int | None:
+        """How many samples each layer was fitted on, where that is known; see `linear.few_samples_note`."""
+        return fitted_samples(self.provenance)
+
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers that it has maps of."""
@@ -137,10 +236,11 @@ class Lens:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the numbers of the lens."""
-        norm = None if self.norm is None else (self.norm.kind, self.norm.eps)
-        known = {id(held): held.digest for held in {id(h): h for h in self.maps.values()}.values()}
-        content = repr((norm, [(layer, known[id(held)]) for layer, held in self.maps.items()]))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return self._parts.digest
+
+    @property
+    def _parts(self) -> LensParts:
+        return LensParts(self.maps, self.method, self.provenance, self.norm)
 
     def resolve(self, layer: int | str | Site) -> int:
         """The number of a layer that this lens reads: negative ones count from the end.
@@ -287,34 +387,7 @@ class Lens:
         InputError
             A number is not finite, or the folder holds something else.
         """
-        files: dict[str, LayerMap] = {}
-        of_layer: dict[str, dict[str, Any]] = {}
-        names: dict[int, str] = {}
-        for layer, held in self.maps.items():
-            name = names.setdefault(id(held), f"h.{layer}.safetensors")
-            files[name] = held
-            of_layer[str(layer)] = {"file": name if held.parts else None, "scale": held.scale}
-        for name, held in files.items():
-            if not all(bool(part.isfinite().all()) for part in held.parts.values()):
-                raise InputError(f"The lens cannot be saved: a number of {name} is not finite. Fit it again.")
-        request = {
-            "provenance": self.provenance.to_json(), "method": self.method, "layers": of_layer,
-            "norm": None if self.norm is None else asdict(self.norm), "content": self.digest,
-            "convention": CONVENTION, "dtype": "float32",
-        }  # fmt: skip
-        place = Workplace(folder, HOLDS, request)
-        with place.working():
-            if not place.finished:
-                records = {}
-                for name, held in files.items():
-                    if held.parts:
-                        tensors = {
-                            key: part.detach().cpu().float().contiguous() for key, part in held.parts.items()
-                        }
-                        content = save_tensors(tensors)
-                        write_bytes(place.folder / name, content)
-                        records[name] = describe_tensors(tensors, content)
-                place.finish(records)
+        write_lens(folder, self._parts)
 
     @classmethod
     def load(
@@ -336,42 +409,67 @@ class Lens:
         InputError
             The folder holds no finished lens, a file of it is damaged, or the model is another.
         """
-        folder = Path(folder)
-        config = read_config(folder, HOLDS)
-        request = config["request"]
-        with reading_record(folder):
-            provenance = Provenance.from_json({**request["provenance"]})
-            norm = None if request["norm"] is None else Standardisation(**request["norm"])
-            read: dict[str, dict[str, Tensor]] = {}
-            maps: dict[int, LayerMap] = {}
-            shared: dict[tuple[str, float], LayerMap] = {}
-            for layer, said in request["layers"].items():
-                name, scale = said["file"], float(said["scale"])
-                if name is not None and name not in read:
-                    read[name] = _read_tensors(folder, config, name)
-                parts = {} if name is None else read[name]
-                maps[int(layer)] = shared.setdefault((str(name), scale), LayerMap(**parts, scale=scale))
-            lens = cls(maps, str(request["method"]), provenance, norm)
-            if lens.digest != request["content"]:
-                raise damaged(folder / "config.json", "is of a lens with other numbers than these files hold")
-        if model is None:
-            return (
-                lens
-                if same_precision
-                else replace(lens, provenance=replace(provenance, same_precision=False))
-            )
-        return lens.on(model, same_precision=same_precision)
+        lens = cls(*read_lens(folder))
+        if model is not None:
+            return lens.on(model, same_precision=same_precision)
+        return lens if same_precision else lens._in_any_precision()
 
+    def _in_any_precision(self) -> Lens:
+        return replace(self, provenance=replace(self.provenance, same_precision=False))
 
-def _read_tensors(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    record = require_record(config, folder, name)
-    path = folder / name
-    require_hash(path, record)
-    try:
-        with open_recorded(path, record) as file:
-            tensors = load_tensors(file.read())
-    except (SafetensorError, ValueError) as error:
-        raise damaged(path, f"cannot be read as safetensors ({error})") from error
-    if set(tensors) != set(record.get("tensors", {})):
-        raise damaged(path, "holds other tensors than were written")
-    return {key: require_tensor(values, path, record, key) for key, values in tensors.items()}
+    @classmethod
+    def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:
+        """Read a file of TransformerLens' `JacobianLens`, which says of few models which one it is of.
+
+        Its layer ``l``, what block ``l`` gives out, is ``l + 1`` here.
+
+        Parameters
+        ----------
+        path
+            The file, such as ``lens.pt``. Nothing in it is executed.
+        model
+            The model that it is of: a decoder that TransformerLens' lens can be used on.
+
+        Raises
+        ------
+        InputError
+            The file cannot be read, holds something else, or is of another model.
+        """
+        return cls(*read_jacobian_lens(path, model)).on(model)
+
+    def to_jacobian_lens(self, path: str | Path) -> None:
+        """Write the maps as a file that TransformerLens' `JacobianLens.load` reads, in float32.
+
+        Its read-out, steering, ablation and swaps then work on them. Layer ``l`` is ``l - 1`` there; layer 0,
+        what enters the first block, is not in such a file.
+
+        Parameters
+        ----------
+        path
+            The file to write.
+
+        Raises
+        ------
+        InputError
+            The lens has a bias, a norm before its maps or a fitted scale, which such a file has no place for;
+            or no layer but 0.
+        """
+        write_jacobian_lens(path, self._parts)
+
+    @classmethod
+    def from_tuned_lens(cls, folder: str | Path, model: TransformerBridge) -> Lens:
+        """Read a folder of the package tuned-lens: ``config.json`` and ``params.pt``.
+
+        Parameters
+        ----------
+        folder
+            The folder. Nothing in it is executed.
+        model
+            The model that it was trained for.
+
+        Raises
+        ------
+        InputError
+            The folder cannot be read, holds something else, or is of another model.
+        """
+        return cls(*read_tuned_lens(folder, model)).on(model)

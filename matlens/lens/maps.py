@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,6 +14,7 @@ from torch import Tensor
 from matlens.arguments import require_choice, require_number
 from matlens.errors import InputError
 from matlens.linear.maps import tensor_digest
+from matlens.models.identity import Provenance
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -161,3 +164,20 @@ class LayerMap:
         """Sixteen hex digits that change with the numbers."""
         names = [float(name == part) for name in ("weight", "narrowing", "bias") for part in self.parts]
         return tensor_digest(torch.tensor([self.scale, *names]).double(), *self.parts.values())
+
+
+class LensParts(NamedTuple):
+    """What a `Lens` is made of, see there."""
+
+    maps: Mapping[int, LayerMap]
+    method: str
+    provenance: Provenance
+    norm: Standardisation | None = None
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that change with the numbers."""
+        norm = None if self.norm is None else (self.norm.kind, self.norm.eps)
+        known = {id(held): held.digest for held in {id(h): h for h in self.maps.values()}.values()}
+        content = repr((norm, [(layer, known[id(held)]) for layer, held in self.maps.items()]))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]

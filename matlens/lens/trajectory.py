@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pandas as pd
 import torch
@@ -23,6 +24,9 @@ from matlens.models.vocabulary import token_texts, visible, word_token
 from matlens.pages.assembly import framed
 from matlens.pages.trajectory import trajectory_page
 from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ROWS = 128  # distributions over the vocabulary that are held at once
 _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
@@ -83,6 +87,8 @@ class Trajectory:
         Of each distribution, in nats.
     kl
         ``KL(delta(h^L) || q)`` from the model's own distribution at the token to the one read, in nats.
+    final_rank
+        How many tokens are more probable than the one that the model itself predicts at the token.
     lens
         The lens that read it.
     """
@@ -95,8 +101,15 @@ class Trajectory:
     probabilities: Float[Tensor, "n layers k"]
     entropy: Float[Tensor, "n layers"]
     kl: Float[Tensor, "n layers"]
+    final_rank: Int[Tensor, "n layers"]
     lens: Any = field(repr=False)
     _vectors: Float[Tensor, "layers n d"] = field(repr=False)
+    _place: int = field(repr=False)
+
+    @property
+    def place(self) -> int:
+        """The token whose prediction one wants to read: the mask of a masked-LM prompt, or else the last."""
+        return self._place
 
     def token_id(self, token: str | int) -> int:
         """The number of a token: of a word as it is typed, such as ``" Paris"``, or the number itself.
@@ -193,8 +206,9 @@ class Trajectory:
     def to_dataframe(self, tokens: Sequence[str | int] = ()) -> pd.DataFrame:
         """A row for each token and layer.
 
-        Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl``, and for
-        each chosen token its rank and its probability: ``rank of Paris``, ``probability of Paris``.
+        Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl, rank``, the
+        last that of what the model itself predicts; and for each chosen token its rank and its probability:
+        ``rank of Paris``, ``probability of Paris``.
 
         Parameters
         ----------
@@ -219,6 +233,7 @@ class Trajectory:
                 "probability": self.probabilities[..., 0].reshape(-1).double().numpy(),
                 "entropy": self.entropy.reshape(-1).double().numpy(),
                 "kl": self.kl.reshape(-1).double().numpy(),
+                "rank": self.final_rank.reshape(-1).numpy(),
             }
         )
         for token in tokens:
@@ -227,6 +242,47 @@ class Trajectory:
             table[f"rank of {name}"] = ranks.reshape(-1).numpy()
             table[f"probability of {name}"] = probabilities.reshape(-1).double().numpy()
         return table
+
+    def plot(
+        self,
+        path: str | Path | None = None,
+        *,
+        colour: str = "probability",
+        positions: Sequence[int] | None = None,
+    ) -> Figure:
+        """Draw a cell for each token and layer, with the token predicted there.
+
+        Parameters
+        ----------
+        path
+            Where to write the figure: a name that ends in ``.png`` or ``.pdf``.
+        colour
+            What colours the cells: ``"probability"`` of the predicted token; ``"kl"`` from the model's own
+            distribution; ``"rank"`` of the model's own prediction; or ``"entropy"``.
+        positions
+            Which tokens of the prompt, by default all; negative ones count from the end.
+
+        Raises
+        ------
+        InputError
+            A position is out of range, there are too many to be read side by side, or the file cannot be
+            written.
+        """
+        from matlens.plots.layers import trajectory_figure  # and matplotlib, which only figures need
+        from matlens.plots.style import save_as
+
+        table, n = self.to_dataframe(), len(self.ids)
+        if positions is not None:
+            if not all(-n <= position < n for position in positions) or not len(positions):
+                raise InputError(
+                    f"The positions are {short(positions)}. Expected one or more of 0 to {n - 1}, or "
+                    "negative ones from the end."
+                )
+            table = table[table["position"].isin([position % n for position in positions])]
+        figure = trajectory_figure(table, colour=colour, title=f"{self.lens.method}: {short(self.prompt)}")
+        if path is not None:
+            save_as(figure, path)
+        return figure
 
 
 def read_trajectory(
@@ -241,31 +297,25 @@ def read_trajectory(
     lens.provenance.require_same(activations.provenance, ours="the lens")
     vectors = torch.stack([activations[layer] for layer in wanted])
     ids = torch.from_numpy(examples.tokens).long()
-    top_ids, probabilities, entropy, kl = [], [], [], []
+    parts: list[tuple[Tensor, ...]] = []
     for column in range(0, len(ids), step := max(1, _ROWS // 2)):
         rows = slice(column, column + step)
         truth = lens.logits(vectors[-1, rows], lens.n_layers).log_softmax(-1)
+        p, final = truth.exp(), truth.argmax(-1, keepdim=True)
         of_rows = []
         for layer, h in zip(wanted, vectors[:, rows], strict=True):
             log_q = lens.logits(h, layer).log_softmax(-1)
-            best = log_q.topk(k)
-            q, p = log_q.exp(), truth.exp()
-            of_rows.append(
-                (
-                    best.indices.cpu(),
-                    best.values.exp().cpu(),
-                    _sum(q, -log_q).cpu(),
-                    _sum(p, truth - log_q).cpu(),
-                )
-            )
-        for kept, parts in zip(
-            (top_ids, probabilities, entropy, kl), zip(*of_rows, strict=True), strict=True
-        ):
-            kept.append(torch.stack(parts, 1))
+            best, rank = log_q.topk(k), (log_q > log_q.gather(1, final)).sum(1)
+            numbers = (
+                best.indices, best.values.exp(), _sum(log_q.exp(), -log_q), _sum(p, truth - log_q), rank
+            )  # fmt: skip
+            of_rows.append([number.cpu() for number in numbers])
+        parts.append(tuple(torch.stack(numbers, 1) for numbers in zip(*of_rows, strict=True)))
+    top_ids, probabilities, entropy, kl, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
-        prompt, ids, tokens, tuple(wanted), torch.cat(top_ids), torch.cat(probabilities),
-        torch.cat(entropy), torch.cat(kl).clamp(min=0), lens, vectors,
+        prompt, ids, tokens, tuple(wanted), top_ids, probabilities, entropy, kl.clamp(min=0), ranks, lens,
+        vectors, int(examples.positions[0]),
     )  # fmt: skip
 
 

@@ -144,13 +144,40 @@ class Moments:
         width = self._r.shape[1] - 1
         if not intercept:
             return _least_norm(self._r[:width, :width], self._z[:width], self.n, ridge).T, None
-        # With the constant in front, the rows below its own are the factor of the centred samples.
-        q, r = torch.linalg.qr(self._r.roll(1, 1))
-        z = q.T @ self._z
+        r, z = self._with_constant_first()
         # What centring leaves of a constant column is rounding of the column itself.
         floor = r[:, 1:].norm(dim=0).max()
         weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=floor).T
         return weight, (z[0] - weight @ r[0, 1:]) / r[0, 0]
+
+    def _with_constant_first(self) -> tuple[Tensor, Tensor]:
+        """The factor of ``[1 x]``: the rows below the constant's own are that of the centred samples."""
+        q, r = torch.linalg.qr(self._r.roll(1, 1))
+        return r, q.T @ self._z
+
+    def factors(self, *, centred: bool = False) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, "k d_out"]]:
+        """``R`` and ``Q^T y`` of ``x = Q R``, in float64; of the centred samples where that is asked for.
+
+        ``R^T R`` is ``X^T X``, and ``R^T Q^T y`` is ``X^T Y``, of rows times the roots of their weights.
+        """
+        width = self._r.shape[1] - 1
+        if not centred:
+            return self._r[:width, :width], self._z[:width]
+        r, z = self._with_constant_first()
+        return r[1:, 1:], z[1:]
+
+    def means(self) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"], float]:
+        """Weighted means of ``x`` and ``y``, and the sum of the weights.
+
+        Raises
+        ------
+        InputError
+            There are no samples.
+        """
+        if self.n == 0:
+            raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
+        r, z = self._with_constant_first()
+        return r[0, 1:] / r[0, 0], z[0] / r[0, 0], float(r[0, 0].square())
 
 
 def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | None = None) -> Tensor:

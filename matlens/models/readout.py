@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.arguments import require_kind, require_whole
@@ -111,10 +111,56 @@ class Readout:
         return self._scores(h, lambda x: torch.func.functional_call(self._head, constants, (x,)))
 
     def _scores(self, h: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        logits = head(h.to(self.device, torch.float32))
+        return self._scaled(head(h.to(self.device, torch.float32)))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if self._scale != 1:
             logits = logits * self._scale
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
+
+    def features(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_features"]:
+        """What the unembedding is applied to: vectors after the norm and, for BERT, the rest of the head.
+
+        It can be differentiated in ``h``; the head's weights are constants.
+
+        Raises
+        ------
+        InputError
+            The vectors are of another width, or not finite.
+        """
+        require_vectors(h, self.d_model)
+        features = h.to(self.device, torch.float32)
+        for module in list(self._head)[:-1]:
+            constants = {name: weight.detach() for name, weight in module.named_parameters()}
+            features = torch.func.functional_call(module, constants, (features,))
+        return features
+
+    def token_scores(
+        self, features: Float[Tensor, "... d_features"], tokens: Int[Tensor, " k"] | None = None
+    ) -> Float[Tensor, "... k"]:
+        """Scores of some tokens alone: those columns of `logits`, for the price of so many.
+
+        Parameters
+        ----------
+        features
+            What `features` gives; the scores can be differentiated in them.
+        tokens
+            The tokens, by default all.
+
+        Raises
+        ------
+        InputError
+            A token is not in the vocabulary.
+        """
+        unembedding = self._head[-1]
+        parts = [unembedding.weight.detach(), None if unembedding.bias is None else unembedding.bias.detach()]
+        if tokens is not None:
+            if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
+                raise InputError(f"A token is not among those from 0 to {self.d_vocab - 1}. Expected these.")
+            parts = [None if part is None else part[tokens] for part in parts]
+        weight, bias = parts
+        assert weight is not None
+        return self._scaled(nn.functional.linear(features, weight, bias))
 
     def log_probs(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Natural logarithms of ``delta(h)``.

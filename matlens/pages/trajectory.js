@@ -23,13 +23,21 @@ const shown = {
 
 const MEASURES = {
   probability: { name: "probability of the top token", of: (lens, r, c) => Math.exp(lens.logProbs.at(r, c, 0)), text: percent, scale: () => [0, 1] },
-  entropy: { name: "entropy (nats)", of: (lens, r, c) => lens.entropy.at(r, c), text: number, scale: largest("entropy") },
-  kl: { name: "KL to the end (nats)", of: (lens, r, c) => lens.kl.at(r, c), text: number, scale: largest("kl") },
+  entropy: { name: "entropy (nats)", of: (lens, r, c) => lens.entropy.at(r, c), text: number, scale: usual("entropy"), open: true },
+  kl: { name: "KL to the end (nats)", of: (lens, r, c) => lens.kl.at(r, c), text: number, scale: usual("kl"), open: true },
   rank: { name: "rank of the final prediction", of: (lens, r, c) => lens.rank.at(r, c), text: whole, logarithmic: true, scale: largest("rank") },
 };
 
 function largest(key) {
   return () => [key === "rank" ? 1 : 0, Math.max(...lenses.map((lens) => lens[key].values.reduce((most, value) => Math.max(most, value), 0)))];
+}
+
+// Up to where nineteen cells of twenty lie: a few cells far out would leave all others pale.
+function usual(key) {
+  return () => {
+    const values = lenses.flatMap((lens) => Array.from(lens[key].values)).sort((a, b) => a - b);
+    return [0, values[Math.floor(0.95 * (values.length - 1))]];
+  };
 }
 
 function rankOf(lens, row, column, place) {
@@ -144,7 +152,7 @@ function paint() {
   }
   const [least, most] = scale;
   find("legend").replaceChildren(
-    `Colour: ${chosen.name}${shown.view === "difference" && grids[0].second ? ", and how it differs: less, more" : `, ${chosen.text(least)} to ${chosen.text(most)}`} `,
+    `Colour: ${chosen.name}${shown.view === "difference" && grids[0].second ? ", and how it differs: less, more" : `, ${chosen.text(least)} to ${chosen.text(most)}${chosen.open ? " and more" : ""}`} `,
     element("span", { class: "scale", "aria-hidden": "true" }, ...Array.from({ length: STEPS }, (_, i) => element("i", { class: grids[0].second ? (i < STEPS / 2 ? `less${STEPS - 1 - 2 * i}` : `more${2 * i - STEPS + 1}`) : `step${chosen.logarithmic ? STEPS - 1 - i : i}` }))),
   );
   mark();

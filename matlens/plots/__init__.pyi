@@ -4,10 +4,13 @@ from .exits import early_exit as early_exit
 from .exits import exits_figure as exits_figure
 from .extremes import extremes_figure as extremes_figure
 from .layers import across_corpora as across_corpora
+from .layers import lens_cosines as lens_cosines
+from .layers import lens_frontier as lens_frontier
 from .layers import prediction as prediction
 from .layers import r2_heatmaps as r2_heatmaps
 from .layers import relative_depth as relative_depth
 from .layers import token_table as token_table
+from .layers import trajectory_figure as trajectory_figure
 from .replacements import alternation as alternation
 from .replacements import attention_heads as attention_heads
 from .replacements import by_fitting as by_fitting
@@ -16,6 +19,7 @@ from .style import layer_ticks as layer_ticks
 from .style import literal as literal
 from .style import model_title as model_title
 from .style import save as save
+from .style import save_as as save_as
 from .updates import events_figure as events_figure
 from .updates import layers_figure as layers_figure
 from .updates import removal_figure as removal_figure

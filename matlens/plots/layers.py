@@ -1,14 +1,19 @@
-"""What layers tell through linear maps: quality of fit, predictions, and top tokens."""
+"""What layers tell through linear maps: quality of fit, predictions, top tokens, trajectories of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from matlens.lens.quality import r2_matrix
+from matlens.arguments import require_choice
+from matlens.errors import InputError
+from matlens.models.vocabulary import visible
 from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import (
@@ -17,6 +22,7 @@ from matlens.plots.style import (
     layer_ticks,
     literal,
     model_title,
+    percent_ticks,
     short_name,
     styled,
     title_of,
@@ -24,6 +30,23 @@ from matlens.plots.style import (
 from matlens.signatures import checked
 
 _METHODS = {"mat": MAT, "id": ID}
+_MOST_TOKENS = 60  # tokens side by side; more cannot be read
+_LONGEST_TOKEN = 9  # characters of a token in a cell
+
+
+class _Cells(NamedTuple):
+    """How a quantity is shown: the map of colours, dark where it is sure, and its words."""
+
+    colours: str
+    words: str
+
+
+_COLOURS = {
+    "probability": _Cells("Blues", "probability of the token"),
+    "kl": _Cells("Blues_r", "KL from the model's own distribution (nats)"),
+    "rank": _Cells("Blues_r", "rank of the model's own prediction"),
+    "entropy": _Cells("Blues_r", "entropy (nats)"),
+}
 
 
 @checked
@@ -37,7 +60,7 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
     axes = figure.subplots(1, 2, sharey=True)
     image = None
     for ax, method in zip(axes, _METHODS, strict=True):
-        grid = r2_matrix(results, method).numpy()
+        grid = _r2_grid(results, method)
         image = ax.imshow(grid.T, origin="lower", cmap="RdBu", vmin=-1, vmax=1)
         ax.grid(False)
         ax.set_title(rf"$\mathtt{{{method}}}_{{\ell \to \ell'}}$")
@@ -51,6 +74,16 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
         bar.set_label(r"$r^2$, averaged over coordinates")
     figure.suptitle(title_of(results))
     return figure
+
+
+def _r2_grid(results: pd.DataFrame, method: str) -> np.ndarray:
+    """r2 by layer and target, NaN where there is no map."""
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {method}. Expected a method that it has.")
+    everywhere = range(int(results["target"].max()) + 1)
+    grid = part.pivot(index="layer", columns="target", values="value")
+    return grid.reindex(index=everywhere, columns=everywhere).to_numpy(dtype=float)
 
 
 @checked
@@ -165,3 +198,159 @@ def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
             if line == 0:
                 cell.set_text_props(weight="bold")
     return figure
+
+
+_MEASURES = {
+    ("precision", 1): "Precision@1",
+    ("precision", 10): "Precision@10",
+    ("surprisal", None): "surprisal (nats)",
+    ("kl", None): "KL from the model (nats)",
+}
+
+
+@checked
+@styled
+def lens_frontier(results: pd.DataFrame) -> Figure:
+    """Four measures of each lens against the seconds that its fit takes for one layer, a point a lens.
+
+    Measures are means over the layers; bars reach from the worst layer to the best. Lenses that take no time
+    are lines across.
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.judging.report_table`.
+    """
+    plain = results[results["against"].fillna("") == ""]
+    seconds = plain[plain["metric"] == "seconds"].set_index("method")["value"].astype(float)
+    looks = method_looks(seconds.index)
+    figure = Figure(figsize=(9.4, 6.6))
+    for ax, ((metric, k), label) in zip(figure.subplots(2, 2).flat, _MEASURES.items(), strict=True):
+        across: dict[str, float] = {}
+        rows = plain[(plain["metric"] == metric) & (plain["k"].isna() if k is None else plain["k"] == k)]
+        for method, values in rows.groupby("method", sort=False)["value"]:
+            look, time, mean = looks[str(method)], seconds[str(method)], float(values.mean())
+            if time == 0:
+                across[str(method)] = mean
+                continue
+            ax.errorbar(
+                time, mean, yerr=[[mean - values.min()], [values.max() - mean]], fmt=look.marker,
+                color=look.colour, ms=5.5, elinewidth=0.7, mfc="white" if look.hollow else look.colour,
+            )  # fmt: skip
+        low, high = ax.get_ylim()
+        for method, mean in across.items():
+            if len(across) == len(looks) or 2 * low - high <= mean <= 2 * high - low:
+                ax.axhline(mean, color=looks[method].colour, ls=looks[method].line, lw=0.9, zorder=0)
+            else:  # it would press all others together
+                end = {"y": 0.98, "va": "top"} if mean > high else {"y": 0.02, "va": "bottom"}
+                words = f"{literal(method)}: {mean:.1f}"
+                ax.text(0.98, s=words, ha="right", transform=ax.transAxes, color=looks[method].colour, **end)
+        ax.set_xscale("log")
+        ax.set_ylabel(label)
+        ax.set_xlabel("seconds of a processor for a layer")
+        if metric == "precision":
+            percent_ticks(ax.yaxis)
+    marks = [
+        Line2D(
+            [], [], color=look.colour, marker="" if seconds[name] == 0 else look.marker, ms=5.5,
+            ls=look.line if seconds[name] == 0 else "none", label=literal(name),
+            mfc="white" if look.hollow else look.colour,
+        )
+        for name, look in looks.items()
+    ]  # fmt: skip
+    add_legend(figure, marks, columns=5)
+    figure.suptitle(title_of(plain[plain["metric"] == "kl"]))
+    return figure
+
+
+@checked
+@styled
+def lens_cosines(results: pd.DataFrame) -> Figure:
+    """Cosine of two lenses' matrices at each layer, and of two halves of the data (definitions, section 9).
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.judging.cosine_table`.
+    """
+    figure = Figure(figsize=(5.6, 4.0))
+    ax = figure.subplots()
+    for method, look in method_looks(results["method"]).items():
+        rows = results[results["method"] == method]
+        draw_line(ax, rows.astype({"low": float, "high": float}), look, literal(method))
+    ax.set_ylim(min(0.0, float(results["value"].min()) - 0.05), 1.02)
+    ax.set_ylabel("cosine of matrices")
+    ax.set_xlabel(LAYER)
+    ax.set_xticks(layer_ticks(int(results["target"].max())))
+    add_legend(figure, columns=2)
+    figure.suptitle(model_title(results.iloc[0]["model"], results.iloc[0]["corpus"]))
+    return figure
+
+
+@checked
+@styled
+def trajectory_figure(
+    table: pd.DataFrame, *, colour: str = "probability", title: str | None = None
+) -> Figure:
+    """A cell for each token of a prompt and each layer, with the token predicted there.
+
+    Dark is sure: probable, near to the model's own distribution, of low rank or entropy.
+
+    Parameters
+    ----------
+    table
+        What `Trajectory.to_dataframe` gives, or rows of some positions or layers of it.
+    colour
+        What colours the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
+    title
+        Title of the figure.
+
+    Raises
+    ------
+    InputError
+        It is no such table, or has more tokens than can be read side by side.
+    """
+    require_choice(colour, _COLOURS, "colour")
+    grid = table.pivot(index="layer", columns="position", values=colour)
+    words = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
+    if grid.shape[1] > _MOST_TOKENS:
+        raise InputError(
+            f"The prompt has {grid.shape[1]} tokens, more than the {_MOST_TOKENS} that can be read side "
+            "by side. Expected rows of fewer, such as table[table['position'] >= 40]."
+        )
+    tokens = table.drop_duplicates("position").set_index("position")["token"].reindex(grid.columns)
+    layers, n = list(grid.index), grid.shape[1]
+    figure = Figure(figsize=(max(3.2, 0.62 * n + 1.9), 0.19 * len(layers) + 1.5))
+    ax = figure.subplots()
+    values = grid.to_numpy(dtype=float)
+    norm = _cell_norm(colour, values)
+    shown = values + 1 if colour == "rank" else values
+    image = ax.imshow(shown, origin="lower", aspect="auto", cmap=_COLOURS[colour].colours, norm=norm)
+    ax.grid(False)
+    for row, column in np.ndindex(values.shape):
+        red, green, blue, _ = image.cmap(image.norm(shown[row, column]))
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+        text = literal(_short_token(str(words.iat[row, column])))
+        ax.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+    ax.set_xticks(range(n), [literal(_short_token(str(token))) for token in tokens], rotation=45, ha="right")
+    ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
+    ax.set_yticks([layers.index(tick) for tick in ticks], ticks)
+    ax.set_xlabel("token of the prompt")
+    ax.set_ylabel(r"layer $\ell$")
+    figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02).set_label(_COLOURS[colour].words)
+    if title is not None:
+        figure.suptitle(literal(title))
+    return figure
+
+
+def _cell_norm(colour: str, values: np.ndarray) -> Any:
+    if colour == "probability":
+        return Normalize(0, 1)
+    if colour == "rank":
+        return LogNorm(1, max(10.0, float(values.max()) + 1))
+    return Normalize(0, max(float(values[np.isfinite(values)].max(initial=0)), 1e-9))
+
+
+def _short_token(token: str) -> str:
+    shown = visible(token)
+    return shown if len(shown) <= _LONGEST_TOKEN else shown[: _LONGEST_TOKEN - 1] + "…"

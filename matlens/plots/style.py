@@ -44,6 +44,8 @@ def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]
         with style_sheet():
             try:
                 figure = draw(*arguments, **options)
+            except InputError:
+                raise
             except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
                 raise InputError(
                     f"{draw.__name__} cannot draw this table ({type(error).__name__}: {short(str(error))}). "
@@ -85,6 +87,26 @@ def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = N
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_together(drawn)
     return list(drawn)
+
+
+@checked
+def save_as(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as one file, of the kind that its name ends in; returns the path.
+
+    Raises
+    ------
+    InputError
+        The name ends in neither ``.png`` nor ``.pdf``, or the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".pdf"):
+        raise InputError(f"{path} is no name of a figure. Expected one that ends in .png or .pdf.")
+    content = io.BytesIO()
+    with system_errors(path), style_sheet():
+        figure.savefig(content, format=path.suffix[1:])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_together({path: content.getvalue()})
+    return path
 
 
 # Titles and other text

@@ -11,7 +11,7 @@ from command_lines import FfnCommands
 from conftest import make_sentences
 
 import matlens
-from matlens.explorer import explore
+from matlens.explorer import explore, write_value_pages
 
 
 @pytest.fixture
@@ -48,3 +48,22 @@ def test_what_cannot_be_explored_is_refused(commands: FfnCommands, tmp_path: Pat
     ):
         assert message in commands.run("explore", *options, model="gpt2", code=2)
     assert not page.exists()
+
+
+def test_value_pages_are_those_of_the_library(
+    commands: FfnCommands, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences[:9]))
+    printed = commands.run(
+        "values", "explore", "--out", tmp_path / "pages", "--corpus", tmp_path / "words.txt", "--limit", 5,
+        "--neighbours", 2, model="gpt2",
+    )  # fmt: skip
+    assert "pages/index.html" in printed.replace("\n", "")
+    corpus = matlens.load_corpus(tmp_path / "words.txt", limit=5)
+    model = small_model("gpt2")
+    write_value_pages(model, tmp_path / "same", corpus=corpus, neighbours=2, progress=False)
+    names = {path.name for path in (tmp_path / "pages").iterdir()} - {"config.json"}
+    assert len(names) > 6
+    for name in names:
+        assert (tmp_path / "pages" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+    assert "is a folder" not in commands.run("values", "explore", "--out", tmp_path, model="gpt2", code=2)

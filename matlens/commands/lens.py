@@ -1,0 +1,216 @@
+"""Commands about lenses: fitted, shown, drawn, and turned into files of other projects."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
+from matlens.cli.options import BatchTokens, Out, Seed, Train, Val
+from matlens.cli.printing import print_line, print_table
+from matlens.commands.lens_report import report
+from matlens.errors import InputError
+from matlens.storage.numbers import number_text
+
+if TYPE_CHECKING:
+    from matlens.lens.lens import Lens
+
+app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
+app.command()(report)
+
+
+class ColourChoice(StrEnum):
+    """What colours the cells of a trajectory."""
+
+    probability = "probability"
+    kl = "kl"
+    rank = "rank"
+    entropy = "entropy"
+
+
+class LensPositions(StrEnum):
+    """Which tokens of a sentence a lens is fitted on."""
+
+    all = "all"
+    drawn = "drawn"
+
+
+Prompt = Annotated[
+    str, typer.Argument(help="A text; for masked-LM models with one mask in it.", show_default=False)
+]
+LensFolder = Annotated[
+    str,
+    typer.Option("--lens", help="A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit."),
+]
+
+
+@app.command()
+@grouped
+def fit(
+    model: ModelOptions,
+    corpus: CorpusOptions,
+    out: Out,
+    method: Annotated[
+        list[str],
+        typer.Option(
+            help="mat, affine, ridge, ridge(0.01), ridge-identity, weighted, normed, narrow(64), one-jump, "
+            "or several with a plus between them; ' without sinks' at the end leaves attention sinks out. "
+            "Give it once for each lens: all come from one pass over the data.",
+        ),
+    ] = ["mat"],  # noqa: B006
+    train: Train = None,
+    val: Val = None,
+    seed: Seed = 0,
+    positions: Annotated[
+        LensPositions, typer.Option(help="Every token of a sentence, or one that is drawn.")
+    ] = LensPositions.all,
+    batch_tokens: BatchTokens = None,
+) -> None:
+    """Fit lenses in closed form and keep them in OUT, each in a folder of its own where there are several.
+
+    Of the corpus, the validation sentences are left for judging: they are those of the other commands.
+    """
+    from matlens.lens.methods import require_methods
+    from matlens.linear.samples import few_samples_note
+    from matlens.study.sizes import fitting_sizes
+    from matlens.study.study import slug
+
+    require_methods(method)  # before the work, not after it
+    model.check()
+    sentences = corpus.load()
+    wanted = sizes_of(train, val)
+    n_train, n_validation = fitting_sizes(
+        len(sentences), wanted["n_train"], wanted["n_validation"], wanted["adjustable"]
+    )
+    part, _ = sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
+    bridge = model.load()
+    from matlens.lens.lens import Lens
+
+    lenses = Lens.fit(
+        bridge, part, method=list(method), positions=positions.value, seed=seed, batch_tokens=batch_tokens
+    )
+    for name, lens in lenses.items():
+        folder = out if len(lenses) == 1 else out / slug(name)
+        lens.save(folder)
+        samples = "" if lens.n_samples is None else f", fitted on {lens.n_samples:,} tokens"
+        print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
+        ridge = name.startswith("ridge") or "+ridge" in name
+        note = few_samples_note(lens.n_samples, bridge.cfg.d_model) if lens.n_samples and not ridge else None
+        if note:
+            print_line(note)
+
+
+@app.command()
+@grouped
+def show(
+    prompt: Prompt,
+    model: ModelOptions,
+    lens: LensFolder = "id",
+    last: Annotated[int, typer.Option(min=1, help="Show the last so many tokens of the prompt.")] = 8,
+) -> None:
+    """Show what every layer predicts after each token of a prompt: a line a layer, a column a token."""
+    from matlens.models.vocabulary import visible
+
+    trajectory = _lens(model, lens).trajectory(prompt, k=1)
+    best = trajectory.top_tokens()
+    first = max(0, len(trajectory.tokens) - last)
+    rows = [
+        (layer, *(visible(best[layer][place][0]) for place in range(first, len(trajectory.tokens))))
+        for layer in trajectory.layers
+    ]
+    print_table(prompt, ("layer", *map(visible, trajectory.tokens[first:])), rows)
+
+
+@app.command()
+@grouped
+def trajectory(
+    prompt: Prompt,
+    model: ModelOptions,
+    lens: LensFolder = "id",
+    token: Annotated[
+        list[str] | None,
+        typer.Option(help="A word of one token whose rank to show at each layer; give it once for each."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a cell for each token and layer: .png or .pdf.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for each token and layer.")] = None,
+    colour: Annotated[ColourChoice, typer.Option(help="What colours the cells.")] = ColourChoice.probability,
+) -> None:
+    """Follow the prediction after the prompt through the layers, and draw all tokens and layers."""
+    from matlens.models.vocabulary import visible
+
+    read = _lens(model, lens).trajectory(prompt)
+    words = list(token or ())
+    table = read.to_dataframe(words)
+    place = read.place
+    here = table[table["position"] == place]
+    ranks = [f"rank of {word.strip()}" for word in words]
+    numbers = ("probability", "entropy", "kl")
+    rows = [
+        (
+            row["layer"], visible(row["predicted"]), *(number_text(row[name]) for name in numbers),
+            row["rank"], *(row[rank] for rank in ranks),
+        )
+        for row in here.to_dict("records")
+    ]  # fmt: skip
+    heads = ("layer", "predicted", "probability", "entropy", "KL", "rank of the last", *ranks)
+    print_table(f"{prompt}\nAt token {place}, '{visible(read.tokens[place])}'", heads, rows)
+    if csv is not None:
+        from matlens.storage.files import write_text
+        from matlens.storage.tables import csv_text
+
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        write_text(csv, csv_text(table))
+        print_line(f"Table in {csv}.")
+    if plot is not None:
+        read.plot(plot, colour=colour.value)
+        print_line(f"Figure in {plot}.")
+
+
+@app.command()
+@grouped
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of 'matlens lens fit', a file of TransformerLens' JacobianLens, or a folder of "
+            "tuned-lens.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path, typer.Argument(help="A .pt file for JacobianLens, or a folder of matlens.", show_default=False)
+    ],
+    model: ModelOptions,
+) -> None:
+    """Turn a lens of TransformerLens or tuned-lens into a folder of matlens, or a folder into their file."""
+    if not source.exists():
+        raise InputError(f"There is no {source}. Expected a folder of a lens, or a .pt file.")
+    bridge = model.load()
+    from matlens.lens.lens import Lens
+
+    if source.is_file():
+        lens = Lens.from_jacobian_lens(source, bridge)
+    elif (source / "params.pt").exists():
+        lens = Lens.from_tuned_lens(source, bridge)
+    else:
+        lens = Lens.load(source, bridge)
+    if target.suffix == ".pt":
+        lens.to_jacobian_lens(target)
+    else:
+        lens.save(target)
+    print_line(f"A lens of {len(lens.layers)} layers ({lens.method}) in {target}.")
+
+
+def _lens(model: ModelOptions, folder: str) -> Lens:
+    """The lens that is asked for, on its model."""
+    if folder != "id" and not Path(folder).is_dir():
+        raise InputError(f"There is no folder {folder}. Expected one of 'matlens lens fit', or id.")
+    bridge: Any = model.load()
+    from matlens.lens.lens import Lens
+
+    return Lens.identity(bridge) if folder == "id" else Lens.load(folder, bridge)

@@ -1,0 +1,230 @@
+"""The whole report of one model on one corpus: lenses fitted, judged, and left early by, in one call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from matlens.activations.activations import Activations, Positions
+from matlens.activations.collecting import collect
+from matlens.activations.sinks import SinkWarning, sink_rows
+from matlens.arguments import require_whole, short
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import is_masked, make_examples
+from matlens.errors import InputError
+from matlens.judging.cosines import cosine_table
+from matlens.judging.evaluations import EvaluationItem, evaluate_lenses
+from matlens.judging.exits import lens_exit_sweep
+from matlens.judging.members import METHODS, fit_members, jacobian_member, require_member_names
+from matlens.judging.report import Member, report_table
+from matlens.lens.lens import Lens
+from matlens.lens.maps import LayerMap
+from matlens.lens.methods import Method
+from matlens.linear.fitting import fit_samples
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tables of a report, and the lenses that it is about.
+
+    Attributes
+    ----------
+    report
+        See `report_table`.
+    exits
+        See `lens_exit_sweep`.
+    cosines
+        See `cosine_table`; ``None`` without Jacobians.
+    evaluations
+        See `evaluate_lenses`; ``None`` where none were given.
+    members
+        The lenses and what each took.
+    origin
+        What the numbers come from.
+    """
+
+    report: pd.DataFrame
+    exits: pd.DataFrame
+    cosines: pd.DataFrame | None
+    evaluations: pd.DataFrame | None
+    members: Mapping[str, Member]
+    origin: Mapping[str, Any] = field(repr=False)
+
+
+@checked
+def default_layers(n_layers: int) -> list[int]:
+    """A sixth, a third, a half, two thirds and five sixths of the way."""
+    n_layers = require_whole(n_layers, "n_layers", least=1)
+    return sorted({max(1, round(n_layers * share / 6)) for share in (1, 2, 3, 4, 5)} - {n_layers}) or [0]
+
+
+@checked
+def compare_lenses(
+    model: TransformerBridge,
+    parts: tuple[Corpus, Corpus],
+    folder: str | Path,
+    *,
+    methods: Sequence[str] = METHODS,
+    layers: Sequence[int] | None = None,
+    against: str | None = None,
+    n_prompts: int = 30,
+    longest: int = 128,
+    evaluations: Mapping[str, Sequence[EvaluationItem]] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Comparison:
+    """Fit lenses on one part of a corpus, and judge all on the same tokens of the other.
+
+    Lenses are fitted at every token of the training sentences, or at their masks, and judged at one drawn
+    token of each validation sentence, so that tokens are independent.
+
+    Parameters
+    ----------
+    model
+        The model.
+    parts
+        The training and the validation sentences, as `Corpus.split` gives them.
+    folder
+        Where vectors are written, which can be removed afterwards; a killed run goes on there.
+    methods
+        See `fit_members`.
+    layers
+        The layers, by default those of `default_layers`.
+    against
+        The member from which paired differences are taken; by default ``mat`` where it is there.
+    n_prompts, longest
+        Training sentences that Jacobians are taken on, the longest, and the tokens that they are cut to.
+        Half of them fit one lens and half the other, and the mean of both is the member.
+    evaluations
+        Open sets to read besides, see `read_evaluations`; for decoders.
+    seed
+        Of the positions, and of the rows and tokens that training draws.
+    progress
+        Whether to show bars.
+
+    Raises
+    ------
+    InputError
+        A method or a layer is none, or the corpus is too small.
+    """
+    names = require_member_names(methods)
+    if len(parts) != 2:
+        raise InputError(
+            f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
+        )
+    if against is not None and against not in names:
+        raise InputError(f"There is no member {short(against)}. Expected one of {short(names)}.")
+    n_prompts = require_whole(n_prompts, "n_prompts", least=2)
+    masked, last = is_masked(model), int(model.cfg.n_layers)
+    if masked and "jacobian" in names:
+        raise InputError("A masked-LM model has no Jacobian lens. Expected methods without 'jacobian'.")
+    wanted = default_layers(last) if layers is None else sorted({int(layer) % (last + 1) for layer in layers})
+    closed = [Method.parse(name) for name in names if name not in ("scaled", "polished", "tuned", "jacobian")]
+    sites = None if any(not method.sinks for method in closed) else [*wanted, last]
+    place: Positions = "drawn" if masked else "all"
+    train = collect(
+        model, make_examples(model, parts[0], seed=seed), sites, positions=place,
+        folder=Path(folder) / f"lens-rows-{'-'.join(map(str, wanted)) if sites else 'all'}",
+        progress=progress,
+    )  # fmt: skip
+    validation = collect(
+        model, make_examples(model, parts[1], seed=seed), folder=Path(folder) / "lens-validation",
+        progress=progress,
+    )  # fmt: skip
+    others = [name for name in names if name != "jacobian"]
+    members = fit_members(model, train, others, layers=wanted, seed=seed, progress=progress) if others else {}
+    cosines = None
+    if "jacobian" in names:
+        halves = _jacobians(model, parts[0], wanted, n_prompts, longest, progress)
+        members["jacobian"] = halves[2]
+        plain = {name: members[name].lens for name in ("mat", "affine") if name in members}
+        if plain:
+            lenses = {**plain, "jacobian": halves[2].lens}
+            of_halves = {
+                name: _halves(lens, train, intercept=name == "affine") for name, lens in plain.items()
+            }
+            cosines = cosine_table(lenses, {**of_halves, "jacobian": (halves[0].lens, halves[1].lens)})
+    members = {name: members[name] for name in names}
+    judged_at = [layer for layer in wanted if layer or "jacobian" not in names]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SinkWarning)
+        sinks = sink_rows(validation)
+    table = report_table(
+        members, validation, layers=judged_at, sinks=sinks, progress=progress,
+        against=against if against is not None else "mat" if "mat" in names else None,
+    )  # fmt: skip
+    lenses = {name: member.lens for name, member in members.items()}
+    exits = lens_exit_sweep(lenses, validation, layers=judged_at, progress=progress)
+    read = None
+    if evaluations is not None:
+        read = evaluate_lenses(lenses, evaluations, layers=judged_at, progress=progress)
+    origin = {
+        **validation.provenance.to_json("model", "data"),
+        "train": train.provenance.to_json("data", "positions"),
+        "n_rows": train.n_rows, "layers": wanted, "methods": names, "seed": seed, "n_sinks": int(sinks.sum()),
+        "strengths": {
+            name: lens.provenance.details["strengths"]
+            for name, lens in lenses.items() if "strengths" in lens.provenance.details
+        },
+    }  # fmt: skip
+    if "jacobian" in names:
+        details = members["jacobian"].lens.provenance.details
+        origin |= {"n_prompts": details["n_fitted"], "n_prompt_tokens": details["n_tokens"]}
+    return Comparison(table, exits, cosines, read, members, origin)
+
+
+def _halves(lens: Lens, train: Activations, *, intercept: bool) -> tuple[Lens, Lens]:
+    """Least squares on the first half of the rows, and on the second."""
+    first = torch.arange(train.n_rows) < train.n_rows // 2
+    pairs = [(layer, lens.n_layers) for layer in lens.layers]
+
+    def of(rows: torch.Tensor) -> Lens:
+        fitted = fit_samples(train, pairs, rows=rows, intercept=intercept)
+        maps = {layer: LayerMap(linear.weight) for layer, linear in zip(lens.layers, fitted, strict=True)}
+        return replace(lens, maps=maps)
+
+    return of(first), of(~first)
+
+
+def _jacobians(
+    model: TransformerBridge, corpus: Corpus, layers: list[int], n: int, longest: int, progress: bool
+) -> tuple[Member, Member, Member]:
+    """Lenses of two halves of the prompts, and their mean, which has taken the time of both."""
+    longest_first = sorted(corpus.sentences, key=lambda text: (-len(text.split()), text))[: n - n % 2]
+    if len(longest_first) < 2:
+        raise InputError("Jacobians are taken on two halves of the prompts. Expected two sentences or more.")
+    halves = [
+        jacobian_member(
+            model, Corpus(corpus.name, tuple(longest_first[i::2]), n, 0, 0, 0), layers, longest, progress
+        )
+        for i in (0, 1)
+    ]
+    return halves[0], halves[1], mean_member(*halves)
+
+
+def mean_member(first: Member, second: Member) -> Member:
+    """The mean of two lenses' matrices, with the costs of both."""
+    a, b = first.lens, second.lens
+    width = a.provenance.identity.d_model
+    counts = [lens.provenance.details["n_fitted"] for lens in (a, b)]
+    share = counts[0] / sum(counts)
+    maps = {
+        layer: LayerMap(share * a.maps[layer].matrix(width) + (1 - share) * b.maps[layer].matrix(width))
+        for layer in a.layers
+    }
+    details = {
+        "n_fitted": sum(counts),
+        "n_tokens": sum(lens.provenance.details["n_tokens"] for lens in (a, b)),
+    }
+    lens: Lens = replace(a, maps=maps, provenance=a.provenance.with_details(**details))
+    return Member(lens, first.seconds + second.seconds, first.flops + second.flops)

@@ -1,0 +1,221 @@
+"""Members of the report: lenses fitted one by one on the same rows, with what each took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from matlens.activations.activations import Activations
+from matlens.arguments import short
+from matlens.corpora.corpus import Corpus
+from matlens.errors import InputError
+from matlens.judging.costs import closed_form_flops, jacobian_flops, training_flops
+from matlens.judging.jacobian import fit_jacobian
+from matlens.judging.report import Member
+from matlens.lens.fitting import lens_moments
+from matlens.lens.lens import Lens
+from matlens.lens.maps import Standardisation
+from matlens.lens.methods import Method
+from matlens.lens.training import BATCH, PILOT, STEPS, TOKENS, polish, scale_map, steps_for, tune
+from matlens.models.identity import ModelIdentity
+from matlens.models.readout import Readout
+from matlens.progress import Bar
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+TRAINED = ("scaled", "polished", "tuned", "jacobian")
+METHODS = (
+    "id", "mat", "affine", "ridge-identity", "weighted", "normed", "normed+affine", "scaled", "polished"
+)  # fmt: skip
+"""What is reported on unless other methods are asked for; ``tuned`` and ``jacobian`` take minutes a layer."""
+
+
+class _Clock:
+    seconds = 0.0
+
+
+@contextmanager
+def _timed() -> Iterator[_Clock]:
+    clock, start = _Clock(), time.process_time()
+    try:
+        yield clock
+    finally:
+        clock.seconds = time.process_time() - start
+
+
+@checked
+def best_start(model: TransformerBridge) -> str:
+    """The closed form that ``scaled`` and ``polished`` start from: standardised where that can be read."""
+    try:
+        Standardisation.from_model(model)
+    except InputError:
+        return "affine"
+    return "normed+affine"
+
+
+@checked
+def require_member_names(methods: Sequence[str]) -> list[str]:
+    """Names of members, each once: closed forms and ``scaled``, ``polished``, ``tuned`` and ``jacobian``.
+
+    Raises
+    ------
+    InputError
+        A name is none.
+    """
+    names = list(dict.fromkeys(methods))
+    if not names:
+        raise InputError("No methods are chosen. Expected one or more.")
+    for name in names:
+        if name not in TRAINED:
+            try:
+                Method.parse(name)
+            except InputError as error:
+                raise InputError(f"{error} Or one of {', '.join(TRAINED)}.") from error
+    return names
+
+
+@checked
+def fit_members(
+    model: TransformerBridge,
+    train: Activations,
+    methods: Sequence[str] = METHODS,
+    *,
+    layers: Sequence[int] | None = None,
+    prompts: Corpus | None = None,
+    longest: int = 128,
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Member]:
+    """Fit lenses on the same rows and measure what each takes.
+
+    A lens is charged with all that it needs but for collecting: ``polished`` with the closed form that it
+    starts from, and each closed form with the moments that it shares with others.
+
+    Parameters
+    ----------
+    model
+        The model.
+    train
+        Vectors of the layers and of the last one.
+    methods
+        Names of closed forms, see `Lens.fit`; ``scaled``, the best of them with one factor on its scores;
+        ``polished``, that with steps down the divergence; ``tuned``, trained from the identity; and
+        ``jacobian``.
+    layers
+        The layers, by default all but the last.
+    prompts, longest
+        What Jacobians are taken on, and the tokens that a prompt is cut to.
+    seed
+        Of the rows and tokens that training draws.
+    progress
+        Whether to show bars.
+
+    Raises
+    ------
+    InputError
+        A name is none, the rows lack a layer, or ``jacobian`` has no prompts.
+    """
+    names = require_member_names(methods)
+    train.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+    if "jacobian" in names and prompts is None:
+        raise InputError("The method 'jacobian' is fitted on prompts, and none are given. Expected a corpus.")
+    last = int(model.cfg.n_layers)
+    wanted = list(range(last)) if layers is None else sorted({train.resolve(layer).layer for layer in layers})
+    absent = [layer for layer in [*wanted, last] if f"h.{layer}" not in train]
+    if absent or not wanted:
+        raise InputError(f"The rows lack the layers {short(absent)}. Collect these sites too.")
+    start = best_start(model)
+    needed = [name for name in names if name not in TRAINED]
+    if {"scaled", "polished"} & {*names} and start not in needed:
+        needed.append(start)
+    fitted = _fit_closed(model, train, needed, wanted, progress)
+    for name in names:
+        if name in ("scaled", "polished", "tuned"):
+            fitted[name] = _train(name, fitted.get(start), model, train, wanted, seed, progress)
+        elif name == "jacobian":
+            assert prompts is not None
+            fitted[name] = jacobian_member(model, prompts, wanted, longest, progress)
+    return {name: fitted[name] for name in names}
+
+
+def _fit_closed(
+    model: TransformerBridge, train: Activations, names: Sequence[str], layers: list[int], progress: bool
+) -> dict[str, Member]:
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        method = Method.parse(name)
+        groups.setdefault((method.is_identity, method.rows, method.sinks), []).append(name)
+    members: dict[str, Member] = {}
+    readout = Readout(model) if names else None
+    for group in Bar(list(groups.values()), desc="closed forms", disable=not progress):
+        with _timed() as shared:
+            moments = lens_moments(model, train, group, layers=layers)
+        for name in group:
+            with _timed() as own:
+                lens = Lens.from_moments(moments, name)
+            lens = replace(lens, readout=readout, model=model)  # the rows are known to be of this model
+            identity = Method.parse(name).is_identity
+            flops = 0 if identity else closed_form_flops(train.n_rows, model.cfg.d_model) * len(layers)
+            members[name] = Member(lens, 0.0 if identity else shared.seconds + own.seconds, flops)
+    return members
+
+
+def _train(
+    name: str,
+    start: Member | None,
+    model: TransformerBridge,
+    train: Activations,
+    layers: list[int],
+    seed: int,
+    progress: bool,
+) -> Member:
+    last, maps = int(model.cfg.n_layers), {}
+    lens = start.lens if start is not None else Lens.identity(model)
+    readout, h_last = lens.on_readout, train[last]
+    norm = lens.norm if name != "tuned" else None
+    d, n, vocabulary = readout.d_model, len(h_last), readout.d_vocab
+    fit: dict[str, Callable[[int], Any]] = {
+        "scaled": lambda layer: scale_map(
+            readout, lens.maps[layer], train[layer], h_last, norm=norm, seed=seed
+        ),
+        "polished": lambda layer: polish(
+            readout, lens.maps[layer], train[layer], h_last, norm=norm, seed=seed
+        ),
+        "tuned": lambda layer: tune(readout, train[layer], h_last, seed=seed),
+    }
+    with _timed() as clock:
+        for layer in Bar(layers, desc=name, disable=not progress):
+            maps[layer] = fit[name](layer)
+    pilot = min(PILOT, n)
+    flops = {
+        "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
+        "polished": training_flops(
+            steps_for(n, STEPS, BATCH) * min(BATCH, n), d, min(TOKENS, vocabulary), pilot=pilot,
+            d_vocab=vocabulary,
+        ),
+        "tuned": training_flops(2 * n, d, vocabulary),
+    }[name] * len(layers)  # fmt: skip
+    seconds = clock.seconds
+    if name != "tuned" and start is not None:
+        seconds, flops = seconds + start.seconds, flops + start.flops
+    provenance = train.provenance.with_details(method=name, n_fitted=n, seed=seed)
+    trained = replace(lens, maps=maps, method=name, provenance=provenance, norm=norm)
+    return Member(trained, seconds, flops)
+
+
+def jacobian_member(
+    model: TransformerBridge, prompts: Corpus, layers: list[int], longest: int, progress: bool
+) -> Member:
+    """A Jacobian lens, with what it took."""
+    with _timed() as clock:
+        lens = fit_jacobian(
+            model, prompts, layers=[layer for layer in layers if layer], longest=longest, progress=progress
+        )
+    parameters = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
+    tokens = int(lens.provenance.details["n_tokens"])
+    return Member(lens, clock.seconds, jacobian_flops(tokens, int(model.cfg.d_model), parameters))

@@ -1,0 +1,268 @@
+"""Lenses on disk: folders of this project, files of TransformerLens' Jacobian lens, folders of tuned-lens."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from matlens.arguments import short
+from matlens.errors import InputError, printable
+from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.linear.mapsets import CONVENTION
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.storage.arrays import (
+    describe_tensors,
+    open_recorded,
+    require_hash,
+    require_record,
+    require_tensor,
+)
+from matlens.storage.files import damaged, open_regular, read_json, system_errors, write_bytes
+from matlens.storage.folders import Workplace, read_config, reading_record
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_HOLDS = "lens"
+_JACOBIAN = "jacobian_lens"  # what is kept in a provenance of such a file
+_OWN = "matlens"  # what is kept in such a file of a provenance
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def write_lens(folder: str | Path, lens: LensParts) -> None:
+    """Write a safetensors file for each map of a lens, and ``config.json`` when all are there."""
+    files: dict[str, LayerMap] = {}
+    of_layer: dict[str, dict[str, Any]] = {}
+    names: dict[int, str] = {}
+    for layer, held in lens.maps.items():
+        name = names.setdefault(id(held), f"h.{layer}.safetensors")
+        files[name] = held
+        of_layer[str(layer)] = {"file": name if held.parts else None, "scale": held.scale}
+    for name, held in files.items():
+        if not all(bool(part.isfinite().all()) for part in held.parts.values()):
+            raise InputError(f"The lens cannot be saved: a number of {name} is not finite. Fit it again.")
+    request = {
+        "provenance": lens.provenance.to_json(), "method": lens.method, "layers": of_layer,
+        "norm": None if lens.norm is None else asdict(lens.norm), "content": lens.digest,
+        "convention": CONVENTION, "dtype": "float32",
+    }  # fmt: skip
+    place = Workplace(folder, _HOLDS, request)
+    with place.working():
+        if not place.finished:
+            records = {}
+            for name, held in files.items():
+                if held.parts:
+                    tensors = {key: _kept(part) for key, part in held.parts.items()}
+                    content = save_tensors(tensors)
+                    write_bytes(place.folder / name, content)
+                    records[name] = describe_tensors(tensors, content)
+            place.finish(records)
+
+
+def _kept(part: Tensor) -> Tensor:
+    return part.detach().cpu().to(torch.float32, copy=True).contiguous()
+
+
+def read_lens(folder: str | Path) -> LensParts:
+    """Read what `write_lens` has written, every byte of it checked."""
+    folder = Path(folder)
+    config = read_config(folder, _HOLDS)
+    request = config["request"]
+    with reading_record(folder):
+        provenance = Provenance.from_json({**request["provenance"]})
+        norm = None if request["norm"] is None else Standardisation(**request["norm"])
+        read: dict[str, dict[str, Tensor]] = {}
+        maps: dict[int, LayerMap] = {}
+        shared: dict[tuple[str, float], LayerMap] = {}
+        for layer, said in request["layers"].items():
+            name, scale = said["file"], float(said["scale"])
+            if name is not None and name not in read:
+                read[name] = _read_tensors(folder, config, name)
+            parts = {} if name is None else read[name]
+            maps[int(layer)] = shared.setdefault((str(name), scale), LayerMap(**parts, scale=scale))
+        lens = LensParts(dict(sorted(maps.items())), str(request["method"]), provenance, norm)
+        if lens.digest != request["content"]:
+            raise damaged(folder / "config.json", "is of a lens with other numbers than these files hold")
+    return lens
+
+
+def _read_tensors(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    record = require_record(config, folder, name)
+    path = folder / name
+    require_hash(path, record)
+    try:
+        with open_recorded(path, record) as file:
+            tensors = load_tensors(file.read())
+    except (SafetensorError, ValueError) as error:
+        raise damaged(path, f"cannot be read as safetensors ({error})") from error
+    if set(tensors) != set(record.get("tensors", {})):
+        raise damaged(path, "holds other tensors than were written")
+    return {key: require_tensor(values, path, record, key) for key, values in tensors.items()}
+
+
+def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
+    """Write maps as TransformerLens' `JacobianLens` does; see `Lens.to_jacobian_lens`."""
+    for layer, held in lens.maps.items():
+        for part, what in ((held.bias, "a bias"), (lens.norm, "a norm before its maps")):
+            if part is not None:
+                raise InputError(
+                    f"A Jacobian lens is a matrix for each layer and nothing else, and this lens "
+                    f"({lens.method}) has {what}, without which layer {layer} would read other tokens. "
+                    "Expected a lens such as 'mat', 'ridge', 'weighted' or 'narrow(64)'."
+                )
+        if held.scale != 1:
+            raise InputError(
+                f"A Jacobian lens is a matrix for each layer and nothing else, and layer {layer} of this "
+                f"lens ({lens.method}) has a scale of its own. Expected a lens without one."
+            )
+    width = lens.provenance.identity.d_model
+    matrices = {layer - 1: held.matrix(width) for layer, held in lens.maps.items() if layer > 0}
+    if not matrices:
+        raise InputError("A Jacobian lens begins behind the first block, and this lens has layer 0 alone.")
+    known = lens.provenance.details.get(_JACOBIAN)
+    data = lens.provenance.data or {}
+    if isinstance(known, Mapping):
+        count, metadata, dtype = known["n_prompts"], known["metadata"], _DTYPES[known["dtype"]]
+        if not all(torch.equal(matrix.to(dtype).float(), matrix.float()) for matrix in matrices.values()):
+            dtype = torch.float32
+    else:
+        count, dtype = int(data.get("n", 0)), torch.float32
+        own = {"method": lens.method, "provenance": lens.provenance.to_json()}
+        metadata = {"model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: _plain(own)}
+    content = {
+        "J": {layer: matrix.detach().cpu().to(dtype).contiguous() for layer, matrix in matrices.items()},
+        "n_prompts": count, "source_layers": sorted(matrices), "d_model": width,
+    }  # fmt: skip
+    buffer = io.BytesIO()
+    torch.save(content | ({"metadata": dict(metadata)} if metadata else {}), buffer)
+    path = Path(path)
+    with system_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, buffer.getvalue())
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences as dicts and lists, which such a file may hold."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
+    """Read a file of TransformerLens' `JacobianLens`; see `Lens.from_jacobian_lens`."""
+    from transformer_lens.tools.analysis import JacobianLens
+
+    path = Path(path)
+    expected = "Expected a file that JacobianLens.save or Lens.to_jacobian_lens has written, of this model."
+    with _foreign(path, expected):
+        content = _unpickled(path)
+        lens = JacobianLens(
+            {int(layer): matrix for layer, matrix in content["J"].items()},
+            n_prompts=int(content.get("n_prompts", 0)), d_model=int(content["d_model"]),
+            metadata=content.get("metadata"),
+        )  # fmt: skip
+        lens.validate_model(model)
+        dtypes = {str(matrix.dtype).removeprefix("torch.") for matrix in content["J"].values()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        maps = {layer + 1: LayerMap(lens.jacobians[layer].contiguous()) for layer in lens.source_layers}
+        own = lens.metadata.get(_OWN)
+        said = None if own is None else Provenance.from_json({**own["provenance"]})
+    _require_finite(maps, path)
+    identity = ModelIdentity.from_model(model)
+    if said is not None:
+        said.require_same(identity, ours="the lens")
+        return LensParts(maps, str(own["method"]), said)
+    details = {
+        _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,
+                    "dtype": dtype if dtype in _DTYPES else "float32"},
+    }  # fmt: skip
+    corpus = {"corpus": str(lens.metadata.get("corpus", "unnamed")), "n": lens.n_prompts}
+    return LensParts(maps, "jacobian", Provenance(identity, corpus, details=details))
+
+
+def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:
+    """Read a folder of tuned-lens, whose maps are added to the identity; see `Lens.from_tuned_lens`."""
+    folder = Path(folder)
+    expected = "Expected config.json and params.pt as tuned-lens saves them, of this model."
+    with _foreign(folder, expected):
+        config = read_json(folder / "config.json")
+        width, n_layers = int(config["d_model"]), int(config["num_hidden_layers"])
+        if (width, n_layers) != (model.cfg.d_model, model.cfg.n_layers):
+            raise InputError(
+                f"The tuned lens in {folder} is of a model with {n_layers} layers of {width} coordinates, "
+                f"and this model has {model.cfg.n_layers} of {model.cfg.d_model}. Is it of another model?"
+            )
+        hashed = config.get("unembed_hash")
+        if hashed is not None and hashed != _tuned_hash(model):
+            raise InputError(
+                f"The tuned lens in {folder} was trained for another unembedding than this model has: its "
+                f"config.json says {short(config.get('base_model_name_or_path'))}. Load that model."
+            )
+        state = _unpickled(folder / "params.pt")
+        names = {f"{layer}.{part}" for layer in range(n_layers) for part in ("weight", "bias")}
+        if not {f"{layer}.weight" for layer in range(n_layers)} <= set(state) <= names:
+            raise InputError(f"{folder / 'params.pt'} holds {short(sorted(state))}. {expected}")
+        maps = {
+            layer: LayerMap(
+                state[f"{layer}.weight"].float() + torch.eye(width),
+                bias=None if f"{layer}.bias" not in state else state[f"{layer}.bias"].float(),
+            )
+            for layer in range(n_layers)
+        }
+    _require_finite(maps, folder)
+    said = {key: config.get(key) for key in ("base_model_name_or_path", "base_model_revision", "lens_type")}
+    return LensParts(maps, "tuned", Provenance(ModelIdentity.from_model(model), details={"tuned_lens": said}))
+
+
+def _tuned_hash(model: TransformerBridge) -> str:
+    """What tuned-lens calls the hash of an unembedding: of how NumPy prints it, with one decimal."""
+    weight = model.unembed.original_component.weight.detach().cpu().float().numpy()
+    return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """Tensors and plain values in a file of torch.save; anything else in it is refused and not run."""
+    with open_regular(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with a file is said in an error
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise TypeError(f"it holds a {type(content).__name__}")
+    return content
+
+
+@contextmanager
+def _foreign(path: Path, expected: str) -> Iterator[None]:
+    """Say of a file that others have written what is wrong with it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds more than numbers and texts, and what it asks for is not run. {expected}"
+        ) from error
+    except Exception as error:
+        cause = printable(f"{type(error).__name__}: {error}", most=300)
+        raise InputError(f"{path} cannot be read ({cause}). {expected}") from error
+
+
+def _require_finite(maps: Mapping[int, LayerMap], path: Path) -> None:
+    for layer, held in maps.items():
+        if not all(bool(part.isfinite().all()) for part in held.parts.values()):
+            raise InputError(f"{path} holds a number at layer {layer} that is not finite.")

@@ -1,0 +1,9 @@
+from .choices import Choice as Choice
+from .choices import Method as Method
+from .evaluation import Speed as Speed
+from .evaluation import compare_pruned as compare_pruned
+from .evaluation import speed as speed
+from .layouts import plain_copy as plain_copy
+from .pruned import Pruned as Pruned
+from .pruned import prune as prune
+from .saving import save_pruned as save_pruned

@@ -1,0 +1,44 @@
+"""What can be chosen: which blocks are left out, and what becomes of the matrix before them."""
+
+from enum import StrEnum
+
+
+class Method(StrEnum):
+    """What becomes of the matrix before a span that is left out.
+
+    Attributes
+    ----------
+    out
+        Nothing: the blocks are left out alone (ShortGPT).
+    magnitude
+        Each channel of ``m`` is scaled so that it is as large, on average, as what would be right (after
+        LinearPatch, which scales the whole stream and cannot be folded).
+    replaceme
+        ``T W`` for the matrix ``W``, ``T`` the least-squares map of ``m`` to what would be right (ReplaceMe).
+    refit
+        The matrix that does best itself: least squares of what it reads to what would be right, with a
+        penalty towards ``W``. ``T W`` are the matrices of one rank or less among those it can be.
+    """
+
+    out = "out"
+    magnitude = "magnitude"
+    replaceme = "replaceme"
+    refit = "refit"
+
+
+class Choice(StrEnum):
+    """How the blocks to be left out are chosen.
+
+    Attributes
+    ----------
+    angle
+        The span over which the stream turns least: mean angle between ``h^i`` and ``h^{i+n}``.
+    loss
+        The span without which the loss on the calibration text rises least.
+    greedy
+        Blocks one after the other, each the one without which the loss rises least; they may lie apart.
+    """
+
+    angle = "angle"
+    loss = "loss"
+    greedy = "greedy"

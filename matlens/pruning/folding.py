@@ -1,0 +1,89 @@
+"""The map that stands in for blocks left out, folded into the matrix before them (definitions, section 11).
+
+Blocks ``i .. i+n-1`` are left out. ``m`` is what the FFN of the block before them adds to the stream, ``y``
+the stream without it, so ``h^i = y + m``; what would be right in the place of ``m`` is ``h^{i+n} - y``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from matlens.linear.moments import Moments
+from matlens.pruning.choices import Method
+
+_ROWS = 8192  # of a part that moments take in
+
+
+class Matrix(NamedTuple):
+    """An FFN's output matrix and its bias."""
+
+    weight: Float[Tensor, "d_model d_mlp"]
+    bias: Float[Tensor, " d_model"] | None
+
+
+def fold(
+    method: Method,
+    matrix: Matrix,
+    read: Float[Tensor, "n d_mlp"],
+    right: Float[Tensor, "n d_model"],
+    *,
+    penalty: float = 0.0,
+    rows: Bool[Tensor, " n"] | None = None,
+) -> Matrix:
+    """The matrix by which a block writes, as nearly as the method can, what would be right.
+
+    Parameters
+    ----------
+    method
+        Which closed form.
+    matrix
+        The block's own.
+    read, right
+        What the matrix read on calibration text, and what should be written there, row by row.
+    penalty
+        How much the solution is held near the block's own: times the mean square of a coordinate that is
+        mapped. ``replaceme`` is held near the identity, ``refit`` near the matrix.
+    rows
+        True for the rows to fit on, by default all.
+    """
+    if method == Method.out:
+        return matrix
+    if rows is not None:
+        read, right = read[rows], right[rows]
+    weight = matrix.weight.double()
+    bias = None if matrix.bias is None else matrix.bias.double()
+    if method == Method.refit:
+        change, shift = _least_squares(read, weight, bias, right, penalty, intercept=bias is not None)
+        return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
+    if method == Method.magnitude:
+        written = read.double() @ weight.T + (0 if bias is None else bias)
+        factor = right.double().abs().mean(0) / written.abs().mean(0).clamp_min(
+            torch.finfo(torch.float64).tiny
+        )
+        return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
+    moments = Moments(len(weight), len(weight), source="what the FFN writes", target="what would be right")
+    total = 0.0
+    for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
+        written = part.double() @ weight.T + (0 if bias is None else bias)
+        moments.update(written, truth.double() - written)
+        total += float(written.square().sum())
+    change, _ = moments.solution(intercept=False, ridge=penalty * total / len(weight))
+    turned = change + torch.eye(len(weight), dtype=torch.float64)
+    return Matrix(turned @ weight, None if bias is None else turned @ bias)
+
+
+def _least_squares(
+    read: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, penalty: float, *, intercept: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What is to be added to the matrix, and to the bias where there is one."""
+    moments = Moments(weight.shape[1], len(weight), source="what the FFN reads", target="what would be right")
+    total = 0.0
+    for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
+        x = part.double()
+        moments.update(x, truth.double() - x @ weight.T - (0 if bias is None else bias))
+        total += float(x.square().sum())
+    return moments.solution(intercept=intercept, ridge=penalty * total / weight.shape[1])

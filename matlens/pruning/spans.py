@@ -1,0 +1,129 @@
+"""Which blocks are left out: as the user says, or as the calibration text does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from matlens.arguments import require_whole, short
+from matlens.errors import InputError
+from matlens.progress import Bar
+from matlens.pruning.choices import Choice
+from matlens.pruning.streams import Streams
+
+
+def read_blocks(blocks: Any, n_layers: int) -> tuple[int, ...]:
+    """Check the numbers of the blocks that a user wants left out.
+
+    Raises
+    ------
+    InputError
+        One is not in the model or stands twice, the first is among them, or all are.
+    """
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        raise InputError(
+            f"blocks is {short(blocks)}. Expected a number of blocks, or a list such as [13, 14]."
+        )
+    numbers = [require_whole(block, "A block to leave out", least=0, most=n_layers - 1) for block in blocks]
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"The blocks {short(sorted(numbers))} name one twice. Expected each once.")
+    if 0 in numbers:
+        raise InputError(
+            "Block 0 is among those to leave out, and no block before it could take the map in. Expected "
+            f"blocks from 1 to {n_layers - 1}."
+        )
+    return tuple(sorted(numbers))
+
+
+def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of blocks, each as its first block and the one after its last."""
+    spans: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        if spans and spans[-1][1] == block:
+            spans[-1] = spans[-1][0], block + 1
+        else:
+            spans.append((block, block + 1))
+    return spans
+
+
+def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
+    """The ``n`` blocks to leave out; block 0 is never among them.
+
+    Parameters
+    ----------
+    streams
+        The whole model on calibration text.
+    n
+        How many blocks.
+    choice
+        How they are chosen.
+    progress
+        Whether to show a bar.
+
+    Raises
+    ------
+    InputError
+        The model has too few blocks.
+    """
+    n_layers = len(streams.layout.blocks)
+    n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+    if n == 0:
+        return ()
+    if choice == Choice.greedy:
+        return _greedy(streams, n, progress)
+    starts = range(1, n_layers - n + 1)
+    if choice == Choice.angle:
+        turned = [float(angles(streams.h[start], streams.h[start + n]).mean()) for start in starts]
+    else:
+        turned = []
+        with Bar(total=len(starts), desc="spans", unit="span", disable=not progress) as bar:
+            for start in starts:
+                turned.append(loss_without(streams, range(start, start + n)))
+                bar.update(1)
+    best = starts[min(range(len(starts)), key=turned.__getitem__)]
+    return tuple(range(best, best + n))
+
+
+def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Float[Tensor, " *n"]:
+    """Angle between vectors, as a share of a half turn."""
+    cosine = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)
+    return cosine.clamp(-1, 1).arccos() / math.pi
+
+
+def loss_without(streams: Streams, blocks: Iterable[int]) -> float:
+    """Mean loss of the next token on the calibration text where blocks are left out alone."""
+    out = set(blocks)
+    first = min(out)
+    h = streams.h[first]
+    for index in range(first, len(streams.layout.blocks)):
+        if index not in out:
+            h = streams.after(index, streams.layout.blocks[index], h)
+    return float(streams.losses(h).mean())
+
+
+def _greedy(streams: Streams, n: int, progress: bool) -> tuple[int, ...]:
+    """Take blocks away one by one.
+
+    A block is tried again only while its loss without the blocks that were taken before it is below what the
+    best of this round costs: losses rise as blocks go, so the others would only have become worse.
+    """
+    losses = dict.fromkeys(range(1, len(streams.layout.blocks)), -math.inf)
+    gone: list[int] = []
+    with Bar(total=n, desc="blocks", unit="block", disable=not progress) as bar:
+        while len(gone) < n:
+            best, least = -1, math.inf
+            for block in sorted(losses, key=losses.__getitem__):
+                if losses[block] >= least:
+                    break
+                losses[block] = loss_without(streams, [*gone, block])
+                if losses[block] < least:
+                    best, least = block, losses[block]
+            gone.append(best)
+            del losses[best]
+            bar.update(1)
+    return tuple(sorted(gone))

@@ -1,0 +1,97 @@
+"""Commands about lenses do what the library does, and print it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import FfnCommands, cells
+from conftest import D_MODEL, N_LAYERS
+from transformer_lens.tools.analysis import JacobianLens
+
+import matlens
+from matlens import Lens
+from matlens.models.vocabulary import visible
+
+PROMPT = "w3 w14 w15 w9"
+
+
+@pytest.fixture
+def commands(model_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> FfnCommands:
+    return FfnCommands(model_folder, capsys)
+
+
+def test_fit_keeps_the_lenses_of_the_training_sentences(
+    commands: FfnCommands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    arguments = ["--corpus", corpora / "words.txt", "--train", 40, "--val", 20, "--out", tmp_path / "out"]
+    printed = commands.run(
+        "lens", "fit", *arguments, "--method", "mat", "--method", "normed+affine without sinks", model="llama"
+    )
+    corpus, _ = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=40, n_validation=20)
+    model = small_model("llama")
+    expected = Lens.fit(model, corpus, method="mat", progress=False)
+    lens = Lens.load(tmp_path / "out" / "mat", model)
+    h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(lens(h, 1), expected(h, 1), rtol=1e-3, atol=1e-3)
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert len(folders) == 2
+    assert Lens.load(tmp_path / "out" / folders[1]).norm is not None
+    assert f"fitted on {expected.n_samples:,} tokens" in printed
+    few = commands.run(
+        "lens", "fit", "--corpus", corpora / "few.txt", "--train", 3, "--val", 2, "--out", tmp_path / "few",
+        model="llama",
+    )  # fmt: skip
+    assert "few for 32 dimensions" in " ".join(few.split())
+    assert Lens.load(tmp_path / "few").method == "mat"
+
+
+def test_show_and_trajectory_print_what_layers_predict(
+    commands: FfnCommands, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    trajectory = Lens.identity(small_model("llama")).trajectory(PROMPT)
+    best = trajectory.top_tokens()
+    printed = commands.run("lens", "show", PROMPT, "--last", 2, model="llama")
+    assert [[cell.strip() for cell in row] for row in cells(printed)] == [
+        [str(layer), *(visible(best[layer][place][0]) for place in (2, 3))] for layer in range(N_LAYERS + 1)
+    ]
+    printed = commands.run(
+        "lens", "trajectory", PROMPT, "--token", "w7", "--plot", tmp_path / "a.png",
+        "--csv", tmp_path / "a.csv", "--colour", "kl", model="llama",
+    )  # fmt: skip
+    rows = cells(printed)
+    assert [int(row[0]) for row in rows] == list(range(N_LAYERS + 1))
+    assert [int(row[-1]) for row in rows] == trajectory.rank("w7")[3].tolist()
+    assert [int(row[-2]) for row in rows] == trajectory.final_rank[3].tolist()
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 4 * (N_LAYERS + 1)
+    masked = commands.run("lens", "trajectory", "w3 [MASK] w9", model="bert")
+    assert "At token 2, '[MASK]'" in masked
+
+
+def test_convert_goes_both_ways(
+    commands: FfnCommands, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    Lens.identity(model).save(tmp_path / "own")
+    printed = commands.run("lens", "convert", tmp_path / "own", tmp_path / "j.pt", model="llama")
+    assert "A lens of 3 layers (id)" in printed
+    assert torch.equal(JacobianLens.load(str(tmp_path / "j.pt")).jacobians[0], torch.eye(D_MODEL))
+    commands.run("lens", "convert", tmp_path / "j.pt", tmp_path / "back", model="llama")
+    assert Lens.load(tmp_path / "back").layers == (1, 2)
+
+
+def test_refusals_come_before_the_work(commands: FfnCommands, corpora: Path, tmp_path: Path) -> None:
+    said = commands.run("lens", "show", PROMPT, "--lens", tmp_path / "no", model="llama", code=2)
+    assert "There is no folder" in said
+    said = commands.run("lens", "convert", tmp_path / "no", tmp_path / "x", model="llama", code=2)
+    assert "Expected a folder of a lens" in said
+    said = commands.run(
+        "lens", "fit", "--corpus", corpora / "few.txt", "--out", tmp_path / "o", "--method", "best",
+        model="llama", code=2,
+    )  # fmt: skip
+    assert "is no method of a lens" in said
+    assert not (tmp_path / "o").exists()

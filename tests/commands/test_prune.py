@@ -1,0 +1,62 @@
+"""The command `matlens prune`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from command_lines import run_command
+from conftest import WORDS
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = np.random.default_rng(4)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(" ".join(generator.choice(WORDS, 20)) for _ in range(80)))
+    return path
+
+
+def test_a_folder_is_written_that_transformers_loads(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--blocks", "1",
+        "--window", "24", "--out", tmp_path / "pruned",
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "agreement" in outcome.out
+    assert "ms a token" in outcome.out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    assert loaded.config.num_hidden_layers == 2
+    again = run_command(asked, capsys)
+    assert again.code == 2
+    assert "not empty" in " ".join(again.err.split())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [("x", "expected how many"), ("0,1", "Block 0"), ("7", "from 0 to 2"), ("2,2", "one twice")],
+)
+def test_blocks_that_cannot_be_are_refused(
+    blocks: str,
+    message: str,
+    corpus: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outcome = run_command(
+        [
+            "prune", "--model", model_folder("llama"), "--corpus", corpus, "--blocks", blocks,
+            "--window", "24", "--out", tmp_path / "pruned", "--device", "cpu",
+        ],
+        capsys,
+    )  # fmt: skip
+    assert outcome.code == 2
+    assert message in " ".join(outcome.err.replace("│", " ").split())
+    assert not (tmp_path / "pruned").exists()

@@ -1,0 +1,283 @@
+"""The pages of value vectors: what they show is what the library says, and a killed job goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from browsing import Visit, numbers, visiting
+from conftest import SPECIAL, WORDS, make_sentences, plain_vectors
+from injections import INJECTIONS
+
+import matlens
+from matlens import ffn
+from matlens.errors import InputError
+from matlens.explorer import value_pages, write_value_pages
+from matlens.storage.verification import verify
+
+N_CLUSTERS = 12
+TEXTS = [*SPECIAL.values(), *WORDS, *(f"<{i}>" for i in range(52, 60))]
+
+
+@pytest.fixture(scope="module")
+def clusters(small_model: Callable[[str], Any]) -> ffn.Clusters:
+    return ffn.Clusters.fit(ffn.ValueVectors(small_model("llama")), N_CLUSTERS, progress=False)
+
+
+@pytest.fixture(scope="module")
+def site(
+    small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("values") / "site"
+    return write_value_pages(
+        small_model("llama"), folder, corpus=make_sentences(), clusters=clusters, k=6, among=12, neighbours=4,
+        n_best=3, progress=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def open_site(browser: Any, site: Path) -> Iterator[Visit]:
+    with visiting(browser, site) as visit:
+        yield visit
+
+
+@pytest.fixture
+def visit(open_site: Visit) -> Iterator[Visit]:
+    yield open_site
+    assert (open_site.requests, open_site.errors) == ([], [])
+
+
+def go(visit: Visit, fragment: str, selector: str) -> None:
+    visit.page.evaluate(f"location.hash = '{fragment}'")
+    visit.page.wait_for_selector(selector)
+
+
+def show(visit: Visit, name: str) -> None:
+    go(visit, name, f"#vector-name:text-is('{name}')")
+
+
+@pytest.mark.parametrize("name", ["L0D0", "L1D12", "L2D47"])
+def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbours(
+    name: str, visit: Visit, small_model: Callable[[str], Any], clusters: ffn.Clusters
+) -> None:
+    model = small_model("llama").original_model
+    rows = [layer.mlp.down_proj.weight.detach().double().T for layer in model.model.layers]
+    layer, index = (int(part) for part in name[1:].split("D"))
+    vector = rows[layer][index]
+    normed = (
+        vector
+        / (vector.square().mean() + model.config.rms_norm_eps).sqrt()
+        * model.model.norm.weight.double()
+    )
+    show(visit, name)
+    for reading, read in (("plain", vector), ("norm", normed)):
+        scores = (model.lm_head.weight.double() @ read).detach()
+        for side in ("top", "bottom"):
+            best = scores.topk(6, largest=side == "top")
+            shown = visit.rows(f"[data-list='{reading} {side}']")
+            assert [cells[1] for cells in shown] == [TEXTS[int(i)] for i in best.indices]
+            np.testing.assert_allclose([numbers(cells[2])[0] for cells in shown], best.values, rtol=6e-4)
+    every = torch.nn.functional.normalize(torch.cat(rows), dim=1)
+    cosines = every @ every[48 * layer + index]
+    best = cosines.topk(5)
+    shown = visit.rows("[data-list='neighbours']")
+    assert [cells[0] for cells in shown] == [f"L{int(i) // 48}D{int(i) % 48}" for i in best.indices[1:]]
+    np.testing.assert_allclose([numbers(cells[1])[0] for cells in shown], best.values[1:], rtol=6e-4)
+    facts = visit.page.inner_text("#vector p")
+    np.testing.assert_allclose(numbers(facts)[0], vector.norm(), rtol=6e-4)
+    assert facts.endswith(f"cluster {clusters.labels[48 * layer + index]}")
+
+
+@pytest.fixture(scope="module")
+def coefficients(plain_model: Callable[[str], Any]) -> list[torch.Tensor]:
+    """Of every sentence, by the plain model: ``[layers, length, d_mlp]``."""
+    found = []
+    for sentence in make_sentences().sentences:
+        tokens = torch.tensor([WORDS.index(word) + 2 for word in sentence.split()])
+        seen = plain_vectors("llama", plain_model("llama"), tokens)
+        found.append(torch.stack([seen[f"ffn_post.{layer}"][0] for layer in range(3)]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["L0D3", "L1D12", "L2D40"])
+def test_a_vector_has_the_sentences_of_its_largest_coefficients(
+    name: str, visit: Visit, coefficients: list[torch.Tensor], plain_model: Callable[[str], Any]
+) -> None:
+    layer, index = (int(part) for part in name[1:].split("D"))
+    peaks = torch.stack([m[layer, 1:, index].max() for m in coefficients])
+    best = peaks.topk(3)
+    show(visit, name)
+    shown = visit.page.evaluate(
+        "[...document.querySelectorAll('.sentence')].map(p => [p.firstChild.textContent,"
+        "[...p.querySelectorAll('bdi')].map(e => [e.textContent, e.title, e.className])])"
+    )
+    assert len(shown) == 3
+    for (peak, words), value, sentence in zip(shown, best.values, best.indices, strict=True):
+        np.testing.assert_allclose(numbers(peak)[0], value, rtol=6e-4)
+        assert [word for word, *_ in words] == make_sentences().sentences[int(sentence)].split()
+        exact = coefficients[int(sentence)][layer, :, index]
+        step = float(value.abs()) / 127
+        np.testing.assert_allclose(
+            [numbers(title)[0] for _, title, _ in words],
+            exact.clamp(-127 * step, 127 * step),
+            atol=0.52 * step,
+        )
+        assert all(
+            ("less" in colour) == (m < -0.5 * step) for m, (*_, colour) in zip(exact, words, strict=True)
+        )
+    rows = plain_model("llama").model.layers[layer].mlp.down_proj.weight.T
+    counted = torch.cat([m[layer, 1:] for m in coefficients])
+    dominant = (counted.abs() * rows.norm(dim=1)).topk(10).indices
+    share = (dominant == index).any(1).double().mean()
+    np.testing.assert_allclose(numbers(visit.page.inner_text("#vector p"))[1], share, rtol=6e-4, atol=1e-9)
+
+
+def test_vectors_are_found_by_token_name_layer_and_cluster(
+    visit: Visit, small_model: Callable[[str], Any], clusters: ffn.Clusters
+) -> None:
+    model = small_model("llama")
+    values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
+    tokens = ffn.top_tokens_of_all(values, projection, k=12, progress=False)
+    expected = ffn.values_with_tokens(values, projection, tokens, ["w7"])
+    visit.page.fill("#query", "w7")
+    visit.page.keyboard.press("Enter")
+    visit.page.click(".choices bdi:text-is('w7')")
+    visit.page.wait_for_selector("#results table")
+    names = [cells[0] for cells in visit.rows("#results")]
+    hits = expected.assign(row=expected["layer"] * 48 + expected["index"]).sort_values(["rank", "row"])
+    assert names == hits["value"].tolist()[:60]
+    assert f"{len(hits)} value vectors" in visit.page.inner_text("#said")
+    visit.page.fill("#query", "l2d40")
+    visit.page.click("#search button")
+    visit.page.wait_for_selector("#vector-name:text-is('L2D40')")
+    visit.page.fill("#query", "layer 1")
+    visit.page.keyboard.press("Enter")
+    visit.page.wait_for_selector("#results table")
+    assert [cells[0] for cells in visit.rows("#results")] == [f"L1D{i}" for i in range(48)]
+    top = [TEXTS[int(i)] for i in tokens.ids[48, :5]]
+    assert visit.rows("#results")[0][1].split() == top
+    go(visit, "cluster=3", "#results caption, #results table")
+    members = [str(values.at(int(row))) for row in clusters.members(3)]
+    assert [cells[0] for cells in visit.rows("#results")] == members
+    go(visit, "word=no such token", "#said:has-text('No token holds')")
+    go(visit, "L9D1", "#said:has-text('nothing called')")
+
+
+def test_no_fault_is_seen_by_axe_and_all_is_reached_by_keys(visit: Visit) -> None:
+    for fragment, selector in (("L1D12", "#vector-name"), ("layer=0", "#results table")):
+        go(visit, fragment, selector)
+        assert visit.faults() == []
+    wanted = visit.page.evaluate(
+        "[...document.querySelectorAll('a, button, input, select, summary')]"
+        ".filter(e => e.checkVisibility()).map((e, i) => e.dataset.stop = String(i))"
+    )
+    reached = set()
+    for _ in range(len(wanted) + 4):
+        visit.page.keyboard.press("Tab")
+        reached.add(visit.page.evaluate("document.activeElement.dataset.stop"))
+    assert set(wanted) <= reached
+
+
+def test_a_killed_job_goes_on_and_gives_the_same(
+    small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("matlens.explorer.usage._CHUNK", 16)
+    options: dict[str, Any] = {"corpus": make_sentences(), "clusters": clusters, "k": 6, "among": 12}
+    options |= {"neighbours": 4, "n_best": 3, "progress": False}
+    site = write_value_pages(small_model("llama"), tmp_path / "whole", **options)
+    write = value_pages.write_text
+    reads: list[int] = []
+    read = matlens.explorer.usage._State.read
+
+    def counting(state: Any, model: Any, examples: Any, *rest: Any) -> None:
+        reads.append(len(examples))
+        if len(reads) == 2:
+            raise KeyboardInterrupt
+        read(state, model, examples, *rest)
+
+    def dying(path: Path, text: str) -> None:
+        if path.name == "vectors-1-0.js":
+            raise KeyboardInterrupt
+        write(path, text)
+
+    monkeypatch.setattr("matlens.explorer.usage._State.read", counting)
+    with pytest.raises(KeyboardInterrupt):
+        write_value_pages(small_model("llama"), tmp_path / "site", **options)
+    monkeypatch.setattr("matlens.explorer.value_pages.write_text", dying)
+    with pytest.raises(KeyboardInterrupt):
+        write_value_pages(small_model("llama"), tmp_path / "site", **options)
+    assert reads == [16, 16, 16, 8]  # what was read before the first kill is not read again
+    monkeypatch.setattr("matlens.explorer.value_pages.write_text", write)
+    write_value_pages(small_model("llama"), tmp_path / "site", **options)
+    assert len(reads) == 4
+    names = {path.name for path in site.parent.iterdir()}
+    assert {path.name for path in (tmp_path / "site").iterdir()} == names
+    for name in names - {"config.json"}:
+        assert (tmp_path / "site" / name).read_bytes() == (site.parent / name).read_bytes(), name
+    assert [verdict.damage for verdict in verify(site.parent)] == [None]
+    with pytest.raises(InputError, match="belongs to another job"):
+        write_value_pages(small_model("llama"), tmp_path / "site", **options | {"k": 5})
+
+
+def test_without_corpus_clusters_and_neighbours_there_are_tokens_alone(
+    browser: Any, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    page = write_value_pages(small_model("gpt2"), tmp_path / "site", neighbours=0, progress=False)
+    with visiting(browser, page, fragment="#L1D5") as visit:
+        assert visit.page.locator("#vector [data-list]").count() == 4
+        assert visit.page.locator(".sentence").count() == 0
+        assert (visit.requests, visit.errors) == ([], [])
+
+
+def test_tokens_of_others_are_shown_and_not_obeyed(
+    browser: Any, small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [text for text in INJECTIONS if not text.startswith("\ud800")][:60]
+    assert len(texts) == 60
+    monkeypatch.setattr("matlens.explorer.value_pages._Pages._texts", lambda pages: texts)
+    page = write_value_pages(
+        small_model("llama"),
+        tmp_path / "site",
+        corpus=make_sentences(),
+        among=60,
+        neighbours=2,
+        progress=False,
+    )
+    with visiting(browser, page, fragment="#L0D1") as visit:
+        for row in range(0, 144, 12):
+            show(visit, f"L{row // 48}D{row % 48}")
+            shown = [cells[1] for cells in visit.rows("[data-list='plain top']")]
+            assert set(shown) <= set(texts)
+        for text in texts[:12]:
+            visit.page.fill("#query", text)
+            visit.page.keyboard.press("Enter")
+        assert visit.page.evaluate("window.obeyed") is None
+        assert visit.page.evaluate("document.querySelectorAll('img, iframe, object, svg').length") == 0
+        assert (visit.requests, visit.errors) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "k is 0"), ({"among": 5}, "among is 5"), ({"neighbours": 144}, "neighbours is 144"),
+        ({"n_best": 0}, "n_best is 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused(
+    options: dict[str, Any], message: str, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        write_value_pages(small_model("llama"), tmp_path / "site", progress=False, **options)
+    assert not (tmp_path / "site").exists()
+
+
+def test_clusters_of_another_model_are_refused(
+    small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="model"):
+        write_value_pages(small_model("gpt2"), tmp_path / "site", clusters=clusters, progress=False)

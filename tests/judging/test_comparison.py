@@ -1,0 +1,97 @@
+"""The whole report in one call: tables that belong together, made on tokens that nothing was fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_sentences
+
+from matlens import InputError, Lens, collect, make_examples
+from matlens.corpora import Corpus
+from matlens.judging.comparison import compare_lenses, default_layers
+from matlens.judging.cosines import matrix_cosine
+from matlens.judging.evaluations import EvaluationItem
+from matlens.judging.jacobian import fit_jacobian
+from matlens.plots import lens_cosines, lens_frontier
+
+Models = Callable[[str], Any]
+
+
+def test_five_layers_are_spread_evenly() -> None:
+    assert default_layers(30) == [5, 10, 15, 20, 25]
+    assert default_layers(3) == [1, 2]
+    assert default_layers(1) == [0]
+
+
+def test_a_decoder_is_reported_on_with_jacobians_and_evaluations(small_model: Models, tmp_path: Path) -> None:
+    model, parts = small_model("gpt2"), make_sentences().split(n_train=30, n_validation=10, seed=0)
+    items = {"own": [EvaluationItem("a", "w1 w2 w3", (("w4",),)), EvaluationItem("b", "w5", (("w6",),))]}
+    methods = ["mat", "normed+affine without sinks", "polished", "jacobian"]
+    made = compare_lenses(
+        model, parts, tmp_path, methods=methods, layers=[1, 2], n_prompts=4, evaluations=items, progress=False
+    )
+    report = made.report
+    assert list(dict.fromkeys(report["method"])) == methods
+    assert set(report["against"]) == {"", "mat"}
+    assert set(report["layer"].dropna()) == {1, 2}
+    assert (report.loc[report["metric"] == "kl", "n"] == 10).all()
+    assert set(made.exits["method"]) == set(methods)
+    assert made.evaluations is not None
+    assert set(made.evaluations["method"]) == set(methods)
+    assert made.cosines is not None
+    longest = sorted(parts[0].sentences, key=lambda text: (-len(text.split()), text))[:4]
+    halves = [fit_jacobian(model, longest[i::2], layers=[1, 2], progress=False) for i in (0, 1)]
+    cosine = made.cosines.set_index(["method", "layer"])["value"]
+    first, second = (half.maps[2].matrix(32) for half in halves)
+    assert cosine["halves of jacobian", 2] == pytest.approx(matrix_cosine(first, second))
+    mat = Lens.fit(model, parts[0], method="mat", progress=False)
+    expected = matrix_cosine(mat.maps[2].matrix(32), (first + second) / 2)
+    assert cosine["mat and jacobian", 2] == pytest.approx(expected, abs=1e-4)
+    assert 0 < cosine["ceiling of mat and jacobian", 2] <= 1
+    rows = collect(model, make_examples(model, parts[0]), [2, 3], positions="all", progress=False)
+    x, y = rows[2].double().numpy(), rows[3].double().numpy()
+    n = len(x) // 2
+    a, b = (
+        torch.from_numpy(np.linalg.lstsq(x[part], y[part], rcond=None)[0].T)
+        for part in (slice(n), slice(n, None))
+    )
+    assert cosine["halves of mat", 2] == pytest.approx(matrix_cosine(a, b), abs=1e-4)
+    assert made.origin["n_prompts"] == 4
+    assert made.origin["n_rows"] == sum(len(text.split()) for text in parts[0].sentences)
+    for figure in (lens_frontier(report), lens_cosines(made.cosines)):
+        assert figure.axes
+    points = [line for ax in lens_frontier(report).axes for line in ax.get_lines()]
+    assert len(points) >= 4 * len(methods)
+
+
+def test_a_masked_model_is_reported_on_at_its_masks(small_model: Models, tmp_path: Path) -> None:
+    model, parts = small_model("bert"), make_sentences().split(n_train=30, n_validation=10, seed=0)
+    made = compare_lenses(model, parts, tmp_path, methods=["id", "affine", "polished"], progress=False)
+    assert made.origin["n_rows"] == 30
+    assert made.cosines is made.evaluations is None
+    again = compare_lenses(model, parts, tmp_path, methods=["affine"], progress=False)
+    rows = [
+        t[(t["method"] == "affine") & t["layer"].notna()].reset_index(drop=True)
+        for t in (made.report, again.report)
+    ]
+    assert rows[0].equals(rows[1])
+
+
+@pytest.mark.refused
+def test_a_report_that_cannot_be_made_is_refused_before_the_work(small_model: Models, tmp_path: Path) -> None:
+    parts = make_sentences().split(n_train=30, n_validation=10, seed=0)
+    with pytest.raises(InputError, match="without 'jacobian'"):
+        compare_lenses(small_model("bert"), parts, tmp_path, methods=["jacobian"])
+    model = small_model("gpt2")
+    with pytest.raises(InputError, match="no member 'tuned'"):
+        compare_lenses(model, parts, tmp_path, methods=["mat"], against="tuned")
+    with pytest.raises(InputError, match="n_prompts"):
+        compare_lenses(model, parts, tmp_path, n_prompts=1)
+    one = Corpus("one", parts[0].sentences[:1], 1, 0, 0, 0)
+    with pytest.raises(InputError, match="two halves"):
+        compare_lenses(model, (one, parts[1]), tmp_path, methods=["jacobian"], layers=[1])

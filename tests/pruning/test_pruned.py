@@ -1,0 +1,174 @@
+"""Blocks left out and maps folded in: what is built equals what patched passes and folds by hand give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import LAYERS, N_LAYERS, WORDS, assert_near, plain_vectors
+
+from matlens import InputError, control, pruning
+from matlens.corpora import Corpus, make_windows
+
+Models = Callable[[str], Any]
+FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential")
+WRITERS = {
+    "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "neox": "mlp.dense_4h_to_h", "gptj": "mlp.fc_out",
+    "neox-sequential": "mlp.dense_4h_to_h",
+}  # fmt: skip
+TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
+
+
+@pytest.fixture(scope="session")
+def text() -> Corpus:
+    generator = np.random.default_rng(3)
+    return Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
+
+
+@pytest.fixture
+def windows(text: Corpus, small_model: Models) -> Models:
+    return lambda name: make_windows(small_model(name), text, size=24)
+
+
+def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_left_out_is_the_same_model(
+    name: str,
+    small_model: Models,
+    plain_model: Models,
+    windows: Models,
+) -> None:
+    pruned = pruning.prune(small_model(name), windows(name), 0, progress=False)
+    assert pruned.blocks == ()
+    state = plain_model(name).state_dict()
+    assert pruned.model.state_dict().keys() == state.keys()
+    for key, tensor in pruned.model.state_dict().items():
+        assert torch.equal(tensor, state[key]), key
+    assert_near(logits(pruned.model), logits(plain_model(name)), 1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("method", pruning.Method)
+def test_a_fold_is_what_least_squares_by_hand_gives(
+    name: str,
+    method: str,
+    small_model: Models,
+    plain_model: Models,
+    windows: Models,
+) -> None:
+    """The block before the span keeps all but its output matrix, which is solved for here by numpy alone."""
+    pruned = pruning.prune(small_model(name), windows(name), [1], method=method, penalty=0.0, progress=False)
+    plain = plain_model(name)
+    blocks = plain.get_submodule(LAYERS[name][0])
+    writer = blocks[0].get_submodule(WRITERS[name])
+    reads, writes, streams = [], [], []
+    examples = windows(name)
+
+    def listen(_: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        reads.append(args[0])
+        writes.append(output)
+
+    hook = writer.register_forward_hook(listen)
+    for start in examples.offsets[:-1]:
+        tokens = torch.from_numpy(examples.tokens[start : start + 24]).long()
+        if len(tokens) == 24:
+            seen = plain_vectors(name, plain, tokens)
+            streams.append((seen["h.1"], seen["h.2"]))
+    hook.remove()
+    a = torch.cat([x.reshape(-1, x.shape[-1]) for x in reads]).double().detach().numpy()
+    m = torch.cat([x.reshape(-1, x.shape[-1]) for x in writes]).double().detach().numpy()
+    before, after = (torch.cat([pair[i][0] for pair in streams]).double().numpy() for i in (0, 1))
+    right = after - (before - m)
+    ones = np.ones((len(a), 1))
+    if method == "out":
+        written = m
+    elif method == "magnitude":
+        written = m * (np.abs(right).mean(0) / np.abs(m).mean(0))
+    elif method == "replaceme":
+        written = m @ np.linalg.lstsq(m, right, rcond=None)[0]
+    else:
+        read = a if writer.bias is None else np.hstack([a, ones])
+        written = read @ np.linalg.lstsq(read, right, rcond=None)[0]
+    ours = pruned.model.get_submodule(LAYERS[name][0])[0].get_submodule(WRITERS[name])
+    with torch.no_grad():
+        assert_near(ours(torch.from_numpy(a).float()), torch.from_numpy(written).float(), 1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_is_what_a_patched_pass_is(
+    name: str,
+    small_model: Models,
+    plain_model: Models,
+    windows: Models,
+) -> None:
+    """The folded matrix put into the whole model, whose block after it gives what it is given."""
+    pruned = pruning.prune(small_model(name), windows(name), [1], method="replaceme", progress=False)
+    whole = pruning.plain_copy(small_model(name))
+    blocks = whole.get_submodule(LAYERS[name][0])
+    folded = pruned.model.get_submodule(LAYERS[name][0])
+    blocks[0].load_state_dict(folded[0].state_dict())
+
+    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        h = args[0] if args else kwargs["hidden_states"]
+        return (h, *output[1:]) if isinstance(output, tuple) else h
+
+    jump = blocks[1].register_forward_hook(keep, with_kwargs=True)
+    expected = logits(whole)
+    jump.remove()
+    assert len(folded) == N_LAYERS - 1 == pruned.model.config.num_hidden_layers
+    assert_near(logits(pruned.model), expected, 1e-5)
+    assert float((logits(pruned.model) - logits(plain_model(name))).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite"])
+def test_what_stands_between_the_matrix_and_the_stream_is_named(
+    name: str, small_model: Models, windows: Models
+) -> None:
+    with pytest.raises(InputError, match="stands between"):
+        pruning.prune(small_model(name), windows(name), [1], progress=False)
+
+
+def test_a_masked_model_is_refused(small_model: Models, windows: Models) -> None:
+    with pytest.raises(InputError, match="masked tokens"):
+        pruning.prune(small_model("bert"), windows("llama"), 1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([0], "Block 0"),
+        ([1, 1], "one twice"),
+        ([1, 3], "from 0 to 2"),
+        (3, "from 0 to 2"),
+        ([0, 1, 2], "Block 0"),
+        (-1, "from 0 to 2"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(
+    blocks: Any, message: str, small_model: Models, windows: Models
+) -> None:
+    with pytest.raises(InputError, match=message):
+        pruning.prune(small_model("llama"), windows("llama"), blocks, progress=False)
+
+
+def test_a_text_of_fewer_tokens_than_columns_is_refused(small_model: Models, text: Corpus) -> None:
+    few = make_windows(small_model("llama"), text, size=12, most=3)
+    with pytest.raises(InputError, match="48 columns"):
+        pruning.prune(small_model("llama"), few, [1], progress=False)
+    assert pruning.prune(small_model("llama"), few, [1], method="replaceme", progress=False).blocks == (1,)
+
+
+def test_a_model_that_is_changed_is_refused(small_model: Models, windows: Models) -> None:
+    model = small_model("llama")
+    with (
+        control.controlled(model, ["L1D3"], 2.0),
+        pytest.raises(InputError, match="outside of the context"),
+    ):
+        pruning.prune(model, windows("llama"), [1], progress=False)

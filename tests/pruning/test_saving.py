@@ -1,0 +1,94 @@
+"""A pruned model on disk: whole, plain, and loaded by transformers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import WORDS
+
+from matlens import InputError, pruning
+from matlens.corpora import Corpus, make_windows
+
+TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
+
+
+@pytest.fixture(scope="module")
+def windows(small_model: Callable[[str], Any]) -> Any:
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 600)),), 1, 0, 0, 0)
+    return make_windows(small_model("llama"), text, size=24)
+
+
+@pytest.fixture(scope="module")
+def pruned(small_model: Callable[[str], Any], windows: Any) -> pruning.Pruned:
+    return pruning.prune(small_model("llama"), windows, [1], progress=False)
+
+
+def test_a_folder_loads_to_the_same_logits(
+    pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
+) -> None:
+    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    folder = pruning.save_pruned(pruned, tmp_path / "model", table)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, pruned.model(TOKENS).logits)
+    assert loaded.config.num_hidden_layers == 2 == len(loaded.model.layers)
+    assert transformers.AutoTokenizer.from_pretrained(folder)("w1 w2").input_ids == [
+        small_model("llama").tokenizer.convert_tokens_to_ids(word) for word in ("w1", "w2")
+    ]
+    card = (folder / "README.md").read_text()
+    value = table.query("method == 'pruned' and metric == 'perplexity'")["value"].item()
+    assert "Without the blocks 1;" in card
+    assert f"{value:.4g}" in card
+    assert json.loads((folder / "matlens.json").read_text())["request"]["blocks_left_out"] == [1]
+    with pytest.raises(InputError, match="not empty"):
+        pruning.save_pruned(pruned, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_measured_is_what_passes_by_hand_give(
+    pruned: pruning.Pruned, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], windows: Any
+) -> None:
+    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    values = {(row.method, row.metric): row.value for row in table.itertuples()}
+    whole = [
+        windows.tokens[a:b] for a, b in zip(windows.offsets, windows.offsets[1:], strict=False) if b - a == 24
+    ]
+    tokens = torch.from_numpy(np.stack(whole)).long()
+    logits = {}
+    for name, model in (("whole", plain_model("llama")), ("pruned", pruned.model)):
+        with torch.no_grad():
+            logits[name] = model(tokens).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits[name].flatten(0, 1), tokens[:, 1:].flatten())
+        assert values[name, "perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
+    same = (logits["whole"].argmax(-1) == logits["pruned"].argmax(-1)).double().mean()
+    assert values["pruned", "agreement"] == pytest.approx(float(same))
+    assert 0 < float(same) < 1
+    ratio = values["pruned", "perplexity"] / values["whole", "perplexity"]
+    assert values["pruned", "ratio"] == pytest.approx(ratio)
+
+
+def test_another_models_pruned_model_is_refused(
+    pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any
+) -> None:
+    with pytest.raises(InputError, match="pruned model"):
+        pruning.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)
+
+
+def test_a_cache_holds_what_its_blocks_write(
+    pruned: pruning.Pruned, plain_model: Callable[[str], Any]
+) -> None:
+    whole, rest = (
+        pruning.speed(plain_model("llama"), n_tokens=2, rounds=1),
+        pruning.speed(pruned.model, n_tokens=2),
+    )
+    assert whole.cache == 3 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, width, bytes
+    assert rest.cache == 2 * 2 * 2 * 8 * 4
+    assert whole.weights > rest.weights == sum(w.numel() for w in pruned.model.parameters()) * 4

@@ -1,0 +1,88 @@
+"""Which blocks are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import N_LAYERS, WORDS
+
+from matlens import pruning
+from matlens.corpora import Corpus, make_windows
+from matlens.pruning.layouts import Layout
+from matlens.pruning.pruned import whole_windows
+from matlens.pruning.spans import angles, choose_blocks, loss_without, spans_of
+from matlens.pruning.streams import Streams
+
+
+@pytest.fixture(scope="module")
+def streams(small_model: Callable[[str], Any]) -> Streams:
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 200)),), 1, 0, 0, 0)
+    model = small_model("gpt2")
+    windows = whole_windows(make_windows(model, text, size=20))
+    return Streams(Layout.from_model(pruning.plain_copy(model)), windows, progress=False)
+
+
+def loss_by_hand(model: Any, tokens: torch.Tensor, gone: set[int]) -> float:
+    """The whole model with a hook on each block that is left out, which gives what it is given."""
+    blocks = model.transformer.h
+    hooks = [
+        blocks[i].register_forward_hook(
+            lambda _, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
+        )
+        for i in gone
+    ]
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1]
+    for hook in hooks:
+        hook.remove()
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize("gone", [{1}, {2}, {1, 2}])
+def test_losses_are_those_of_passes_with_hooks(
+    gone: set[int], streams: Streams, plain_model: Callable[[str], Any]
+) -> None:
+    expected = loss_by_hand(plain_model("gpt2"), streams.tokens, gone)
+    assert loss_without(streams, gone) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_last_stream_gives_the_models_own_loss(
+    streams: Streams, plain_model: Callable[[str], Any]
+) -> None:
+    expected = loss_by_hand(plain_model("gpt2"), streams.tokens, set())
+    assert float(streams.losses(streams.h[N_LAYERS]).mean()) == pytest.approx(expected, abs=1e-5)
+
+
+def test_choices_are_the_least_of_all(streams: Streams) -> None:
+    alone = {block: loss_without(streams, [block]) for block in (1, 2)}
+    best = min(alone, key=alone.__getitem__)
+    assert choose_blocks(streams, 1, pruning.Choice.loss, progress=False) == (best,)
+    assert choose_blocks(streams, 1, pruning.Choice.greedy, progress=False) == (best,)
+    assert choose_blocks(streams, 2, pruning.Choice.greedy, progress=False) == (1, 2)
+    turned = {i: float(angles(streams.h[i], streams.h[i + 1]).mean()) for i in (1, 2)}
+    assert choose_blocks(streams, 1, pruning.Choice.angle, progress=False) == (min(turned, key=turned.get),)
+    assert choose_blocks(streams, 0, pruning.Choice.loss, progress=False) == ()
+
+
+def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:
+    few = streams.beginning(1)
+    alone = Streams(streams.layout, few.tokens, progress=False)
+    for h, expected in zip(few.h, alone.h, strict=True):
+        torch.testing.assert_close(h, expected)
+    assert loss_without(few, [1]) == pytest.approx(loss_without(alone, [1]))
+
+
+def test_angles_are_shares_of_a_half_turn() -> None:
+    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    b = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
+    assert angles(a, b).tolist() == pytest.approx([0, 0.5, 1])
+
+
+def test_spans_are_runs() -> None:
+    assert spans_of([5, 3, 4, 9, 7, 8]) == [(3, 6), (7, 10)]
+    assert spans_of([]) == []
