@@ -36,7 +36,7 @@ PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
-LENS_TRAIN ?= 1500
+LENS_TRAIN ?= 1000
 JACOBIANS ?= 0
 STUDY_VAL ?= 1000
 PATCHED ?= 120
@@ -157,7 +157,7 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 	--prompt "He was born in [MASK] in the United States." \
 	--prompt "It was the first time that the [MASK] won the war."
 
-# A passage of all tokens of its own, and the tuned lens: ten minutes for 1,500 sentences. Jacobians take a minute each.
+# A passage of all tokens of its own, and the tuned lens: ten minutes for 1,000 sentences. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 

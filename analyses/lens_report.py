@@ -4,7 +4,7 @@ Lenses are fitted at every token of the training sentences and judged at one dra
 sentence. Expect standardised least squares to beat plain, a few steps down the divergence to beat both for
 some seconds a layer, and the tuned lens, which starts from the identity, to take minutes to come near. With
 ``--jacobian`` there is a second figure: how alike least squares and mean Jacobians are. Ten minutes with
-1,500 sentences, most of them for the tuned lens; Jacobians take a minute for each prompt.
+1,000 sentences, most of them for the tuned lens; Jacobians take a minute for each prompt.
 """
 
 from __future__ import annotations
@@ -69,4 +69,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_study(main, train=1500, val=1000)
+    run_study(main, train=1000, val=1000)

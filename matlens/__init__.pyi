@@ -16,6 +16,7 @@ from . import models as models
 from . import pages as pages
 from . import patching as patching
 from . import plots as plots
+from . import processes as processes
 from . import pruning as pruning
 from . import storage as storage
 from . import study as study

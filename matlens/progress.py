@@ -13,6 +13,12 @@ from tqdm.auto import tqdm
 _QUIET = 1.0  # seconds before a bar is shown: what is done by then needs none
 _TICK = 1.0  # seconds between two looks at the clock
 _CLOCK = "{desc}: {elapsed}"
+_silent = threading.Event()
+
+
+def silence(quiet: bool) -> None:
+    """Show no bars from now on, or show them again: of several processes one shows them."""
+    _silent.set() if quiet else _silent.clear()
 
 
 class Bar(tqdm):
@@ -24,7 +30,8 @@ class Bar(tqdm):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._done = threading.Event()
         self._clock: threading.Thread | None = None
-        super().__init__(*arguments, **{"delay": _QUIET, **options})
+        shown = {"disable": True} if _silent.is_set() else {}
+        super().__init__(*arguments, **{"delay": _QUIET, **options, **shown})
         if not self.disable:
             self._clock = threading.Thread(
                 target=_tick, args=(weakref.ref(self), self._done, self.delay), name=f"clock of {self.desc}",

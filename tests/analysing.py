@@ -25,6 +25,8 @@ OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, REMOVAL, *TRACED)  # not the colum
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 
+PRUNING = "pruning"  # judged on text that runs on
+
 STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
 MAPS = [*STUDY, "train", "val"]
 SENTENCES_OF = [*STUDY, "sentences", "title"]
@@ -62,6 +64,7 @@ OPTIONS = {
         "fewest", "strength", "lasso",
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    PRUNING: [*MAPS, "window", "windows", "judged", "size"],
     "sample_sizes": MAPS,
     "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "train", "val", "trunk", "steps"],

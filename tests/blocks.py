@@ -57,6 +57,7 @@ def shrink_arguments(arguments: list[str]) -> list[str]:
     """Arguments of a command, with sizes for the small models where they are given and where they are not."""
     shrunk = [shrink(argument) for argument in arguments]
     defaults = {"run": ("--train", "100", "--val", "20"), "collect": ("--train", "100", "--val", "20")}
+    defaults["shard"] = defaults["run"]
     defaults["values cluster"] = ("--clusters", "50")
     for command, options in defaults.items():
         if " ".join(shrunk).startswith(command) and options[0] not in shrunk:
@@ -221,6 +222,8 @@ def run_command(words: list[str]) -> None:
     if program == "matlens":
         done = CliRunner().invoke(app, shrink_arguments(arguments), catch_exceptions=False)
         assert done.exit_code == 0, f"{shlex.join(words)}: {done.output}"
+    elif program == "torchrun":  # in one process, which gives what several give
+        run_command(arguments[arguments.index("-m") + 1 :])
     elif program == "python":
         check_script(arguments)
     elif program == "make":

@@ -21,8 +21,8 @@ TESTS = Path(__file__).parent
 
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
-    "errors", "bounds", "arguments", "signatures", "progress", "metrics", "agglomeration", "experts",
-    "stacks", "images", "storage", "pages", "models", "corpora", "inputs", "linear", "activations",
+    "errors", "bounds", "arguments", "signatures", "progress", "processes", "metrics", "agglomeration",
+    "experts", "stacks", "images", "storage", "pages", "models", "corpora", "inputs", "linear", "activations",
     "patching", "plots", "lens", "judging", "ffn", "control", "linearity", "pruning", "annotation", "study",
     "explorer", "cli", "commands", "__main__",
 )  # fmt: skip

@@ -197,6 +197,14 @@ FIRST: list[Target] = [
     Target("activations.default_batch_tokens"),
     Target("activations.stream", {"positions": "choice"}, {"positions": lambda _: "drawn"}),
     Target("activations.find_sinks"),
+    Target(
+        "activations.stream_moments",
+        {"folder": "path written", "positions": "choice", "shard": "object", "pairs": "object"},
+        {"folder": lambda w: w.fresh("moments"), "positions": lambda _: "drawn"},
+    ),
+    Target(
+        "activations.shard_of", {"number": "whole", "of": "whole"}, {"number": lambda _: 1, "of": lambda _: 2}
+    ),
     Target("activations.outlying_rows", {"norms": "vectors"}, {"norms": lambda w: w.trace.norm}),
     Target("activations.sink_rows"),
     # Corpora.

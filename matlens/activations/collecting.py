@@ -30,6 +30,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
+from matlens.processes.group import Processes, current
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.folders import read_config
@@ -106,7 +107,7 @@ def collect(
     batch_tokens = _batch_tokens(model, batch_tokens)
     columns = _columns(anatomy, folder, wanted)
     provenance = Provenance(
-        identity, examples.provenance, examples.fingerprint, positions, hooks=_hook_names(anatomy, columns)
+        identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(anatomy, columns)
     )
     request = {
         "provenance": provenance.to_json(),
@@ -114,16 +115,19 @@ def collect(
         "read": "sentence" if positions == "all" or reads_whole(model) else "sentence up to its position",
     }
 
-    def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+    def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
         hooks = {str(site): anatomy.hook(site) for site in wanted}
         changes = identity.changes or ()
-        for rows in _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes):
-            yield rows.index, rows.vectors
+        for rows in _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes, True):
+            yield None if rows is None else (rows.index, rows.vectors)
+
+    def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        return (turn for turn in turns(skip) if turn is not None)
 
     config, vectors = keep_rows(
         HOLDS, request, columns,
         examples.n_positions if positions == "drawn" else len(examples.tokens), batches,
-        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
+        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"), turns=turns,
     )  # fmt: skip
     return Activations(vectors, examples, positions, Provenance.from_config(config))
 
@@ -139,7 +143,7 @@ def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]
     return columns
 
 
-def _hook_names(anatomy: Anatomy, columns: Iterable[str]) -> dict[str, list[str]]:
+def hook_names(anatomy: Anatomy, columns: Iterable[str]) -> dict[str, list[str]]:
     """All names of the columns' hooks, but of the stream's, which are called the same in every model."""
     with contextlib.suppress(InputError):  # a folder of another model is refused later, in better words
         inside = [site for site in columns if Site.parse(site).kind != STREAM]
@@ -157,19 +161,43 @@ def stream(
     batch_tokens: int | None = None,
     progress: bool = True,
     skip: int = 0,
+    divided: bool = False,
 ) -> Iterator[Rows]:
     """Yield the vectors of the chosen sites batch by batch, keeping none.
 
     The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
     are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches. A model
-    that is changed between two batches is refused.
+    that is changed between two batches is refused. Where several processes share the work, each is given
+    all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
+    """
+    turns = stream_turns(
+        model, examples, sites, positions=positions, batch_tokens=batch_tokens, progress=progress, skip=skip,
+        divided=divided,
+    )  # fmt: skip
+    yield from (rows for rows in turns if rows is not None)
+
+
+def stream_turns(
+    model: TransformerBridge,
+    examples: Examples,
+    sites: Sequence[Site | str | int],
+    *,
+    positions: Positions = "drawn",
+    batch_tokens: int | None = None,
+    progress: bool = True,
+    skip: int = 0,
+    divided: bool = True,
+) -> Iterator[Rows | None]:
+    """Yield what `stream` yields, turn by turn of the processes that divide the batches.
+
+    Every process has as many turns; where no batch is left for it in the last one, there is ``None``.
     """
     _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
     hooks = {str(site): anatomy.hook(site) for site in _resolve_sites(anatomy, sites)}
     batch_tokens = _batch_tokens(model, batch_tokens)
-    skip = require_whole(skip, "skip", least=0)
-    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes_of(model))
+    skip, changes = require_whole(skip, "skip", least=0), changes_of(model)
+    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes, divided)
 
 
 @torch.inference_mode()
@@ -182,21 +210,31 @@ def _stream(
     progress: bool,
     skip: int,
     changes: tuple[str, ...],
-) -> Iterator[Rows]:
-    """Yield vectors by the sites' hooks; who asks has looked at the model."""
+    divided: bool,
+) -> Iterator[Rows | None]:
+    """Yield vectors by the sites' hooks, turn by turn; who asks has looked at the model.
+
+    In each turn every process takes one batch, in the order of the processes; in the last turn there may be
+    none left for some.
+    """
     read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
+    processes = current() if divided else Processes()
     bar = Bar(total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress)
     with bar:
-        for batch in batches:
-            at, index = _places(examples, batch, positions)
-            with unchanged(model, changes):
-                vectors = _run(model, batch, hooks, at)
-            for name, values in vectors.items():
-                require_finite(values, name)
-            yield Rows(index, at[1].numpy(), vectors, changes)
-            bar.update(len(batch.index))
+        while turn := list(itertools.islice(batches, processes.size)):
+            rows = None
+            if processes.rank < len(turn):
+                batch = turn[processes.rank]
+                at, index = _places(examples, batch, positions)
+                with unchanged(model, changes):
+                    vectors = _run(model, batch, hooks, at)
+                for name, values in vectors.items():
+                    require_finite(values, name)
+                rows = Rows(index, at[1].numpy(), vectors, changes)
+            yield rows
+            bar.update(sum(len(batch.index) for batch in turn))
 
 
 def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
@@ -242,13 +280,15 @@ def _run(
     model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     device = torch.device(model.cfg.device)
-    row, column = (index.to(device) for index in at)
+    places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks of a large model are on several devices
     seen: dict[str, Tensor] = {}
     hook_points = set(hooks.values())
 
     def keep(name: str) -> Any:
         def hook(value: Tensor, hook: Any) -> None:
-            seen[name] = value[row, column].flatten(1).float()  # of several heads, head after head
+            if value.device not in places:
+                places[value.device] = tuple(index.to(value.device) for index in at)
+            seen[name] = value[places[value.device]].flatten(1).float()  # of several heads, head after head
             # Not stop_at_layer: it runs the unembedding all the same.
             if len(seen) == len(hook_points):
                 raise EndOfPass
@@ -264,6 +304,8 @@ def _run(
             f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )
     vectors = [seen[name] for name in hooks.values()]
+    if len(places) > 1:
+        vectors = [values.cpu() for values in vectors]
     flat = torch.cat([values.reshape(-1) for values in vectors]).cpu()  # one transfer from the device
     parts = flat.split([values.numel() for values in vectors])
     shapes = [values.shape for values in vectors]

@@ -103,7 +103,7 @@ class CorpusOptions(Group):
 class SampleOptions(Group):
     """How many sentences are run, which tokens give samples, and where the vectors are written."""
 
-    _ABOUT_THE_WORK = ("out", "batch_tokens")
+    _ABOUT_THE_WORK = ("out", "batch_tokens", "keep_rows")
 
     out: options.Out
     train: options.Train = None
@@ -112,10 +112,11 @@ class SampleOptions(Group):
     positions: options.PositionsOption = PositionChoice.auto
     draw_special: options.Special = True
     batch_tokens: options.BatchTokens = None
+    keep_rows: options.KeepRows = False
 
     def check(self, model: ModelOptions, fit: FitOptions | None = None) -> None:
         """Refuse options that make no sense, and an output folder that cannot be used, before any work."""
-        from matlens.study.output import MAPS, TRAIN, VALIDATION, require_output
+        from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
 
         if not self.draw_special and self.positions == PositionChoice.all:
             raise InputError(
@@ -125,6 +126,8 @@ class SampleOptions(Group):
         known = {TRAIN: dict(shared), VALIDATION: dict(shared)}
         if self.positions != PositionChoice.auto:
             known[TRAIN]["positions"] = self.positions.value
+        if fit is not None and self.positions != PositionChoice.drawn and not self.keep_rows:
+            known[MOMENTS] = dict(known[TRAIN])
         if fit is not None:
             known[MAPS] = {**known[TRAIN], "intercept": fit.intercept}
             if fit.ridge is not None:
@@ -133,6 +136,14 @@ class SampleOptions(Group):
         model.check()
         if fit is not None:
             fit.check(model)
+
+    def check_shard(self, model: ModelOptions, fit: FitOptions) -> None:
+        """Refuse, before any work, a folder in which no shard could be written."""
+        from matlens.study.output import require_shard_folder
+
+        require_shard_folder(self.out, {"model": {"dtype": model.dtype.value}, "data": {"seed": self.seed}})
+        model.check()
+        fit.check(model)
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
         """The study whose main folder is the output folder; the corpus is read and described."""
@@ -143,7 +154,7 @@ class SampleOptions(Group):
         return Study(
             load_model=model.load, load_corpus=lambda: sentences, out=self.out, main_folder=self.out,
             **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions.value,
-            draw_special=self.draw_special, batch_tokens=self.batch_tokens, **more,
+            draw_special=self.draw_special, batch_tokens=self.batch_tokens, keep_rows=self.keep_rows, **more,
         )  # fmt: skip
 
 

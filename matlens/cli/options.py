@@ -92,6 +92,19 @@ Special = Annotated[
 BatchTokens = Annotated[
     int | None, typer.Option(min=1, help="Most tokens in a batch; by default what suits the device.")
 ]
+KeepRows = Annotated[
+    bool,
+    typer.Option(
+        "--keep-rows/--stream",
+        help="Keep vectors of all positions on disk, or only what fits need of them; 'collect' keeps them.",
+    ),
+]
+Shard = Annotated[
+    str, typer.Option("--shard", metavar="K/N", help="Which part of the training sentences, such as 3/8.")
+]
+Shards = Annotated[
+    list[Path], typer.Argument(help="Folders that 'matlens shard' has written.", show_default=False)
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; by default the best there is.")]
 Dtype = Annotated[DtypeChoice, typer.Option(help="Precision of the model; fits are in float64 anyway.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]

@@ -12,8 +12,10 @@ from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
-from matlens.commands import explore, lens, prune, updates, values
+from matlens.cli.several import agreed, leading, run_with_others
+from matlens.commands import explore, lens, prune, shards, updates, values
 from matlens.errors import InputError
+from matlens.processes.joining import started_by_many
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -53,7 +55,7 @@ def run(
     samples.check(model, fit)
     asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
     note = RunNote(samples.out, {**asked, "figures": {"title": title}})
-    if note.answers():
+    if agreed(note.answers, "whether the run is finished"):
         print_line(f"This run is finished in {samples.out}, with the same options, model and corpus.")
         print_results(samples.out)
         print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
@@ -61,11 +63,14 @@ def run(
     from matlens.study.steps import plot_results
 
     study = samples.study(model, corpus, **fit_arguments)
-    study.evaluate()
-    print_results(study.folder)
-    figures = plot_results(study.folder, title=title)
-    note.write()
-    print_figures(figures)
+    _ = study.maps
+    with leading("results") as leads:
+        if leads:
+            study.evaluate()
+            print_results(study.folder)
+            figures = plot_results(study.folder, title=title)
+            note.write()
+            print_figures(figures)
 
 
 @app.command()
@@ -163,13 +168,19 @@ def verify(
 
 
 app.command()(updates.update)
+app.command()(shards.shard)
+app.command()(shards.merge)
 app.command()(explore.explore)
+app.command()(explore.serve)
 app.command()(prune.prune)
 
 
 def main() -> None:
-    """Run the command line."""
-    run_app(app)
+    """Run the command line, as one of several processes where the environment says so."""
+    if started_by_many():
+        run_with_others(lambda: app(standalone_mode=False), dividing=("run", "collect", "fit", "shard"))
+    else:
+        run_app(app)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,15 @@ from matlens.cli.options import Dominant, Limit, Out
 from matlens.cli.printing import print_line
 from matlens.errors import InputError
 
+Lenses = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--lens",
+        metavar="FOLDER",
+        help="A lens, or maps that 'matlens fit' has written; give it once for each. id is always there.",
+    ),
+]
+
 
 class LinearRead(StrEnum):
     """What value vectors go through before they are read, where effects have to add up."""
@@ -26,14 +35,7 @@ def explore(
     prompt: Annotated[str, typer.Argument(help="A text; for masked-LM models with one mask in it.")],
     model: ModelOptions,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page, such as page.html.")],
-    lens: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--lens",
-            metavar="FOLDER",
-            help="A lens, or maps that 'matlens fit' has written; give it once for each. id is always there.",
-        ),
-    ] = None,
+    lens: Lenses = None,
     pin: Annotated[
         list[str] | None,
         typer.Option("--pin", help="A word of one token to follow through all layers; once for each."),
@@ -97,3 +99,23 @@ def explore_values(
     fitted = None if clusters is None else Clusters.load(clusters)
     page = write_value_pages(model.load(), out, corpus=sentences, clusters=fitted, neighbours=neighbours)
     print_line(f"{page}: open it in a browser")
+
+
+@grouped
+def serve(
+    model: ModelOptions,
+    lens: Lenses = None,
+    port: Annotated[int, typer.Option(min=1024, max=65_535, help="Where the server listens.")] = 8765,
+) -> None:
+    """Answer the pages of a model to a browser on this machine: type prompts, and change the model.
+
+    The address that is printed has a secret in it, without which nothing is answered.
+    """
+    model.check()
+    from matlens.explorer.exploration import load_lens
+    from matlens.explorer.server import LiveModel, require_server, run_server
+
+    require_server()
+    live = LiveModel(model.load(), [load_lens(folder) for folder in lens or []], port=port)
+    print_line(f"Open {live.address} in a browser; Ctrl-C ends it.")
+    run_server(live)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -78,9 +77,9 @@ def report(
     out: Out = Path("out"),
 ) -> None:
     """Fit lenses on the same tokens, judge all on the same others, and say what each cost."""
-    from matlens.judging.members import METHODS, require_member_names
+    from matlens.judging.members import require_member_names
 
-    names: Sequence[str] = require_member_names(listed(methods) or METHODS)
+    names = None if methods is None else require_member_names(listed(methods) or [])
     wanted = numbered(layers)
     model.check()
     sentences = corpus.load()

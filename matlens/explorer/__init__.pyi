@@ -1,7 +1,10 @@
+from .changes import Change as Change
+from .changes import compare_changes as compare_changes
 from .dominant import dominant_cells as dominant_cells
 from .exploration import Exploration as Exploration
 from .exploration import explore as explore
 from .exploration import load_lens as load_lens
+from .server import LiveModel as LiveModel
 from .usage import Usage as Usage
 from .usage import find_usage as find_usage
 from .usage import shortened as shortened

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from matlens.activations.collecting import Rows, default_batch_tokens, stream
+from matlens.activations.collecting import Rows, default_batch_tokens, stream_turns
 from matlens.activations.sinks import outlying_rows
 from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
@@ -148,15 +148,18 @@ class Trace:
         )
         request = {"provenance": origin.to_json(), "batch_tokens": size}
 
-        def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-            for batch in stream(
+        def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
+            for batch in stream_turns(
                 model, examples, reader.sites, batch_tokens=size, progress=progress, skip=skip
             ):
-                yield batch.index, reader.rows(batch)
+                yield None if batch is None else (batch.index, reader.rows(batch))
+
+        def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+            return (turn for turn in turns(skip) if turn is not None)
 
         config, rows = keep_rows(
             TRACE, request, reader.columns, examples.n_positions, batches,
-            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
+            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), turns=turns,
         )  # fmt: skip
         return cls(rows, examples, Provenance.from_config(config))
 

@@ -18,6 +18,7 @@ from .measures import judge_scores as judge_scores
 from .measures import lens_r2 as lens_r2
 from .measures import lens_scores as lens_scores
 from .members import best_start as best_start
+from .members import default_methods as default_methods
 from .members import fit_members as fit_members
 from .members import require_member_names as require_member_names
 from .report import Member as Member

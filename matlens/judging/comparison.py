@@ -21,7 +21,7 @@ from matlens.errors import InputError
 from matlens.judging.cosines import cosine_table
 from matlens.judging.evaluations import EvaluationItem, evaluate_lenses
 from matlens.judging.exits import lens_exit_sweep
-from matlens.judging.members import METHODS, fit_members, jacobian_member, require_member_names
+from matlens.judging.members import default_methods, fit_members, jacobian_member, require_member_names
 from matlens.judging.report import Member, report_table
 from matlens.lens.lens import Lens
 from matlens.lens.maps import LayerMap
@@ -74,7 +74,7 @@ def compare_lenses(
     parts: tuple[Corpus, Corpus],
     folder: str | Path,
     *,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     against: str | None = None,
     n_prompts: int = 30,
@@ -97,7 +97,7 @@ def compare_lenses(
     folder
         Where vectors are written, which can be removed afterwards; a killed run goes on there.
     methods
-        See `fit_members`.
+        See `fit_members`; by default `default_methods` of the model.
     layers
         The layers, by default those of `default_layers`.
     against
@@ -117,7 +117,7 @@ def compare_lenses(
     InputError
         A method or a layer is none, or the corpus is too small.
     """
-    names = require_member_names(methods)
+    names = default_methods(model) if methods is None else require_member_names(methods)
     if len(parts) != 2:
         raise InputError(
             f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."

@@ -59,6 +59,13 @@ def best_start(model: TransformerBridge) -> str:
 
 
 @checked
+def default_methods(model: TransformerBridge) -> list[str]:
+    """What is reported on of a model unless other methods are asked for: `METHODS` that it can read."""
+    readable = best_start(model) != "affine"
+    return [name for name in METHODS if readable or not name.startswith("normed")]
+
+
+@checked
 def require_member_names(methods: Sequence[str]) -> list[str]:
     """Names of members, each once: closed forms and ``scaled``, ``polished``, ``tuned`` and ``jacobian``.
 

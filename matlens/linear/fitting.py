@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
-from matlens.linear.moments import Moments, require_finite, require_ridge
+from matlens.linear.moments import require_finite, require_ridge
 from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
 from matlens.linear.samples import (
     Passing,
@@ -23,12 +23,13 @@ from matlens.linear.samples import (
     require_alike,
     require_collection,
 )
+from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
 
-_CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 _KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
 
@@ -91,17 +92,29 @@ def fit_samples(
     chosen, weights = chosen_samples(rows, weights, len(wanted[named[0][0]]))
     if chosen is not None:
         wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
+    n = len(wanted[named[0][0]])
+    if (processes := current()).several:
+        processes.agree([named, n], "fitting")
+        own = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
+        wanted = {site: vectors[own] for site, vectors in wanted.items()}
+        weights = None if weights is None else weights[own]
     for site, vectors in wanted.items():
         require_finite(vectors, site)
-    kept = _SideBySide(wanted)
+    side_by_side = _SideBySide(wanted)
     for source, targets in by_source(named).items():
-        moments = _moments(wanted, source, targets)
-        n, size = len(wanted[source]), _chunk_size(wanted[source])
+        pairs_of_source = [(source, target) for target in targets]
+        kept = PairMoments(pairs_of_source, widths={site: of.shape[1] for site, of in wanted.items()})
+        n, size = len(wanted[source]), chunk_size(wanted[source])
         for start in range(0, n, size):
             part = slice(start, start + size)
             of_part = None if weights is None else weights[part]
-            moments.update(wanted[source][part], kept.blocks(targets, part), weights=of_part)
-        yield from _maps(moments, wanted, source, targets, intercept, ridge, provenance)
+            blocks = side_by_side.blocks(targets, part)
+            kept.moments(source).update(wanted[source][part], blocks, weights=of_part)
+        kept = gathered(kept)
+        yield from maps_for_all(
+            solve_pairs(kept, pairs_of_source, intercept=intercept, ridge=ridge, provenance=provenance),
+            pairs_of_source, provenance,
+        )  # fmt: skip
 
 
 @checked
@@ -192,6 +205,7 @@ def fit_stream(
     intercept: bool = False,
     ridge: float = 0.0,
     provenance: Provenance | None = None,
+    divided: bool = False,
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that pass by once and are not kept.
 
@@ -204,6 +218,9 @@ def fit_stream(
         order in which these pass by.
     pairs, intercept, ridge, provenance
         As in `fit_samples`.
+    divided
+        Whether several processes each pass batches of their own, as ``stream(..., divided=True)`` gives
+        them: their moments are merged at the end, and each process has the maps of all samples.
 
     Raises
     ------
@@ -211,67 +228,11 @@ def fit_stream(
         As in `fit_samples`; or the batches are of a model with other changes than the provenance says.
     """
     ridge = require_ridge(ridge)
-    named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
-    grouped, moments, last = by_source(named), dict[str, Moments](), dict[str, Tensor]()
-    for last, of_batch in _gathered(chosen_of_batches(batches, rows, weights, provenance)):
-        require_collected(
-            [(source, target) for source, targets in grouped.items() for target in targets], last
-        )
-        for source, targets in grouped.items():
-            if source not in moments:
-                moments[source] = _moments(last, source, targets)
-            moments[source].update(last[source], [last[target] for target in targets], weights=of_batch)
-    if not moments:
-        raise InputError("There are no samples to fit maps on.")
-    for source, targets in grouped.items():
-        yield from _maps(moments.pop(source), last, source, targets, intercept, ridge, provenance)
-
-
-def _moments(example: Mapping[str, Tensor], source: str, targets: list[str]) -> Moments:
-    d_out = sum(example[target].shape[1] for target in targets)
-    return Moments(example[source].shape[1], d_out, source=source, target=", ".join(targets))
-
-
-def _maps(
-    moments: Moments,
-    example: Mapping[str, Tensor],
-    source: str,
-    targets: list[str],
-    intercept: bool,
-    ridge: float,
-    provenance: Provenance | None,
-) -> Iterator[LinearMap]:
-    weight, bias = moments.solution(intercept=intercept, ridge=ridge)
-    widths = [example[target].shape[1] for target in targets]
-    biases = [None] * len(widths) if bias is None else bias.split(widths)
-    for target, w, b in zip(targets, weight.split(widths), biases, strict=True):
-        yield LinearMap.from_solution(w, b, source, target, provenance)
-
-
-def _chunk_size(x: Tensor) -> int:
-    return max(_CHUNK, 8 * x.shape[1])
-
-
-def _gathered(
-    batches: Iterable[tuple[Mapping[str, Tensor], Tensor | None]],
-) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
-    """Join small batches: factorising the factor again costs as much as ``d_in`` more samples."""
-    waiting: list[tuple[Mapping[str, Tensor], Tensor | None]] = []
-
-    def joined() -> tuple[dict[str, Tensor], Tensor | None]:
-        sites = list(waiting[0][0])
-        for site in sites:
-            for part, _ in waiting:
-                require_finite(part[site], site)
-        weights = [weight for _, weight in waiting if weight is not None]
-        vectors = {site: torch.cat([part[site] for part, _ in waiting]) for site in sites}
-        return vectors, torch.cat(weights) if weights else None
-
-    for batch in batches:
-        waiting.append(batch)
-        sizes = [len(next(iter(part.values()))) for part, _ in waiting]
-        if sum(sizes) >= _chunk_size(next(iter(batch[0].values()))):
-            yield joined()
-            waiting = []
-    if waiting:
-        yield joined()
+    kept = PairMoments(pairs)
+    named = [(source, target) for source, targets in kept.targets.items() for target in targets]
+    for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance):
+        kept.update(vectors, weights=of_batch)
+    if divided:
+        kept = gathered(kept)
+    maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
+    yield from maps_for_all(maps, named, provenance) if divided else maps

@@ -26,6 +26,7 @@ from matlens.linear.samples import Samples, require_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
@@ -285,8 +286,24 @@ def write_maps(
         "provenance": provenance.to_json(), "pairs": pairs, "content": content, "layers": CONVENTION,
         "dtype": "float32",
     }  # fmt: skip
-    place = Workplace(folder, HOLDS, request)
+    processes = current()
+    processes.agree([str(folder), list(map(list, pairs))], "folder of maps")
+    if processes.leads:
+        _write_missing(Workplace(folder, HOLDS, request), pairs, fit)
+    else:  # takes part in the fits, and writes nothing
+        for _ in fit([(source, target) for source, target in processes.share(None, "missing maps")]):
+            pass
+    processes.wait("maps")
+    return MapSet.load(folder)
+
+
+def _write_missing(
+    place: Workplace,
+    pairs: Sequence[tuple[str, str]],
+    fit: Callable[[list[tuple[str, str]]], Iterable[LinearMap]],
+) -> None:
     with place.working():
+        missing: list[tuple[str, str]] = []
         if not place.finished:
             notes = Notes(place.folder)
             files = _written_before(place.folder, notes)
@@ -295,14 +312,16 @@ def write_maps(
                 (pair for pair in pairs if _file(place.folder, pair[0]).name not in files),
                 key=lambda pair: sources.index(pair[0]),
             )
-            maps = iter(fit(missing))
-            for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
-                # No more than this source's maps are asked for before they are written.
-                path = _file(place.folder, source)
-                files[path.name] = _write_source(path, itertools.islice(maps, len(list(group))))
-                notes.add({"file": path.name, "record": files[path.name]})
-            place.finish(files)
-    return MapSet.load(folder)
+        current().share(missing, "missing maps")
+        if place.finished:
+            return
+        maps = iter(fit(missing))
+        for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
+            # No more than this source's maps are asked for before they are written.
+            path = _file(place.folder, source)
+            files[path.name] = _write_source(path, itertools.islice(maps, len(list(group))))
+            notes.add({"file": path.name, "record": files[path.name]})
+        place.finish(files)
 
 
 def _written_before(folder: Path, notes: Notes) -> dict[str, Record]:

@@ -101,8 +101,44 @@ class Moments:
                 f"Moments of {other.source} -> {other.target} cannot be merged into those of "
                 f"{self.source} -> {self.target}."
             )
-        self._add(other.n, other._r, [other._z])
+        if other.n:
+            self._add(other.n, other._r, [other._z])
         return self
+
+    @property
+    def state(self) -> tuple[Float[Tensor, "rank d_in_and_1"], Float[Tensor, "rank d_out"]]:
+        """The triangular factor ``R`` of ``[x 1]`` and ``Q^T y``, in float64: all there is of the samples."""
+        return self._r, self._z
+
+    @classmethod
+    def from_state(
+        cls,
+        r: Float[Tensor, "rank d_in_and_1"],
+        z: Float[Tensor, "rank d_out"],
+        n: int,
+        *,
+        source: str = "x",
+        target: str = "y",
+    ) -> Self:
+        """What another object, such as one of another process, has kept of ``n`` samples.
+
+        Raises
+        ------
+        InputError
+            The factors do not belong together, are not in float64, or hold a number that is not finite.
+        """
+        n = require_whole(n, "The number of samples", least=0)
+        fits = r.ndim == z.ndim == 2 and len(r) == len(z) and r.shape[1] > 1 and z.shape[1] > 0
+        if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
+            raise InputError(
+                f"Factors {list(r.shape)} of {r.dtype} and {list(z.shape)} of {z.dtype} do not belong to {n} "
+                "samples. Expected two of float64 with as many rows, as the factors of Moments are."
+            )
+        require_finite(r, source)
+        require_finite(z, target)
+        made = cls(r.shape[1] - 1, z.shape[1], source=source, target=target)
+        made._r, made._z, made.n = r, z, n
+        return made
 
     def _add(self, n: int, rows: Tensor, blocks: list[Tensor]) -> None:
         held = len(self._r)

@@ -20,6 +20,7 @@ from matlens.models.places import SMOLLM2, called, cause, locate
 from matlens.models.sites import stack_hooks
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
+from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.stacks import STACKS, Stack, choose_stack, stack_of
 
@@ -365,7 +366,7 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device of this name, or the best there is.
+    """The device of this name, or the best there is; of several GPUs each process has one of its own.
 
     Raises
     ------
@@ -375,7 +376,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         from transformer_lens.utilities import get_device
 
-        return torch.device(get_device())
+        best = torch.device(get_device())
+        if best.type == "cuda" and (processes := current()).several:
+            return torch.device("cuda", processes.local_rank % torch.cuda.device_count())
+        return best
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)

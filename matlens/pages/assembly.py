@@ -39,6 +39,7 @@ def assemble(
     title: str,
     data: Mapping[str, Any],
     sources: Sequence[str] = (),
+    rules: Sequence[str] = (),
     **more: Any,
 ) -> str:
     """Make the text of a page, which needs nothing but itself.
@@ -53,6 +54,8 @@ def assemble(
         What the script shows; arrays as `packed` writes them.
     sources
         Where the page may take scripts from beside its own, as the policy spells it, such as ``"'self'"``.
+    rules
+        More rules of the policy, such as ``"connect-src 'self'"`` of a page that a server answers.
     more
         What else the template names.
 
@@ -80,6 +83,7 @@ def assemble(
             *([] if sources else ["require-trusted-types-for 'script'"]),
             "base-uri 'none'",
             "form-action 'none'",
+            *rules,
         )
     )
     return environment.get_template(template).render(

@@ -242,9 +242,11 @@ def lens_frontier(results: pd.DataFrame) -> Figure:
             if len(across) == len(looks) or 2 * low - high <= mean <= 2 * high - low:
                 ax.axhline(mean, color=looks[method].colour, ls=looks[method].line, lw=0.9, zorder=0)
             else:  # it would press all others together
-                end = {"y": 0.98, "va": "top"} if mean > high else {"y": 0.02, "va": "bottom"}
-                words = f"{literal(method)}: {mean:.1f}"
-                ax.text(0.98, s=words, ha="right", transform=ax.transAxes, color=looks[method].colour, **end)
+                above = mean > high
+                ax.text(
+                    0.98, 0.98 if above else 0.02, f"{literal(method)}: {mean:.2g}", ha="right",
+                    va="top" if above else "bottom", transform=ax.transAxes, color=looks[method].colour,
+                )  # fmt: skip
         ax.set_xscale("log")
         ax.set_ylabel(label)
         ax.set_xlabel("seconds of a processor for a layer")

@@ -17,8 +17,9 @@ from matlens.corpora.examples import Examples, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
 from matlens.progress import Bar
+from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import plain_copy
-from matlens.pruning.pruned import Pruned, whole_windows
+from matlens.pruning.pruned import Pruned
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
@@ -104,7 +105,9 @@ def compare_pruned(
             row("pruned", "perplexity", perplexity_estimate(rest.losses)),
             row("pruned", "ratio", perplexity_ratio(rest.losses, whole.losses)),
             row("pruned", "agreement", metrics.proportion(same)),
-        ]
+        ],
+        "n_left_out",
+        "fold",
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError, printable
+from matlens.processes.group import ProcessLost
 from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
@@ -60,7 +61,8 @@ class Workplace:
 
         Where another process is at work in it, this waits until that has ended, and finds the folder
         finished. If the work fails, what this call has begun is removed. A kill leaves it to go on with, and
-        so does the failure of a call that went on with what another had begun.
+        so does the failure of a call that went on with what another had begun, or the loss of a process that
+        shares the work.
 
         Raises
         ------
@@ -77,6 +79,9 @@ class Workplace:
                 try:
                     with system_errors(self.folder):
                         yield
+                except ProcessLost:  # as after a kill, the job can be gone on with
+                    self._begun = False
+                    raise
                 except Exception:
                     if self._begun and not self.finished:
                         self._empty()

@@ -14,6 +14,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
+from matlens.processes.group import ProcessLost, alone, current
 from matlens.storage.arrays import StoredArray, StoredRows, require_record
 from matlens.storage.files import create, damaged, write_bytes
 from matlens.storage.folders import Workplace, make_config, read_config
@@ -57,6 +59,7 @@ class Column(NamedTuple):
 
 Columns = Mapping[str, Column]
 Batches = Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]
+Turns = Iterable[tuple[np.ndarray, Mapping[str, Tensor]] | None]
 
 
 class _Pending(NamedTuple):
@@ -175,7 +178,7 @@ class RowFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None or not issubclass(kind, Exception):
+            if kind is None or not issubclass(kind, Exception) or issubclass(kind, ProcessLost):
                 self._remember()
         finally:
             self._close()
@@ -221,6 +224,7 @@ def keep_rows(
     arrays: Mapping[str, np.ndarray] | None = None,
     only_unfinished: tuple[str, ...] = (),
     finite: bool = True,
+    turns: Callable[[int], Turns] | None = None,
 ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Keep rows in memory, or in a folder where a killed run goes on and a finished one is only opened.
 
@@ -238,6 +242,10 @@ def keep_rows(
         What is written beside the rows, for whoever reads the folder.
     finite
         Whether a number that is not finite is damage.
+    turns
+        Gives this process's share of the batches after the first so many, where several processes divide
+        them: one batch in each turn, and ``None`` where there is none left for it. Without it the leading
+        process does the work alone.
 
     Returns
     -------
@@ -250,6 +258,10 @@ def keep_rows(
         The folder is of another job, or what is in it is not what was written.
     """
     request = {**request, "columns": {name: list(column) for name, column in columns.items()}}
+    processes = current()
+    if turns is not None and processes.several:
+        processes.agree([request, n_rows, None if folder is None else str(folder)], f"the job of {holds}")
+        batches = partial(_of_all, turns, columns, everywhere=folder is None)
     if folder is None:
         kept = {
             name: torch.empty(n_rows, column.width, dtype=column.in_memory)
@@ -260,16 +272,56 @@ def keep_rows(
                 kept[name][torch.from_numpy(index)] = values.to(kept[name].dtype)
         return make_config(holds, request), kept
     place = Workplace(folder, holds, request, only_unfinished=only_unfinished)
+    if processes.leads:
+        anew = _fill(place, columns, n_rows, batches, arrays or {}, divided=turns is not None)
+    else:  # takes its turns, and writes nothing
+        done = processes.share(None, "batches that are done")
+        anew = done is not None
+        for _ in batches(done) if anew and turns is not None else ():
+            pass
+    processes.wait(f"rows of {holds}")
+    config, stored = _open_columns(place.folder, holds, finite)
+    # What has just been written need not be read again to know it.
+    return config, StoredRows({name: partial(column.read, checked=not anew) for name, column in stored})
+
+
+def _fill(
+    place: Workplace,
+    columns: Columns,
+    n_rows: int,
+    batches: Callable[[int], Batches],
+    arrays: Mapping[str, np.ndarray],
+    *,
+    divided: bool,
+) -> bool:
+    """Fill a folder, as the one that writes; says whether there was something to do."""
+    processes = current()
     with place.working():
-        anew = not place.finished
-        if anew:
-            with RowFiles(place.folder, columns, n_rows, arrays or {}) as files:
+        if place.finished:
+            processes.share(None, "batches that are done")
+            return False
+        with RowFiles(place.folder, columns, n_rows, arrays) as files:
+            processes.share(files.batches_done, "batches that are done")
+            with nullcontext() if divided else alone():
                 for index, batch in batches(files.batches_done):
                     files.write(index, batch)
-            place.finish()
-        config, stored = _open_columns(place.folder, holds, finite)
-        # What has just been written need not be read again to know it.
-        return config, StoredRows({name: partial(column.read, checked=not anew) for name, column in stored})
+        place.finish()
+    return True
+
+
+def _of_all(turns: Callable[[int], Turns], columns: Columns, done: int, *, everywhere: bool) -> Batches:
+    """Batches of all processes in their order, for the leading one or for each."""
+    processes = current()
+    for batch in turns(done):
+        own = {} if batch is None else {"index": torch.from_numpy(batch[0]), **batch[1]}
+        gathered = processes.gather(own, "rows")
+        if everywhere:
+            if not processes.leads:
+                gathered = [{} for _ in range(processes.size)]
+            gathered = [processes.share_tensors(parts, "rows of all") for parts in gathered]
+        for parts in gathered:
+            if parts:
+                yield parts["index"].numpy(), {name: parts[name] for name in columns}
 
 
 def read_rows(

@@ -115,6 +115,10 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
             if os.path.lexists(folder / note["file"]):
                 require_hash(folder / note["file"], note["record"])
             yield
+    for note in notes.records[-1:]:  # of moments, whose last state is what a killed run goes on from
+        for of_source in note.get("files", {}).values():
+            require_hash(folder / of_source["file"], of_source["record"])
+            yield
     if notes.records and "rows" in notes.records[0]:
         for name, column in recorded_columns(record, folder):
             path = folder / f"{name}.npy"

@@ -20,7 +20,7 @@ from matlens.models.places import locate
 from matlens.progress import waiting
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 from matlens.storage.folders import LAYOUT, command_line, software_versions
-from matlens.study.output import FIGURES, MAPS, RESULTS, RUN, TRAIN, VALIDATION
+from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION
 
 PARTS = (TRAIN, VALIDATION, MAPS)
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what damaged files can cause
@@ -85,6 +85,8 @@ class RunNote:
         """What the run has left: its table, and what its parts say of themselves and of their files."""
         left: dict[str, Any] = {}
         for name in PARTS:
+            if name == TRAIN and not (self._folder / TRAIN).is_dir():
+                name = MOMENTS
             config = read_json(self._folder / name / "config.json")
             for file, about in config.get("files", {}).items():
                 if (self._folder / name / file).stat().st_size != about["bytes"]:

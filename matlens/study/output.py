@@ -11,8 +11,9 @@ from matlens.storage.files import require_writable
 from matlens.storage.folders import Workplace
 
 TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", "run.json"
+MOMENTS = "moments"  # in the place of TRAIN, where no vectors are kept
 FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
-_HOLDS = {TRAIN: "activations", VALIDATION: "activations", MAPS: "maps"}
+_HOLDS = {TRAIN: "activations", VALIDATION: "activations", MOMENTS: "moments", MAPS: "maps"}
 
 
 def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
@@ -37,3 +38,15 @@ def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     for name in (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES):
         if MAPS in known and (out / name).is_dir():
             raise InputError(f"{out / name} is a folder, and a file is to be written there. Remove it.")
+
+
+def require_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
+    """Refuse a folder that cannot be written, or that holds something else than moments of such samples.
+
+    Raises
+    ------
+    InputError
+        Something there is in the way.
+    """
+    require_writable(out)
+    Workplace(out, _HOLDS[MOMENTS], {"provenance": provenance}).require_possible()

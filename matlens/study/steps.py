@@ -2,14 +2,15 @@
 
 Each step reads what the one before has written and can be called again: what is collected and fitted is
 not done twice, and what was broken off goes on. The folder holds ``train/`` and ``validation/``
-(activations), ``maps/``, ``results.csv`` with ``results.json`` beside it, and the figures.
+(activations; of all positions ``moments/`` in the place of the first), ``maps/``, ``results.csv`` with
+``results.json`` beside it, and the figures.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,8 @@ from tqdm.auto import tqdm
 from matlens import plots
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
+from matlens.activations.stored_moments import StoredMoments
+from matlens.activations.sums import stream_moments
 from matlens.arguments import require_number, require_whole
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, is_masked, make_examples
@@ -31,13 +34,15 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.linear.samples import are_few
+from matlens.linear.sums import solve_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
+from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.tables import COLUMNS, read_table, write_results
-from matlens.study.output import MAPS, RESULTS, TRAIN, VALIDATION
+from matlens.study.output import MAPS, MOMENTS, RESULTS, TRAIN, VALIDATION
 from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
@@ -82,27 +87,19 @@ def collect_parts(
     """
     if batch_tokens is not None:
         batch_tokens = require_whole(batch_tokens, "batch_tokens", least=1)
-    if positions == "all" and is_masked(model):
-        raise InputError(
-            "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
-            "masked, and the others are no predictions. Expected positions='drawn'."
-        )
-    if positions == "all" and not draw_special:
-        raise InputError("All positions include the special tokens: skip them only with drawn positions.")
+    require_usable(model, positions, draw_special)
     if len(parts) != 2:
         raise InputError(
             f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
         )
     collected = []
     for name, part in zip((TRAIN, VALIDATION), parts, strict=True):
-        examples = make_examples(model, part, seed=seed, draw_special=draw_special)
-        if examples.n_truncated:
-            tqdm.write(
-                f"{examples.n_truncated} sentences of {printable(part.name)} were cut at the model's context."
-            )
+        examples = _examples_of(model, part, seed, draw_special)
         where: Positions = "drawn"
         if name == TRAIN:
-            wanted = draw_special and positions == "auto" and _all_are_better(model, examples, Path(folder))
+            n_bytes = len(examples.tokens) * (model.cfg.n_layers + 1) * model.cfg.d_model * 4
+            wanted = draw_special and positions == "auto"
+            wanted = wanted and _all_are_better(model, examples, Path(folder), TRAIN, n_bytes)
             where = "all" if wanted or positions == "all" else "drawn"
         collected.append(
             collect(
@@ -113,15 +110,119 @@ def collect_parts(
     return collected[0], collected[1]
 
 
-def _all_are_better(model: TransformerBridge, examples: Examples, folder: Path) -> bool:
+@checked
+def sum_parts(
+    model: TransformerBridge,
+    parts: tuple[Corpus, Corpus],
+    folder: str | Path,
+    *,
+    pairs: Pairs = "all",
+    seed: int = 0,
+    positions: Positions | Literal["auto"] = "all",
+    draw_special: bool = True,
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> Activations:
+    """Do what `collect_parts` does, but of all positions keep what fits need, and no vectors.
+
+    The moments are in ``moments/``, where ``train/`` would be; where only drawn positions are wanted, or
+    vectors are there already, they are in ``train/`` as ever.
+
+    Parameters
+    ----------
+    pairs
+        Which maps can be fitted afterwards, as in `fit_maps`.
+    model, parts, folder, seed, positions, draw_special, batch_tokens, progress
+        As in `collect_parts`.
+
+    Returns
+    -------
+    Activations
+        The stream at the drawn positions of the validation sentences.
+    """
+    folder = Path(folder)
+    there = _has_moments(folder)
+    if not (folder / TRAIN).is_dir() and len(parts) == 2:
+        examples = _examples_of(model, parts[0], seed, draw_special)
+        chosen = training_positions(model, examples, folder, pairs, positions, draw_special=draw_special)
+        if chosen == "all" or there:
+            stream_moments(
+                model, examples, folder / MOMENTS, pairs=pairs, positions=chosen, batch_tokens=batch_tokens,
+                progress=progress,
+            )  # fmt: skip
+            return collect(
+                model, _examples_of(model, parts[1], seed, draw_special), folder=folder / VALIDATION,
+                batch_tokens=batch_tokens, progress=progress,
+            )  # fmt: skip
+        positions = chosen
+    return collect_parts(
+        model, parts, folder, seed=seed, positions=positions, draw_special=draw_special,
+        batch_tokens=batch_tokens, progress=progress,
+    )[1]  # fmt: skip
+
+
+@checked
+def training_positions(
+    model: TransformerBridge,
+    examples: Examples,
+    folder: Path,
+    pairs: Pairs,
+    positions: Positions | Literal["auto"],
+    *,
+    draw_special: bool = True,
+) -> Positions:
+    """Which positions of the training sentences moments are kept of, as `collect_parts` says it.
+
+    Raises
+    ------
+    InputError
+        All positions are asked for, and cannot be used.
+    """
+    require_usable(model, positions, draw_special)
+    if positions != "auto":
+        return positions
+    room = _room_of_moments(pairs, model)
+    better = draw_special and _all_are_better(model, examples, folder, MOMENTS, room)
+    return "all" if better else "drawn"
+
+
+def require_usable(model: TransformerBridge, positions: str, draw_special: bool) -> None:
+    """Refuse all positions where they cannot be used."""
+    if positions == "all" and is_masked(model):
+        raise InputError(
+            "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
+            "masked, and the others are no predictions. Expected positions='drawn'."
+        )
+    if positions == "all" and not draw_special:
+        raise InputError("All positions include the special tokens: skip them only with drawn positions.")
+
+
+def _examples_of(model: TransformerBridge, part: Corpus, seed: int, draw_special: bool) -> Examples:
+    examples = make_examples(model, part, seed=seed, draw_special=draw_special)
+    if examples.n_truncated:
+        tqdm.write(
+            f"{examples.n_truncated} sentences of {printable(part.name)} were cut at the model's context."
+        )
+    return examples
+
+
+def _room_of_moments(pairs: Pairs, model: TransformerBridge) -> int:
+    """Bytes of the moments of these pairs."""
+    wanted = resolve_pairs(pairs, model.cfg.n_layers)
+    n_sources = len({source for source, _ in wanted})
+    return 8 * (model.cfg.d_model + 1) ** 2 * (n_sources + len(wanted))
+
+
+def _all_are_better(
+    model: TransformerBridge, examples: Examples, folder: Path, name: str, n_bytes: int
+) -> bool:
     """Whether maps need all positions of the examples, which are few, and the disk has room for them."""
-    d_model, n_layers = model.cfg.d_model, model.cfg.n_layers
+    d_model = model.cfg.d_model
     if is_masked(model) or not are_few(len(examples), d_model):
         return False
-    n_bytes = len(examples.tokens) * (n_layers + 1) * d_model * 4
     with system_errors(folder):
         free = shutil.disk_usage(nearest_existing(folder)).free
-    if n_bytes > free / 2 and not (folder / TRAIN).exists():
+    if n_bytes > free / 2 and not (folder / name).exists():
         return False
     tqdm.write(
         f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "
@@ -140,7 +241,7 @@ def fit_maps(
     ridge: float | None = 0.0,
     progress: bool = True,
 ) -> MapSet:
-    """Fit maps between layers of the stream on ``train/``, into ``maps/``.
+    """Fit maps between layers of the stream on ``train/`` or ``moments/``, into ``maps/``.
 
     Parameters
     ----------
@@ -152,6 +253,11 @@ def fit_maps(
     """
     if ridge is not None:
         require_number(ridge, "The ridge", least=0)  # before anything is read
+    if _has_moments(Path(folder)):
+        kept = StoredMoments(Path(folder) / MOMENTS)
+        return fit_moments(
+            kept, Path(folder) / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
+        )
     train = Activations.load(Path(folder) / TRAIN)
     wanted = resolve_pairs(pairs, train.provenance)
     require_collected(wanted, train)
@@ -165,6 +271,63 @@ def fit_maps(
         return fitting_bar(maps, len(missing), progress=progress)
 
     return write_maps(Path(folder) / MAPS, wanted, fit, origin)
+
+
+def _has_moments(folder: Path) -> bool:
+    """Whether the training part is there as moments, and not as vectors."""
+    return (folder / MOMENTS / "config.json").is_file() and not (folder / TRAIN).is_dir()
+
+
+@checked
+def fit_moments(
+    moments: StoredMoments,
+    folder: str | Path,
+    *,
+    pairs: Pairs | None = None,
+    intercept: bool = False,
+    ridge: float | None = 0.0,
+    progress: bool = True,
+) -> MapSet:
+    """Fit maps on moments of one folder, or of all shards of a job, into a folder of maps.
+
+    Parameters
+    ----------
+    moments
+        What `matlens.activations.stream_moments` has written.
+    folder
+        Where the maps are written.
+    pairs
+        Which maps, by default all of which moments were kept.
+    intercept, ridge, progress
+        As in `fit_maps`.
+
+    Raises
+    ------
+    InputError
+        A shard of the job is missing, there are no samples, or no moments were kept of a pair.
+    """
+    if ridge is not None:
+        require_number(ridge, "The ridge", least=0)
+    moments.require_complete()
+    there = [(source, target) for source, targets in moments.targets.items() for target in targets]
+    wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)
+    penalty = ridge
+    if penalty is None:
+        few = are_few(moments.n_samples, moments.provenance.identity.d_model)
+        penalty = _typical(list(map(moments.norms, dict.fromkeys(a for a, _ in wanted)))) if few else 0.0
+    origin = moments.provenance.samples.with_details(
+        n_samples=moments.n_samples, intercept=intercept, ridge=penalty
+    )
+    if note := note_on_samples(origin.to_json()):
+        tqdm.write(note, file=sys.stderr)
+
+    def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        if not current().leads:
+            return iter(())
+        maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
+        return fitting_bar(maps, len(missing), progress=progress)
+
+    return write_maps(folder, wanted, fit, origin)
 
 
 def chosen_ridge(
@@ -187,8 +350,13 @@ def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
     The median over samples, and of these the median over sources, to two digits. What one sample says in a
     direction weighs no more then than the penalty does.
     """
-    norms = torch.stack([samples[source].double().square().sum(1).median() for source in sources])
-    return float(f"{float(norms.median()):.1e}")
+    return _typical([samples[source].double().square().sum(1) for source in sources])
+
+
+def _typical(norms: Sequence[torch.Tensor | None]) -> float:
+    """The median over sources of the median of the samples' squared norms, to two digits."""
+    medians = [of_source.median() for of_source in norms if of_source is not None and len(of_source)]
+    return float(f"{float(torch.stack(medians).median()):.1e}") if medians else 0.0
 
 
 @checked
@@ -221,13 +389,16 @@ def evaluate_maps(
     validation = Activations.load(folder / VALIDATION)
     validation.provenance = replace(validation.provenance, same_precision=same_precision)
     maps.provenance.require_same(ModelIdentity.from_model(model), ours="the maps")
-    if (folder / TRAIN / "config.json").is_file():
-        train = Activations.load(folder / TRAIN)
-        fitted, there = maps.provenance.samples.to_json(), train.provenance.samples.to_json()
+    sources = {
+        TRAIN: lambda: Activations.load(folder / TRAIN).provenance,
+        MOMENTS: lambda: StoredMoments(folder / MOMENTS).provenance,
+    }
+    for name in [name for name in sources if (folder / name / "config.json").is_file()][:1]:
+        fitted, there = maps.provenance.samples.to_json(), sources[name]().samples.to_json()
         differing = [key for key in there if fitted.get(key) != there[key]]
         if differing:
             raise InputError(
-                f"The maps in {folder / MAPS} were fitted on other samples than {folder / TRAIN} holds "
+                f"The maps in {folder / MAPS} were fitted on other samples than {folder / name} holds "
                 f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
                 f"{folder / MAPS} and fit again."
             )

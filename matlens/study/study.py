@@ -24,6 +24,8 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
+from matlens.activations.stored_moments import StoredMoments
+from matlens.activations.sums import stream_moments
 from matlens.agglomeration import Linkage, method_within
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
@@ -77,6 +79,9 @@ class Study:
         How the stream is collected, as in `collect_parts`.
     pairs, intercept, ridge
         Which maps are fitted and how, as in `fit_maps`.
+    keep_rows
+        Whether the vectors of all positions are kept on disk; else only what fits need of them is, and
+        `stream` collects once more if it is asked for.
     """
 
     load_model: Callable[[], TransformerBridge] | None = None
@@ -93,6 +98,7 @@ class Study:
     pairs: Pairs = "all"
     intercept: bool = False
     ridge: float | None = 0.0
+    keep_rows: bool = True
 
     @classmethod
     def load(
@@ -196,22 +202,41 @@ class Study:
 
         Where positions are left open and a penalty is asked for, that is what few sentences are met with.
         """
-        positions = "drawn" if self.positions == "auto" and self.ridge else self.positions
         return steps.collect_parts(
-            self.model, self.parts, self.folder, seed=self.seed, positions=positions,
+            self.model, self.parts, self.folder, seed=self.seed, positions=self._positions,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens,
         )  # fmt: skip
 
     @property
+    def _positions(self) -> Positions | Literal["auto"]:
+        return "drawn" if self.positions == "auto" and self.ridge else self.positions
+
+    @cached_property
     def validation(self) -> Activations:
-        """The stream of the validation sentences."""
-        return self.stream[1]
+        """The stream of the validation sentences; the training part is there as well then."""
+        if self.keep_rows:
+            return self.stream[1]
+        return steps.sum_parts(
+            self.model, self.parts, self.folder, pairs=self.pairs, seed=self.seed, positions=self._positions,
+            draw_special=self.draw_special, batch_tokens=self.batch_tokens,
+        )  # fmt: skip
+
+    def shard_moments(self, number: int, of: int) -> StoredMoments:
+        """Moments of one of several parts of the training sentences, in the study's folder."""
+        examples = make_examples(self.model, self.parts[0], seed=self.seed, draw_special=self.draw_special)
+        positions = steps.training_positions(
+            self.model, examples, self.folder, self.pairs, self._positions, draw_special=self.draw_special
+        )
+        return stream_moments(
+            self.model, examples, self.folder, pairs=self.pairs, positions=positions, shard=(number, of),
+            batch_tokens=self.batch_tokens,
+        )  # fmt: skip
 
     @cached_property
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
         resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
-        _ = self.stream
+        _ = self.validation
         return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
     @cached_property

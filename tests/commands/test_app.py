@@ -258,7 +258,8 @@ def test_pairs(
 
 
 def test_all_positions(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
-    assert run_matlens("run", *inputs, "--out", tmp_path / "all", "--positions", "all").code == 0
+    command = ["run", *inputs, "--out", tmp_path / "all", "--positions", "all", "--keep-rows"]
+    assert run_matlens(*command).code == 0
     train = matlens.activations.Activations.load(tmp_path / "all" / "train")
     drawn = matlens.activations.Activations.load(finished / "train")
     assert train.n_rows == int(train.examples.lengths.sum()) > N_TRAIN
@@ -1015,8 +1016,8 @@ def test_few_samples_take_all_positions_and_say_so(
     few = [*inputs, "--train", 40]
     outcome = run_matlens("run", *few, "--out", tmp_path / "auto")
     assert "40 sentences are few for 32 dimensions" in " ".join(outcome.err.split())
-    train = matlens.activations.Activations.load(tmp_path / "auto" / "train")
-    assert train.positions == "all"
+    assert matlens.activations.StoredMoments(tmp_path / "auto" / "moments").provenance.positions == "all"
+    assert not (tmp_path / "auto" / "train").exists()
     assert "few for" not in outcome.out
     assert json.loads((tmp_path / "auto/results.json").read_text())["note"] is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,15 @@ def test_value_pages_are_those_of_the_library(
     for name in names:
         assert (tmp_path / "pages" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
     assert "is a folder" not in commands.run("values", "explore", "--out", tmp_path, model="gpt2", code=2)
+
+
+def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone(
+    commands: FfnCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("uvicorn.run", lambda application, **options: calls.append(options))
+    printed = commands.run("serve", "--port", 9876, model="gpt2")
+    assert re.search(r"http://127\.0\.0\.1:9876/[\w-]{32}/", printed)
+    assert (calls[0]["host"], calls[0]["port"]) == ("127.0.0.1", 9876)
+    monkeypatch.setattr("matlens.explorer.server.find_spec", lambda name: None)
+    assert "pip install" in commands.run("serve", model="gpt2", code=2)

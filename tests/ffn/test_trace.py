@@ -339,14 +339,14 @@ def llama(small_model: Callable[[str], Any]) -> tuple[Any, Examples]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sentences each batch had that was run."""
     sizes: list[int] = []
-    stream = module.stream
+    stream = module.stream_turns
 
     def counting(*given: Any, **options: Any) -> Iterator[Any]:
         for rows in stream(*given, **options):
             sizes.append(len(rows.index))
             yield rows
 
-    monkeypatch.setattr(module, "stream", counting)
+    monkeypatch.setattr(module, "stream_turns", counting)
     return sizes
 
 

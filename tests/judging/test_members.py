@@ -10,7 +10,7 @@ import torch
 from conftest import make_sentences
 
 from matlens import InputError, Lens
-from matlens.judging.members import best_start, fit_members, require_member_names
+from matlens.judging.members import METHODS, best_start, default_methods, fit_members, require_member_names
 from matlens.lens.training import polish, scale_map, tune
 
 Settings = Callable[[str], Any]
@@ -54,6 +54,8 @@ def test_a_trained_lens_is_kept_and_read_back(setting: Settings, tmp_path: Any) 
 def test_a_masked_model_starts_from_vectors_as_they_are(setting: Settings) -> None:
     model, train, _ = setting("bert")
     assert best_start(model) == "affine"
+    assert default_methods(model) == [name for name in METHODS if "normed" not in name]
+    assert default_methods(setting("llama").model) == list(METHODS)
     lens = fit_members(model, train, ["polished"], layers=[1], progress=False)["polished"].lens
     assert lens.norm is None
     assert lens.maps[1].bias is not None

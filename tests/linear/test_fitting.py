@@ -15,7 +15,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.linear import fitting
+from matlens.linear import fitting, sums
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
@@ -155,7 +155,8 @@ def streamed(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
 
 def with_chunks_of_one(way: Way, x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "_chunk_size", lambda samples: 1)
+        patch.setattr(fitting, "chunk_size", lambda samples: 1)
+        patch.setattr(sums, "chunk_size", lambda samples: 1)
         return way(x, y, intercept, ridge)
 
 
@@ -513,7 +514,7 @@ def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
         return update(self, x, y, **weights)
 
     monkeypatch.setattr(Moments, "update", watched)
-    monkeypatch.setattr(fitting, "_CHUNK", 9)
+    monkeypatch.setattr(sums, "_CHUNK", 9)
     monkeypatch.setattr(fitting, "_KEPT", kept)
     in_chunks = list(fit_samples(SITES, PAIRS, intercept=True))
     # Eight samples for each dimension at least: of b 6 dimensions, of a 4, of c 3.

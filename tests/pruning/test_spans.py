@@ -12,8 +12,8 @@ from conftest import N_LAYERS, WORDS
 
 from matlens import pruning
 from matlens.corpora import Corpus, make_windows
+from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
-from matlens.pruning.pruned import whole_windows
 from matlens.pruning.spans import angles, choose_blocks, loss_without, spans_of
 from matlens.pruning.streams import Streams
 

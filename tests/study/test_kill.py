@@ -28,7 +28,6 @@ import matlens
 
 WORDS = [f"w{i}" for i in range(50)]
 N_TRAIN, N_VALIDATION, BATCH_TOKENS = 65, 65, 5
-N_FEW = 12
 N_KILLS = 10
 FOREVER = 600.0
 NOTED_EVERY = 3  # batches
@@ -246,23 +245,6 @@ def unbroken(server: Server, collect: list[str], tmp_path_factory: pytest.TempPa
     cwd = tmp_path_factory.mktemp("unbroken")
     n_batches = server.run(cwd, collect).n_batches
     server.run(cwd, ["fit", "out"])
-    return _unbroken(cwd, n_batches)
-
-
-@pytest.fixture(scope="module")
-def of_few(collect: list[str]) -> list[str]:
-    """The command with so few sentences that it has ended in a moment."""
-    sizes = {"--train": str(N_FEW), "--val": str(N_FEW)}
-    return [sizes.get(before, word) for before, word in zip(["", *collect], collect, strict=False)]
-
-
-@pytest.fixture(scope="module")
-def unbroken_of_few(server: Server, of_few: list[str], tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    cwd = tmp_path_factory.mktemp("few")
-    return _unbroken(cwd, server.run(cwd, of_few).n_batches)
-
-
-def _unbroken(cwd: Path, n_batches: int) -> Unbroken:
     parts = (
         matlens.activations.Activations.load(cwd / "out" / part).examples for part in ("train", "validation")
     )
@@ -329,16 +311,16 @@ def test_ten_kills_change_no_byte(
 
 
 def test_interrupting_notes_every_batch_and_says_so(
-    server: Server, of_few: list[str], unbroken_of_few: Unbroken, tmp_path: Path
+    server: Server, collect: list[str], unbroken: Unbroken, tmp_path: Path
 ) -> None:
-    running = server.start(tmp_path, of_few, batches=5)
+    running = server.start(tmp_path, collect, batches=5)
     _wait(running, lambda: running.n_batches == 5)
     assert running.kill(signal.SIGINT) == 130
     assert "Run the same command again" in running.log.read_text()
     assert "Traceback" not in running.log.read_text()
-    assert _noted(tmp_path / "out", unbroken_of_few) == 5
-    assert server.run(tmp_path, of_few).n_batches == unbroken_of_few.n_batches - 5
-    assert _files(tmp_path / "out") == unbroken_of_few.collected
+    assert _noted(tmp_path / "out", unbroken) == 5
+    assert server.run(tmp_path, collect).n_batches == unbroken.n_batches - 5
+    assert _files(tmp_path / "out") == unbroken.collected
 
 
 @pytest.mark.parametrize(
@@ -360,12 +342,12 @@ def test_interrupting_notes_every_batch_and_says_so(
     ids=lambda moment: "-".join(map(str, moment)),
 )
 def test_a_collection_killed_at_an_awkward_moment_goes_on(
-    server: Server, of_few: list[str], unbroken_of_few: Unbroken, tmp_path: Path, moment: tuple[str, str, int]
+    server: Server, collect: list[str], unbroken: Unbroken, tmp_path: Path, moment: tuple[str, str, int]
 ) -> None:
-    running = server.start(tmp_path, of_few, die_before=moment)
+    running = server.start(tmp_path, collect, die_before=moment)
     assert running.wait() == -signal.SIGKILL, running.log.read_text()
-    server.run(tmp_path, of_few)
-    assert _files(tmp_path / "out") == unbroken_of_few.collected
+    server.run(tmp_path, collect)
+    assert _files(tmp_path / "out") == unbroken.collected
 
 
 @pytest.mark.parametrize(

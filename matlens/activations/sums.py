@@ -1,0 +1,229 @@
+"""Moments of a corpus while it passes by: no vector is kept, and what was broken off is gone on with.
+
+A job can be divided into shards, whose folders are made anywhere and at any time; together they hold the
+moments of the whole job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matlens.activations.activations import Positions
+from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
+from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
+from matlens.arguments import require_whole
+from matlens.corpora.examples import Examples, require_examples, require_model
+from matlens.errors import InputError
+from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.linear.samples import are_few
+from matlens.linear.sums import PairMoments, gathered
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.processes.group import current
+from matlens.signatures import checked
+from matlens.storage.arrays import Record
+from matlens.storage.folders import Workplace
+from matlens.storage.notes import Notes
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_KEPT_EVERY = 60.0  # seconds, at least, between two states that a killed run can go on from
+_SHARE_OF_WRITING = 20  # and so many times as long as it takes to write one
+
+
+@checked
+def stream_moments(
+    model: TransformerBridge,
+    examples: Examples,
+    folder: str | Path,
+    *,
+    pairs: Pairs = "last",
+    positions: Positions = "all",
+    shard: tuple[int, int] = (1, 1),
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> StoredMoments:
+    """Run the examples through the model once and keep, in a folder, what least squares needs of them.
+
+    It takes ``(d + 1)(d + 1 + sum of the targets' widths)`` numbers of 8 bytes for each source, however many
+    the samples are. A killed run goes on where it was; a finished folder is opened without running anything.
+
+    Parameters
+    ----------
+    model, examples
+        What is run on what.
+    folder
+        Where the moments are written.
+    pairs
+        As in `MapSet.fit`.
+    positions
+        ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
+    shard
+        Which part of the examples, such as ``(3, 8)`` for the third of eight. `StoredMoments` joins them.
+    batch_tokens
+        Most tokens in a batch, padding counted.
+    progress
+        Whether to show a bar.
+
+    Raises
+    ------
+    InputError
+        A vector is not finite, a pair is not usable, there is no such shard, or the folder is of another job.
+    """
+    require_model(model)
+    require_examples(examples)
+    number, of = require_shard(shard)
+    anatomy = Anatomy.from_model(model)
+    identity = ModelIdentity.from_model(model)
+    named = resolve_pairs(pairs, Provenance(identity))
+    wanted = [(str(anatomy.resolve(source)), str(anatomy.resolve(target))) for source, target in named]
+    widths = {site: anatomy.width(anatomy.resolve(site)) for pair in wanted for site in pair}
+    provenance = Provenance(
+        identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(anatomy, widths)
+    )
+    own = shard_of(examples, number, of)
+    request = {
+        "provenance": provenance.to_json(),
+        "pairs": wanted,
+        "widths": widths,
+        "shard": [number, of],
+        "n_samples": 0 if own is None else own.n_positions if positions == "drawn" else len(own.tokens),
+        "batch_tokens": batch_tokens or default_batch_tokens(model),
+    }
+    whole = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    kept = PairMoments(wanted, widths=widths, norms=are_few(whole, identity.d_model))
+
+    def turns(skip: int) -> Iterator[Rows | None]:
+        if own is None:
+            return iter(())
+        return stream_turns(
+            model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
+            progress=progress, skip=skip,
+        )  # fmt: skip
+
+    processes = current()
+    processes.agree([request, str(folder)], "the job of moments")
+    if processes.leads:
+        place = Workplace(folder, HOLDS, request, only_unfinished=("batch_tokens",))
+        with place.working():
+            if place.finished:
+                processes.share(None, "turns that are done")
+            else:
+                _fill(place, kept, turns)
+    elif (done := processes.share(None, "turns that are done")) is not None:
+        _pass(kept, turns(done), None)
+    processes.wait("moments")
+    return StoredMoments(folder)
+
+
+@checked
+def require_shard(shard: Sequence[int]) -> tuple[int, int]:
+    """Read which part of a job is meant: ``(3, 8)`` is the third of eight.
+
+    Raises
+    ------
+    InputError
+        It is no part.
+    """
+    if len(shard) != 2:
+        raise InputError(f"The shard has {len(shard)} numbers. Expected two, such as (3, 8) for 3 of 8.")
+    of = require_whole(shard[1], "The number of shards", least=1, most=100_000)
+    return require_whole(shard[0], "The number of the shard", least=1, most=of), of
+
+
+@checked
+def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
+    """Every ``of``-th sentence from the ``number``-th on, with all of its positions; ``None`` for none."""
+    number, of = require_shard((number, of))
+    chosen = np.arange(number - 1, len(examples), of)
+    if of == 1 or not len(chosen):
+        return examples if of == 1 else None
+    taken = np.zeros(len(examples), dtype=bool)
+    taken[chosen] = True
+    of_tokens, of_positions = np.repeat(taken, examples.lengths), taken[examples.sentences]
+    offsets = np.concatenate([[0], np.cumsum(examples.lengths[chosen])])
+    sentences = np.searchsorted(chosen, examples.sentences[of_positions])
+    return Examples(
+        examples.tokens[of_tokens], offsets, examples.positions[of_positions],
+        {**examples.provenance, "shard": f"{number}/{of}"}, sentences,
+    )  # fmt: skip
+
+
+def _fill(place: Workplace, kept: PairMoments, turns: Any) -> None:
+    """Fill the folder, as the one that writes."""
+    notes = Notes(place.folder)
+    done = 0
+    if notes.records:
+        done = int(notes.records[-1]["batches"])
+        for source, note in notes.records[-1]["files"].items():
+            moments, norms = read_source(
+                place.folder / note["file"], note["record"], source, kept.targets[source]
+            )
+            kept.restore(source, moments, norms)
+    current().share(done, "turns that are done")
+    kept = _pass(kept, turns(done), _States(place.folder, notes, done))
+    files: dict[str, Record] = {}
+    for source in kept.targets:
+        name = f"{source}.safetensors"
+        files[name] = write_source(place.folder, name, kept, source)
+    for path in place.folder.glob("*.safetensors"):
+        if path.name not in files:
+            path.unlink()
+    place.finish(files)
+
+
+def _pass(kept: PairMoments, turns: Iterator[Rows | None], states: _States | None) -> PairMoments:
+    """Take all turns; of several processes the leading one has the moments of all in the end."""
+    processes = current()
+    mine, batches = kept, 0
+    for rows in turns:
+        if rows is not None:
+            mine.update(rows.vectors)
+        batches += processes.size
+        due = processes.share(states is not None and states.are_due(), "whether to keep a state")
+        if due:
+            mine = _whole_again(gathered(mine), kept)
+            if states is not None:
+                states.write(mine, batches)
+    return _whole_again(gathered(mine), kept)
+
+
+def _whole_again(merged: PairMoments, like: PairMoments) -> PairMoments:
+    """Moments that can be gone on with, also where all of them have gone to the leading process."""
+    if not current().several or (current().leads and merged.widths):
+        merged.widths = dict(like.widths)
+        return merged
+    return like.empty()
+
+
+class _States:
+    """What has been summed up so far, written now and then, so that a killed run goes on from there."""
+
+    def __init__(self, folder: Path, notes: Notes, done: int) -> None:
+        self._folder, self._notes, self._done = folder, notes, done
+        self._last, self._pause = time.monotonic(), _KEPT_EVERY
+
+    def are_due(self) -> bool:
+        """Whether it is time for the next one."""
+        return time.monotonic() - self._last > self._pause
+
+    def write(self, kept: PairMoments, batches: int) -> None:
+        """Write a state beside the one before, note it, and remove the one before."""
+        began = time.monotonic()
+        count = self._done + batches
+        files = {}
+        for source in kept.targets:
+            name = f"{source}.{count}.safetensors"
+            files[source] = {"file": name, "record": write_source(self._folder, name, kept, source)}
+        before = self._notes.records[-1]["files"] if self._notes.records else {}
+        self._notes.add({"batches": count, "files": files})
+        for note in before.values():
+            (self._folder / note["file"]).unlink(missing_ok=True)
+        self._last = time.monotonic()
+        self._pause = max(_KEPT_EVERY, _SHARE_OF_WRITING * (self._last - began))

@@ -1,0 +1,280 @@
+"""The pages of a model over a server on this machine: prompts are typed, and the model is changed.
+
+It listens on this machine alone, to who knows the token in its address. What another site makes a browser
+send is refused: the names of the host and of the page's origin have to be its own. One request is computed
+at a time; the others wait, and what nobody waits for any more is not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from matlens.arguments import require_whole
+from matlens.bounds import parse_json
+from matlens.errors import InputError, printable
+from matlens.explorer.changes import Change, compare_changes
+from matlens.explorer.exploration import explore
+from matlens.lens.lens import Lens
+from matlens.linear.mapsets import MapSet
+from matlens.models.identity import ModelIdentity
+from matlens.pages.assembly import assemble
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from transformer_lens.model_bridge import TransformerBridge
+
+HOST = "127.0.0.1"
+_LARGEST = 2**16  # bytes of a request
+_WAITING = 32  # requests at once
+_PAGES = 16  # that are kept
+_LONGEST_PROMPT, _MOST_CHANGES = 8000, 32
+_COEFFICIENT = 3.0
+_HEADERS = {
+    "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "SAMEORIGIN",
+}  # fmt: skip
+
+
+class _Gone(Exception):
+    """Nobody waits for the answer."""
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@checked
+class LiveModel:
+    """A model behind a server; `application` is what uvicorn runs.
+
+    Parameters
+    ----------
+    model
+        The model, which nothing else may change meanwhile.
+    lenses
+        Lenses and maps that prompts are read through, beside ``id``.
+    maps
+        Maps that stand in for blocks that are jumped over.
+    port
+        Where the server listens.
+    token
+        The secret in its address; by default a new one.
+
+    Attributes
+    ----------
+    address
+        The page to open.
+    port
+        Where the server listens.
+    """
+
+    def __init__(
+        self,
+        model: TransformerBridge,
+        lenses: Sequence[Lens | MapSet] = (),
+        *,
+        maps: MapSet | None = None,
+        port: int = 8765,
+        token: str | None = None,
+    ) -> None:
+        self.port = require_whole(port, "port", least=1, most=65_535)
+        self._model, self._lenses, self._maps = model, list(lenses), maps
+        self._token = token or secrets.token_urlsafe(24)
+        self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+        self._worker = ThreadPoolExecutor(max_workers=1)
+        self._waiting = 0
+        self._pages: OrderedDict[str, str] = OrderedDict()
+        self.address = f"http://{HOST}:{port}/{self._token}/"
+
+    @property
+    def application(self) -> Any:
+        """What answers requests, by the rules of ASGI."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/{token}/", self._answering(self._show), methods=["GET"]),
+                Route("/{token}/page/{number}", self._answering(self._page), methods=["GET"]),
+                Route("/{token}/explore", self._answering(self._explore), methods=["POST"]),
+                Route("/{token}/compare", self._answering(self._compare), methods=["POST"]),
+            ]
+        )
+
+    def _answering(
+        self, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        from starlette.responses import JSONResponse, Response
+
+        async def checked_answer(request: Request) -> Response:
+            try:
+                self._require_own(request)
+                response = await answer(request)
+            except _Refused as refusal:
+                response = JSONResponse({"error": str(refusal)}, refusal.status)
+            except InputError as error:
+                response = JSONResponse({"error": str(error)}, 422)
+            except _Gone:
+                response = Response(status_code=499)
+            response.headers.update(_HEADERS)
+            return response
+
+        return checked_answer
+
+    def _require_own(self, request: Request) -> None:
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if host not in self._hosts:
+            raise _Refused(403, "This server answers on its own machine alone.")
+        if origin is not None and origin.removeprefix("http://") not in self._hosts:
+            raise _Refused(403, "This server answers its own page alone.")
+        token = request.path_params["token"]
+        if not secrets.compare_digest(token.encode(), self._token.encode()):
+            raise _Refused(404, "There is nothing here. Open the address that the server has printed.")
+
+    async def _show(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse
+
+        name = ModelIdentity.from_model(self._model).name
+        return HTMLResponse(live_page(name))
+
+    async def _page(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse
+
+        page = self._pages.get(request.path_params["number"])
+        if page is None:
+            raise _Refused(404, "This page is not kept any more. Look at the prompt again.")
+        saved = {"Content-Disposition": 'attachment; filename="page.html"'}
+        return HTMLResponse(page, headers=saved if "save" in request.query_params else None)
+
+    async def _explore(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        prompt = _prompt(await _content(request))
+        page = await self._computed(
+            request, lambda proceed: explore(self._model, prompt, self._lenses, progress=False).to_html()
+        )
+        number = secrets.token_hex(8)
+        self._pages[number] = page
+        while len(self._pages) > _PAGES:
+            self._pages.popitem(last=False)
+        return JSONResponse({"page": f"page/{number}"})
+
+    async def _compare(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        content = await _content(request)
+        prompt, changes = _prompt(content), _changes(content)
+        before, after = await self._computed(
+            request,
+            lambda proceed: compare_changes(self._model, prompt, changes, maps=self._maps, proceed=proceed),
+        )
+        return JSONResponse({"before": vars(before), "after": vars(after)})
+
+    async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:
+        """Do some work when its turn has come, unless who asked has gone."""
+        if self._waiting >= _WAITING:
+            raise _Refused(503, "Too many requests are waiting. Try again in a moment.")
+        gone = threading.Event()
+
+        def proceed() -> None:
+            if gone.is_set():
+                raise _Gone
+
+        def run() -> Any:
+            proceed()
+            return work(proceed)
+
+        self._waiting += 1
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._worker, run)
+            while not running.done():
+                await asyncio.wait([running], timeout=0.1)
+                if not running.done() and await request.is_disconnected():
+                    gone.set()
+            return running.result()
+        finally:
+            gone.set()
+            self._waiting -= 1
+
+
+def live_page(model: str) -> str:
+    """The page that asks for prompts and changes."""
+    return assemble(
+        "live.html", "live.js", title=f"{model}, live", data={"coefficient": _COEFFICIENT},
+        rules=["connect-src 'self'", "frame-src 'self'"], model=printable(model),
+    )  # fmt: skip
+
+
+async def _content(request: Request) -> dict[str, Any]:
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise _Refused(415, "Expected JSON.")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST:
+            raise _Refused(413, f"The request is larger than {_LARGEST:,} bytes.")
+    try:
+        content = parse_json(body.decode(), "the request")
+    except (UnicodeError, InputError) as error:
+        raise _Refused(400, f"There is no JSON in the request: {error}") from error
+    if not isinstance(content, dict):
+        raise _Refused(400, "Expected an object of JSON.")
+    return content
+
+
+def _prompt(content: dict[str, Any]) -> str:
+    prompt = content.get("prompt")
+    if not isinstance(prompt, str) or not 0 < len(prompt) <= _LONGEST_PROMPT:
+        raise _Refused(400, f"Expected a prompt, a text of at most {_LONGEST_PROMPT:,} characters.")
+    if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise _Refused(400, "The prompt holds half of a surrogate pair. Expected a text.")
+    return prompt
+
+
+def _changes(content: dict[str, Any]) -> list[Change]:
+    listed = content.get("changes", [])
+    if not isinstance(listed, list) or len(listed) > _MOST_CHANGES:
+        raise _Refused(400, f"Expected a list of at most {_MOST_CHANGES} changes.")
+    if not all(isinstance(change, dict) and set(change) <= {"kind", "which", "value"} for change in listed):
+        raise _Refused(400, "Expected changes with a kind, which, and a value.")
+    try:
+        return [Change(**change) for change in listed]
+    except TypeError as error:
+        raise _Refused(400, "Expected changes with a kind, which, and a value.") from error
+
+
+def require_server() -> None:
+    """Refuse, before any work, where uvicorn and Starlette are not installed.
+
+    Raises
+    ------
+    InputError
+        They are not.
+    """
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise InputError("The server needs Starlette and uvicorn: pip install 'matlens[serve]'.")
+
+
+def run_server(live: LiveModel) -> None:
+    """Answer requests until the process is interrupted.
+
+    Raises
+    ------
+    InputError
+        uvicorn and Starlette are not installed.
+    """
+    require_server()
+    import uvicorn
+
+    uvicorn.run(live.application, host=HOST, port=live.port, log_level="warning", access_log=False)

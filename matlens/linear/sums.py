@@ -1,0 +1,263 @@
+"""Moments of many pairs of sites at once, of samples that pass by, of one process or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from matlens.errors import InputError
+from matlens.linear.maps import LinearMap
+from matlens.linear.moments import Moments, require_finite
+from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
+from matlens.models.identity import Provenance
+from matlens.models.sites import Site
+from matlens.processes.group import current
+from matlens.signatures import checked
+
+_CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
+
+
+class MomentsOfPairs(Protocol):
+    """Moments by source, of which maps are solved: in memory or in folders."""
+
+    @property
+    def targets(self) -> Mapping[str, Sequence[str]]:
+        """The targets of each source, in the order in which their coordinates stand side by side."""
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """How many coordinates the vectors of each site have."""
+
+    def moments(self, source: str) -> Moments:
+        """What is kept of a source and all of its targets."""
+
+    def norms(self, source: str) -> Tensor | None:
+        """Squared norms of the samples of a source, where they were kept."""
+
+
+@checked
+class PairMoments:
+    """What least squares needs of many pairs of sites, in memory that does not grow with the samples.
+
+    Parameters
+    ----------
+    pairs
+        Sites by name, or by number for layers of the stream; one set of moments serves a source.
+    widths
+        How many coordinates the sites have, where that is known before the first samples.
+    norms
+        Whether to keep the squared norm of each sample too, from which a penalty for few samples is chosen.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], *, widths: Mapping[str, int] | None = None, norms: bool = False
+    ) -> None:
+        named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
+        self.targets, self.widths = by_source(named), dict(widths or {})
+        self._pairs = [(source, target) for source, targets in self.targets.items() for target in targets]
+        self._moments: dict[str, Moments] = {}
+        self._norms: dict[str, list[Tensor]] | None = (
+            {source: [] for source in self.targets} if norms else None
+        )
+        self._waiting: list[tuple[Mapping[str, Tensor], Tensor | None]] = []
+        if self.widths:
+            self._prepare()
+
+    @property
+    def n(self) -> int:
+        """How many samples have been seen, without those whose weight is 0."""
+        self._flush()
+        return next(iter(self._moments.values())).n if self._moments else 0
+
+    def update(
+        self, vectors: Mapping[str, Float[Tensor, "n d"]], *, weights: Float[Tensor, " n"] | None = None
+    ) -> Self:
+        """Add samples; small batches wait until they are worth a factorisation.
+
+        Raises
+        ------
+        InputError
+            A site is missing, or a value is not finite, where the message names the site.
+        """
+        require_collected(self._pairs, vectors)
+        self._waiting.append((vectors, weights))
+        first = next(iter(vectors.values()))
+        if sum(len(next(iter(part.values()))) for part, _ in self._waiting) >= chunk_size(first):
+            self._flush()
+        return self
+
+    def merge(self, other: MomentsOfPairs) -> Self:
+        """Add the samples that another set has seen, of the same pairs."""
+        if {source: list(targets) for source, targets in other.targets.items()} != self.targets:
+            raise InputError("Moments of other pairs of sites cannot be merged. Expected the same pairs.")
+        self._flush()
+        if not self.widths and other.widths:
+            self.widths = dict(other.widths)
+            self._prepare()
+        for source in self.targets if other.widths else ():
+            self._moments[source].merge(other.moments(source))
+            if self._norms is not None and (norms := other.norms(source)) is not None:
+                self._norms[source].append(norms)
+        return self
+
+    def moments(self, source: str) -> Moments:
+        """What is kept of a source and all of its targets."""
+        self._flush()
+        if source not in self._moments:
+            raise InputError("There are no samples to fit maps on.")
+        return self._moments[source]
+
+    def norms(self, source: str) -> Float[Tensor, " n"] | None:
+        """Squared norms of the samples of a source, in float64, where they are kept."""
+        self._flush()
+        if self._norms is None:
+            return None
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *self._norms[source]])
+
+    def restore(self, source: str, moments: Moments, norms: Tensor | None) -> None:
+        """Put back what was kept of a source in an earlier run."""
+        self._moments[source] = moments
+        if self._norms is not None and norms is not None:
+            self._norms[source] = [norms]
+
+    def empty(self) -> PairMoments:
+        """Moments of the same pairs, of no samples yet."""
+        return PairMoments(self._pairs, widths=self.widths, norms=self._norms is not None)
+
+    def _prepare(self) -> None:
+        for source, targets in self.targets.items():
+            d_out = sum(self.widths[target] for target in targets)
+            self._moments[source] = Moments(
+                self.widths[source], d_out, source=source, target=", ".join(targets)
+            )
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        vectors, weights = _joined(self._waiting)
+        self._waiting = []
+        if not self._moments:
+            self.widths |= {site: of_site.shape[1] for site, of_site in vectors.items()}
+            self._prepare()
+        for source, targets in self.targets.items():
+            blocks = [vectors[target] for target in targets]
+            self._moments[source].update(vectors[source], blocks, weights=weights)
+            if self._norms is not None:
+                self._norms[source].append(vectors[source].double().square().sum(1).cpu())
+
+
+def chunk_size(x: Tensor) -> int:
+    """How many samples of this width are factorised at a time: the factor is factorised again each time."""
+    return max(_CHUNK, 8 * x.shape[1])
+
+
+def _joined(
+    waiting: Sequence[tuple[Mapping[str, Tensor], Tensor | None]],
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    sites = list(waiting[0][0])
+    for site in sites:
+        for part, _ in waiting:
+            require_finite(part[site], site)
+    weights = [weight for _, weight in waiting if weight is not None]
+    vectors = {site: torch.cat([part[site] for part, _ in waiting]) for site in sites}
+    return vectors, torch.cat(weights) if weights else None
+
+
+def solve_pairs(
+    kept: MomentsOfPairs,
+    pairs: Iterable[tuple[str, str]],
+    *,
+    intercept: bool,
+    ridge: float,
+    provenance: Provenance | None,
+) -> Iterator[LinearMap]:
+    """Maps of some of the pairs that moments were kept of, source by source.
+
+    Raises
+    ------
+    InputError
+        No moments were kept of a pair, or there were no samples.
+    """
+    wanted = by_source(pairs)
+    absent = [
+        f"{source} -> {target}" for source, targets in wanted.items() for target in targets
+        if target not in kept.targets.get(source, ())
+    ]  # fmt: skip
+    if absent:
+        raise InputError(
+            f"No moments were kept of {', '.join(absent[:3])}{', ...' if len(absent) > 3 else ''}. Expected "
+            "pairs among those that the moments were asked for."
+        )
+    for source, targets in wanted.items():
+        weight, bias = kept.moments(source).solution(intercept=intercept, ridge=ridge)
+        widths = [kept.widths[target] for target in kept.targets[source]]
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
+        solved = dict(zip(kept.targets[source], zip(weight.split(widths), biases, strict=True), strict=True))
+        for target in targets:
+            yield LinearMap.from_solution(*solved[target], source, target, provenance)
+
+
+# Several processes
+
+
+def gathered(kept: PairMoments) -> PairMoments:
+    """Moments of the samples of all processes, in the leading one; the others have none any more.
+
+    The factors of each source go to the leading process once, and are factorised together there.
+    """
+    if not (processes := current()).several:
+        return kept
+    kept._flush()
+    whole = PairMoments(
+        [(source, target) for source, targets in kept.targets.items() for target in targets],
+        norms=kept._norms is not None,
+    )
+    for source, targets in kept.targets.items():
+        parts: dict[str, Tensor] = {}
+        if source in kept._moments:
+            moments = kept._moments.pop(source)
+            parts = dict(zip(("r", "z"), moments.state, strict=True)) | {
+                "n": torch.tensor(moments.n),
+                "widths": torch.tensor([kept.widths[target] for target in targets]),
+            }
+            if kept._norms is not None and kept._norms[source]:
+                parts["norms"] = torch.cat(kept._norms[source])
+        for of_process in processes.gather(parts, f"moments of {source}"):
+            if not of_process:
+                continue
+            moments = Moments.from_state(
+                of_process["r"],
+                of_process["z"],
+                int(of_process["n"]),
+                source=source,
+                target=", ".join(targets),
+            )
+            there = whole._moments.get(source)
+            whole._moments[source] = moments if there is None else there.merge(moments)
+            whole.widths |= dict(zip(targets, of_process["widths"].tolist(), strict=True))
+            whole.widths[source] = of_process["r"].shape[1] - 1
+            if whole._norms is not None and "norms" in of_process:
+                whole._norms[source].append(of_process["norms"])
+    return whole
+
+
+def maps_for_all(
+    maps: Iterable[LinearMap], pairs: Sequence[tuple[str, str]], provenance: Provenance | None
+) -> Iterator[LinearMap]:
+    """Maps that the leading process solves, in every process; ``pairs`` are what they are between."""
+    processes = current()
+    if not processes.several:
+        yield from maps
+        return
+    solved = iter(maps)
+    for source, target in pairs:
+        parts = {}
+        if processes.leads:
+            linear = next(solved)
+            parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
+        parts = processes.share_tensors(parts, f"map {source} -> {target}")
+        yield LinearMap(parts["weight"], parts.get("bias"), source, target, provenance or Provenance())

@@ -1,0 +1,93 @@
+// The live page: a prompt, changes of the model, and what they do beside the model as it is.
+import { pageData } from "./decoding.js";
+import { element, followTheme, percent, table, token } from "./elements.js";
+
+const data = pageData();
+const find = (name) => document.getElementById(name);
+const say = (text) => (find("said").textContent = text);
+const changes = [];
+let running = null;
+let timer = 0;
+
+async function ask(path, content, signal) {
+  const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content), signal });
+  const said = await answer.json();
+  if (!answer.ok) throw new Error(said.error);
+  return said;
+}
+
+async function look() {
+  say("Reading the prompt …");
+  try {
+    const { page } = await ask("explore", { prompt: find("prompt").value });
+    find("page").src = page;
+    find("page").hidden = find("save").hidden = false;
+    find("save").href = `${page}?save`;
+    say("");
+  } catch (error) {
+    say(error.message);
+  }
+  compareSoon();
+}
+
+// A slider that moves asks often; what it asked before is called off.
+function compareSoon() {
+  clearTimeout(timer);
+  timer = setTimeout(compare, 250);
+}
+
+async function compare() {
+  if (!find("prompt").value) return;
+  if (running) running.abort();
+  running = new AbortController();
+  const mine = running;
+  say("Computing …");
+  try {
+    const both = await ask("compare", { prompt: find("prompt").value, changes: changes.map(({ kind, which, value }) => ({ kind, which, value })) }, mine.signal);
+    find("compared").replaceChildren(...["before", "after"].map((side) => shown(both[side], side === "before" ? "As it is" : "Changed", side)));
+    say("");
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message);
+  }
+}
+
+function shown(side, caption, name) {
+  const rows = side.tokens.map(([text, probability], i) => [String(i + 1), token(text), percent(probability)]);
+  return element("section", { "data-side": name }, table(["rank", "token", "probability"], rows, { caption }), element("p", {}, "It goes on: ", element("bdi", { class: "token continuation" }, side.continuation)));
+}
+
+const NAMES = { value: "coefficient of", jump: "jump over blocks", attn: "no attention in block", ffn: "no FFN in block" };
+
+function list() {
+  find("changes").replaceChildren(
+    ...changes.map((change, at) => {
+      const label = `${NAMES[change.kind]} ${change.which}`;
+      const shownValue = element("output", {}, String(change.value));
+      const slider = element("input", { type: "range", min: "-30", max: "30", step: "0.5", value: change.value, "aria-label": label, oninput: (event) => {
+        change.value = Number(event.target.value);
+        shownValue.textContent = event.target.value;
+        compareSoon();
+      } });
+      return element("li", { class: "bar" }, label, " ", ...(change.kind === "value" ? [slider, shownValue] : []), element("button", { type: "button", "aria-label": `leave out ${label}`, onclick: () => {
+        changes.splice(at, 1);
+        list();
+        compareSoon();
+      } }, "×"));
+    }),
+  );
+}
+
+find("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  look();
+});
+find("add").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!find("which").value.trim()) return;
+  changes.push({ kind: find("kind").value, which: find("which").value.trim(), value: data.coefficient });
+  find("which").value = "";
+  list();
+  compareSoon();
+});
+followTheme(find("theme"));
+document.documentElement.dataset.ready = "";

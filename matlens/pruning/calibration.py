@@ -1,0 +1,191 @@
+"""A model on calibration text, and the plain models that are made of it by leaving blocks out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from matlens.corpora.examples import Examples, is_masked, require_own_tokens
+from matlens.errors import InputError
+from matlens.models.changes import describe_changes
+from matlens.models.identity import ModelIdentity
+from matlens.progress import Bar
+from matlens.pruning.choices import Choice, Method
+from matlens.pruning.folding import Matrix, fold
+from matlens.pruning.layouts import Layout, plain_copy
+from matlens.pruning.spans import choose_blocks, spans_of
+from matlens.pruning.streams import Streams, require_foldable
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
+PENALTY = 0.1  # of the refitted matrix, which has more numbers than calibration text can settle
+
+
+def usual_penalty(method: Method) -> float:
+    """The penalty of a method unless another is given."""
+    return PENALTY if method == Method.refit else 0.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A plain model, and what its blocks read and write on calibration text.
+
+    Attributes
+    ----------
+    layout
+        The whole model.
+    streams
+        Its streams on the text.
+    """
+
+    layout: Layout
+    streams: Streams
+
+    @classmethod
+    def run(cls, model: TransformerBridge, windows: Examples, *, fold: bool, progress: bool) -> Calibration:
+        """Read the text; ``fold`` says whether maps are to be folded into the model.
+
+        Raises
+        ------
+        InputError
+            The model is changed, predicts no next token, or cannot be folded into; or the text is another's.
+        """
+        if is_masked(model):
+            raise InputError(
+                f"{model.cfg.architecture} predicts masked tokens, not the next one. Expected a decoder."
+            )
+        changes = ModelIdentity.from_model(model).changes
+        if changes:
+            raise InputError(
+                f"The model runs with {describe_changes(changes)}, which its weights do not hold. Expected a "
+                "model without changes: prune it outside of the context, or without the hooks."
+            )
+        require_own_tokens(model, windows)
+        layout = Layout.from_model(plain_copy(model))
+        if fold:
+            require_foldable(layout)
+        return cls(layout, Streams(layout, whole_windows(windows), progress=progress))
+
+    def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
+        """Choose ``n`` blocks to leave out, on the beginning of the text."""
+        return choose_blocks(self.streams.beginning(CHOSEN_ON), n, choice, progress=progress)
+
+    def without(
+        self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True
+    ) -> Any:
+        """A plain model without these blocks, with maps in their place by a method.
+
+        Raises
+        ------
+        InputError
+            The text has too few tokens for the method.
+        """
+        if method == Method.refit:
+            _require_enough(self.layout, self.streams.tokens)
+        penalty = usual_penalty(method) if penalty is None else penalty
+        matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
+        return build(self.layout, blocks, matrices)
+
+
+def fold_spans(
+    streams: Streams, blocks: Sequence[int], method: Method, penalty: float, *, progress: bool = True
+) -> dict[int, Matrix]:
+    """The matrix of the block before each span, by its number; maps are fitted one after another."""
+    layout, matrices = streams.layout, dict[int, Matrix]()
+    spans = spans_of(blocks)
+    if method == Method.out or not spans:
+        return matrices
+    at = 0
+    h = streams.h[0]
+    with Bar(total=len(spans), desc="folding", unit="span", disable=not progress) as bar:
+        for first, last in spans:
+            h = streams.h[first - 1] if not matrices else _through(streams, h, at, first - 1)
+            block = layout.blocks[first - 1]
+            passed = streams.through(first - 1, block, h)
+            rest = passed.h - passed.written
+            bias = layout.writer_of(block).bias
+            own = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
+            matrix = fold(
+                method,
+                own,
+                passed.read.flatten(0, 1),
+                (streams.h[last] - rest).flatten(0, 1),
+                penalty=penalty,
+            )
+            matrices[first - 1] = matrix
+            changed = copy.deepcopy(block)
+            layout.write(changed, matrix.weight, matrix.bias)
+            h, at = streams.after(first - 1, changed, h), last
+            bar.update(1)
+    return matrices
+
+
+def _through(streams: Streams, h: Tensor, first: int, last: int) -> Tensor:
+    """The stream before block ``last`` from that before block ``first``."""
+    for index in range(first, last):
+        h = streams.after(index, streams.layout.blocks[index], h)
+    return h
+
+
+def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
+    """A new plain model without some blocks, and with other matrices in some of those that stay."""
+    whole, gone = layout.model, set(blocks)
+    kept = [index for index in range(len(layout.blocks)) if index not in gone]
+    config = cut_config(whole.config, kept)
+    with torch.random.fork_rng(devices=[]):
+        pruned = type(whole)(config).to(whole.dtype)
+    names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(kept)}
+    lost = tuple(f"{layout.path}.{index}." for index in gone)
+    state = {}
+    for name, tensor in whole.state_dict().items():
+        if name.startswith(lost):
+            continue
+        block = next((old for old in names if name.startswith(old)), None)
+        state[name if block is None else names[block] + name.removeprefix(block)] = tensor
+    pruned.load_state_dict(state)
+    pruned.tie_weights()
+    pruned_layout = replace(layout, model=pruned)
+    for index, matrix in matrices.items():
+        pruned_layout.write(pruned_layout.blocks[kept.index(index)], matrix.weight, matrix.bias)
+    pruned.generation_config = copy.deepcopy(whole.generation_config)
+    return pruned.eval()
+
+
+def cut_config(config: Any, kept: Sequence[int]) -> Any:
+    """A configuration of the blocks that stay: their number, and every list that has an entry a block."""
+    cut = copy.deepcopy(config)
+    n_layers = config.num_hidden_layers
+    cut.num_hidden_layers = len(kept)
+    for key, value in config.to_dict().items():
+        if isinstance(value, list | tuple) and len(value) == n_layers:
+            setattr(cut, key, [value[index] for index in kept])
+    return cut
+
+
+def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
+    """The tokens of the windows that are as long as the first."""
+    length = int(windows.lengths[0])
+    parts = [
+        torch.from_numpy(windows.tokens[start : start + length])
+        for start, of_window in zip(windows.offsets[:-1].tolist(), windows.lengths.tolist(), strict=True)
+        if of_window == length
+    ]
+    return torch.stack(parts).long()
+
+
+def _require_enough(layout: Layout, tokens: Tensor) -> None:
+    columns = layout.weight_of(layout.blocks[0]).shape[1]
+    if tokens.numel() < columns:
+        raise InputError(
+            f"The calibration text has {tokens.numel()} tokens in whole windows, and a matrix of {columns} "
+            f"columns is to be fitted. Expected {columns} at least, better ten times as many; "
+            "method='replaceme' needs fewer."
+        )

@@ -1,0 +1,142 @@
+"""Methods and ways of choosing side by side, judged on the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from matlens import metrics
+from matlens.arguments import require_choice, require_whole
+from matlens.control.perplexity import perplexity_estimate, perplexity_ratio
+from matlens.corpora.examples import Examples, require_own_tokens
+from matlens.errors import InputError
+from matlens.models.identity import ModelIdentity
+from matlens.pruning.calibration import Calibration, whole_windows
+from matlens.pruning.choices import Choice, Method
+from matlens.pruning.evaluation import EXPERIMENT, ReadText, read_text
+from matlens.signatures import checked
+from matlens.storage.tables import require_columns, result_row, result_table
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+@checked
+def pruning_table(
+    model: TransformerBridge,
+    windows: Examples,
+    judged: Mapping[str, Examples],
+    sizes: Sequence[int],
+    *,
+    methods: Sequence[str] = tuple(Method),
+    choices: Sequence[str] = tuple(Choice),
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
+
+    A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
+    ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`. Rows of
+    the method ``whole`` are the whole model's. Blocks that two ways choose alike are folded and judged once.
+
+    Parameters
+    ----------
+    model, windows
+        See `prune`; every map is fitted on these windows.
+    judged
+        Other running text by name.
+    sizes
+        Numbers of blocks to leave out.
+    methods, choices
+        Names of `Method` and `Choice`.
+    progress
+        Whether to show bars.
+
+    Raises
+    ------
+    InputError
+        As in `prune`; or there is nothing to judge on.
+    """
+    methods = [Method(require_choice(method, Method, "A method")) for method in methods]
+    choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
+    for size in sizes:
+        require_whole(size, "A number of blocks to leave out", least=1, most=model.cfg.n_layers - 1)
+    if not judged or not sizes or not methods or not choices:
+        raise InputError(
+            "There is nothing to compare: expected a text, a size, a method and a choice at least."
+        )
+    for texts in judged.values():
+        require_own_tokens(model, texts)
+    calibration = Calibration.run(model, windows, fold=set(methods) != {Method.out}, progress=progress)
+    name = ModelIdentity.from_model(model).name
+    tokens = {corpus: whole_windows(texts) for corpus, texts in judged.items()}
+    whole = {
+        corpus: read_text(calibration.layout.model, of_corpus, desc="whole model", progress=progress)
+        for corpus, of_corpus in tokens.items()
+    }
+    rows = [
+        result_row(
+            EXPERIMENT, model=name, corpus=corpus, method="whole", layer=None, target=None,
+            metric="perplexity", estimate=perplexity_estimate(read.losses), n_left_out=0, choice="",
+            blocks="",
+        )
+        for corpus, read in whole.items()
+    ]  # fmt: skip
+    known: dict[tuple[Any, Method], dict[str, ReadText]] = {}
+    for size in sizes:
+        for choice in choices:
+            blocks = calibration.choose(size, choice, progress=progress)
+            for method in methods:
+                if (blocks, method) not in known:
+                    pruned = calibration.without(blocks, method, progress=progress)
+                    known[blocks, method] = {
+                        corpus: read_text(pruned, of_corpus, desc=f"{size} {method.value}", progress=progress)
+                        for corpus, of_corpus in tokens.items()
+                    }
+                for corpus, read in known[blocks, method].items():
+                    estimates = {
+                        "perplexity": perplexity_estimate(read.losses),
+                        "ratio": perplexity_ratio(read.losses, whole[corpus].losses),
+                        "agreement": metrics.proportion(
+                            (read.likeliest == whole[corpus].likeliest).flatten()
+                        ),
+                    }
+                    rows += [
+                        result_row(
+                            EXPERIMENT, model=name, corpus=corpus, method=method.value, layer=None,
+                            target=None, metric=metric, estimate=estimate, n_left_out=size,
+                            choice=choice.value, blocks=" ".join(map(str, blocks)),
+                        )
+                        for metric, estimate in estimates.items()
+                    ]  # fmt: skip
+    return result_table(rows, "n_left_out", "choice", "blocks")
+
+
+@checked
+def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
+    """How much of the perplexity that ReplaceMe adds is gone, for each size, choice, method and text.
+
+    ``gone`` is ``1 - (perplexity - whole) / (replaceme - whole)``, where ``replaceme`` is the published
+    method on the span that it chooses itself, by the angle.
+
+    Parameters
+    ----------
+    table
+        The table of `pruning_table`, with the method ``replaceme`` and the choice ``angle``.
+    """
+    require_columns(table, ("method", "choice", "n_left_out", "corpus", "metric", "value"), what="the table")
+    perplexity = table[table["metric"] == "perplexity"]
+    whole = perplexity[perplexity["method"] == "whole"].set_index("corpus")["value"]
+    rest = perplexity[perplexity["method"] != "whole"]
+    published = rest[(rest["method"] == Method.replaceme) & (rest["choice"] == Choice.angle)]
+    if published.empty:
+        raise InputError(
+            "The table has no replaceme on a span chosen by angle. Expected what to compare with."
+        )
+    beside = published.set_index(["corpus", "n_left_out"])["value"]
+    added = rest["value"] - rest["corpus"].map(whole)
+    keys = pd.MultiIndex.from_frame(rest[["corpus", "n_left_out"]])
+    of_published = beside.reindex(keys).to_numpy() - rest["corpus"].map(whole)
+    columns = ["corpus", "n_left_out", "choice", "method", "blocks", "value"]
+    return rest[columns].rename(columns={"value": "perplexity"}).assign(gone=1 - added / of_published)

@@ -1,0 +1,163 @@
+"""Vectors of another engine: read as rows, when they are what they are said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import load_plain
+from safetensors.torch import save_file
+
+import matlens
+from matlens.activations import read_exported
+from matlens.errors import InputError
+from matlens.linear.mapsets import MapSet
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17], [18]]
+ENTRIES = [1, 3, 0, None]  # in any order; the last is past the final norm
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Callable[[str], Path]) -> Any:
+    return matlens.load(str(model_folder("llama")), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def hidden(model_folder: Callable[[str], Path]) -> list[tuple[torch.Tensor, ...]]:
+    """Layers of each prompt as Hugging Face gives them, and what enters the final norm."""
+    plain = load_plain("llama", model_folder("llama"))
+    made = []
+    with torch.inference_mode():
+        for tokens in PROMPTS:
+            last: list[torch.Tensor] = []
+            handle = plain.model.norm.register_forward_pre_hook(
+                lambda _, args, last=last: last.append(args[0])
+            )
+            states = plain(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+            handle.remove()
+            made.append((states[1][0], last[0][0], states[0][0], states[3][0]))
+    return made
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def written(hidden: list[tuple[torch.Tensor, ...]], tmp_path: Path) -> Write:
+    """Write the folder of an engine; ``change`` alters the tensors of the second prompt."""
+
+    def write(change: Callable[[dict[str, torch.Tensor]], Any] | None = None) -> Path:
+        folder = tmp_path / "engine"
+        folder.mkdir()
+        for number, (tokens, states) in enumerate(zip(PROMPTS, hidden, strict=True)):
+            tensors = {"token_ids": torch.tensor(tokens), "hidden_states": torch.stack(states, 1).clone()}
+            if number == 1 and change is not None:
+                change(tensors)
+            save_file(tensors, folder / f"cmpl-{number}.safetensors")
+            (folder / f"cmpl-{number}.safetensors.lock").touch()
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("positions", ["all", "drawn"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_rows_are_those_that_collect_gives(
+    positions: Any, kept: bool, model: Any, written: Write, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rows" if kept else None
+    rows = read_exported(model, written(), ENTRIES, positions=positions, folder=folder, progress=False)
+    assert list(rows) == ["h.1", "h.3", "h.0"]
+    examples = matlens.make_token_examples(model, PROMPTS)
+    ours = matlens.collect(model, examples, [0, 1, 3], positions=positions, progress=False)
+    for site in rows:
+        torch.testing.assert_close(rows[site], ours[site], rtol=1e-4, atol=1e-5)
+    maps = MapSet.fit(rows, pairs=[(0, 3)], ridge=0.1, progress=False)
+    maps.provenance.require_same(ours.provenance, ours="the maps")
+    assert rows.provenance.data is not None
+    assert rows.provenance.data["engine"] == "another"
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([1, None, 0, 3], r"Entry 3 is said to be h.3 and is not.*nearest to what is past the final norm"),
+        ([2, 3, 0, None], r"Entry 0 is said to be h.2 and is not.*nearest to h.1"),
+        ([1, 3, 0], r"has the shape \[4, 4, 32\]. Expected \[4, 3, 32\]"),
+        ([None, None, None, None], "Expected the site of each"),
+        ([1, 1, 0, None], "every site once"),
+        (["ffn_post.1", 3, 0, None], r"Entry 0 is said to be ffn_post.1 and is not"),
+    ],
+)
+def test_entries_are_what_they_are_said_to_be(
+    entries: list[Any], message: str, model: Any, written: Write
+) -> None:
+    with pytest.raises(InputError, match=message):
+        read_exported(model, written(), entries, progress=False)
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"][2, 1, 4] = float("nan")
+
+
+def _short(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"][:2].clone()
+
+
+def _narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"][:, :, :16].clone()
+
+
+def _half(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"].bfloat16()
+
+
+def _text(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["token_ids"] = tensors["token_ids"].float()
+
+
+def _unknown(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["token_ids"] = tensors["token_ids"] + 1000
+
+
+def _nameless(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["states"] = tensors.pop("hidden_states")
+
+
+def _others(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"].roll(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_nan, r"Entry 1 of .*cmpl-1.safetensors, h.3, holds a number that is not finite"),
+        (_short, r"has the shape \[2, 4, 32\]. Expected \[3, 4, 32\]"),
+        (_narrow, r"Expected \[3, 4, 32\].*the width of this model"),
+        (_half, r"holds vectors in torch.bfloat16, and this model runs in torch.float32"),
+        (_text, "Expected whole numbers"),
+        (_unknown, "is 1009, and the model has the tokens 0 to 59"),
+        (_nameless, "has no tensor hidden_states"),
+        (_others, "and is not"),
+    ],
+)
+def test_what_is_damaged_or_of_another_model_is_refused(
+    change: Callable[[dict[str, torch.Tensor]], None], message: str, model: Any, written: Write
+) -> None:
+    with pytest.raises(InputError, match=message):
+        read_exported(model, written(change), ENTRIES, progress=False)
+
+
+def test_a_file_that_was_cut_short_is_refused(model: Any, written: Write, tmp_path: Path) -> None:
+    folder = written()
+    path = folder / "cmpl-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"cmpl-2.safetensors cannot be read.*Is the engine still writing"):
+        read_exported(model, folder, ENTRIES, progress=False)
+    with pytest.raises(InputError, match="no file"):
+        read_exported(model, tmp_path, ENTRIES, progress=False)
+    with pytest.raises(InputError, match="no folder"):
+        read_exported(model, tmp_path / "nowhere", ENTRIES, progress=False)

@@ -1,0 +1,86 @@
+"""Folders of moments: joined only where they are shards of one job, each once, undamaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_sentences
+
+import matlens
+from matlens.activations import StoredMoments, merge_moments, stream_moments
+from matlens.errors import InputError
+from matlens.storage.verification import verify
+
+
+@pytest.fixture(scope="module")
+def shards(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders 1-2, 2-2, 1-3, and those of other samples and of other pairs."""
+    root = tmp_path_factory.mktemp("shards")
+    model = matlens.load(str(model_folder("llama")), device="cpu")
+    examples = matlens.make_examples(model, make_sentences())
+    other = matlens.make_examples(model, make_sentences(), seed=1)
+
+    def make(name: str, *arguments: Any, **more: Any) -> None:
+        given: dict[str, Any] = {"pairs": [(0, 1)], "progress": False, **more}
+        stream_moments(model, *arguments, root / name, **given)
+
+    make("1-2", examples, shard=(1, 2))
+    make("2-2", examples, shard=(2, 2))
+    make("1-3", examples, shard=(1, 3))
+    make("other", other, shard=(2, 2))
+    make("pairs", examples, shard=(2, 2), pairs=[(0, 2)])
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("1-2", "1-2"), "is given twice"),
+        (("1-2", "copy"), r"both hold shard 1/2, so its sentences would count twice"),
+        (("2-2", "1-3"), r"shards of jobs in 2 and in 3 shards, which overlap"),
+        (("1-2", "other"), r"other samples \(data, examples differ\)"),
+        (("1-2", "pairs"), "other pairs of sites"),
+    ],
+)
+def test_shards_that_overlap_or_are_of_another_job_are_refused(
+    names: tuple[str, str], message: str, shards: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(shards / "1-2", tmp_path / "copy")
+    places = [tmp_path / name if name == "copy" else shards / name for name in names]
+    with pytest.raises(InputError, match=message):
+        StoredMoments(*places)
+
+
+def test_missing_shards_are_named(shards: Path, tmp_path: Path) -> None:
+    some = StoredMoments(shards / "1-3")
+    assert not some.complete
+    with pytest.raises(InputError, match=r"Shards 2/3, 3/3 of the job are missing"):
+        merge_moments(some, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    assert StoredMoments(shards / "2-2", shards / "1-2").complete
+
+
+def test_damage_is_refused_where_it_is_read_and_where_it_is_verified(shards: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(shards / "1-2", tmp_path / "m"))
+    path = folder / "h.0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"does not hold the tensor"):
+        StoredMoments(folder).moments("h.0")
+    (verdict,) = verify(folder)
+    assert verdict.damage is not None
+    path.write_bytes(content[:-1])
+    with pytest.raises(InputError, match="bytes"):
+        StoredMoments(folder).moments("h.0")
+
+
+def test_a_folder_of_something_else_is_refused(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no finished moments"):
+        StoredMoments(tmp_path)
+    with pytest.raises(InputError, match="belongs to another job"):
+        merge_moments(StoredMoments(shards / "1-2", shards / "2-2"), shards / "other")

@@ -1,0 +1,179 @@
+"""Moments of a corpus that passes by: those of its rows, whole, in shards, and after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_sentences
+
+import matlens
+from matlens.activations import StoredMoments, collecting, merge_moments, sums
+from matlens.activations.sums import require_shard, shard_of, stream_moments
+from matlens.corpora.examples import Examples
+from matlens.errors import InputError
+from matlens.linear.mapsets import MapSet
+from matlens.linear.moments import Moments
+from matlens.storage.verification import verify
+from matlens.study import steps
+
+PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
+QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Callable[[str], Path]) -> Any:
+    return matlens.load(str(model_folder("llama")), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def examples(model: Any) -> Examples:
+    return matlens.make_examples(model, make_sentences())
+
+
+@pytest.fixture(scope="module")
+def whole(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> StoredMoments:
+    return stream_moments(model, examples, tmp_path_factory.mktemp("whole") / "m", pairs=PAIRS, **QUIET)
+
+
+def assert_same_predictions(one: StoredMoments, other: StoredMoments, most: float = 1e-10) -> None:
+    for source in one.targets:
+        x = torch.eye(one.widths[source], dtype=torch.float64)
+        ours, _ = one.moments(source).solution(intercept=True, ridge=0.1)
+        theirs, _ = other.moments(source).solution(intercept=True, ridge=0.1)
+        assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < most
+
+
+@pytest.mark.parametrize("positions", ["all", "drawn"])
+def test_moments_are_those_of_the_rows(
+    positions: Any, model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    sites = sorted({site for pair in PAIRS for site in pair})
+    rows = matlens.collect(model, examples, sites, positions=positions, **QUIET)
+    kept = stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, positions=positions, **QUIET)
+    assert kept.n_samples == rows.n_rows
+    assert kept.provenance.samples.to_json() == rows.provenance.samples.to_json()
+    for source, targets in kept.targets.items():
+        y = torch.cat([rows[target] for target in targets], 1).double()
+        for ridge, intercept in ((0.0, False), (0.3, True)):
+            ours, bias = kept.moments(source).solution(intercept=intercept, ridge=ridge)
+            direct = Moments(rows[source].shape[1], y.shape[1]).update(rows[source], y)
+            theirs, other_bias = direct.solution(intercept=intercept, ridge=ridge)
+            x = rows[source].double()
+            assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
+            assert (bias is None) == (other_bias is None) == (not intercept)
+
+
+def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Examples, tmp_path: Path) -> None:
+    few = examples.head(4)
+    rows = matlens.collect(model, few, positions="all", **QUIET)
+    assert rows.n_rows < 2 * rows.provenance.identity.d_model
+    kept = stream_moments(model, few, tmp_path / "m", pairs="last", **QUIET)
+    maps = steps.fit_moments(kept, tmp_path / "maps", ridge=None, progress=False)
+    expected = steps.typical_penalty(rows, ["h.0", "h.1", "h.2"])
+    assert maps.provenance.details["ridge"] == expected > 0
+    reference = MapSet.fit(rows, ridge=expected, progress=False)
+    for pair, linear in maps.items():
+        torch.testing.assert_close(linear.weight, reference[pair].weight, rtol=1e-4, atol=1e-6)
+
+
+def test_shards_in_any_order_are_the_whole(
+    model: Any, examples: Examples, whole: StoredMoments, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for number, folder in enumerate(folders, start=1):
+        stream_moments(model, examples, folder, pairs=PAIRS, shard=(number, 3), **QUIET)
+    joined = StoredMoments(*folders)
+    assert joined.n_samples == whole.n_samples
+    assert joined.shards == [(1, 3), (2, 3), (3, 3)]
+    # Other batches: the vectors themselves agree to float32 alone. Of the same vectors, all digits do.
+    assert_same_predictions(joined, whole, 1e-6)
+    parts = [
+        matlens.collect(model, part, sorted(joined.widths), positions="all", **QUIET)
+        for part in (shard_of(examples, number, 3) for number in (3, 1, 2)) if part is not None
+    ]  # fmt: skip
+    for source, targets in joined.targets.items():
+        x = torch.cat([part[source] for part in parts]).double()
+        y = torch.cat([torch.cat([part[target] for target in targets], 1) for part in parts])
+        theirs, _ = Moments(x.shape[1], y.shape[1]).update(x, y).solution(intercept=False, ridge=0.0)
+        ours, _ = joined.moments(source).solution(intercept=False, ridge=0.0)
+        assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
+    maps = [
+        steps.fit_moments(StoredMoments(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
+        for order in ((0, 1, 2), (2, 0, 1))
+    ]
+    for pair in maps[0]:
+        assert torch.equal(maps[0][pair].weight, maps[1][pair].weight)
+    merged = merge_moments(joined, tmp_path / "merged")
+    assert_same_predictions(merged, joined)
+    # It is the folder of the undivided job, which need not be run any more.
+    again = stream_moments(model, examples, tmp_path / "merged", pairs=PAIRS, **QUIET)
+    assert torch.equal(again.moments("h.0").state[0], merged.moments("h.0").state[0])
+
+
+def test_a_shard_without_sentences_adds_nothing(model: Any, examples: Examples, tmp_path: Path) -> None:
+    few = examples.head(2)
+    folders = [tmp_path / str(number) for number in (1, 2, 3)]
+    for number, folder in enumerate(folders, start=1):
+        stream_moments(model, few, folder, pairs=PAIRS, shard=(number, 3), **QUIET)
+    assert StoredMoments(folders[2]).n_samples == 0
+    alone = stream_moments(model, few, tmp_path / "alone", pairs=PAIRS, **QUIET)
+    assert_same_predictions(StoredMoments(*folders), alone, 1e-6)
+
+
+def test_shards_part_the_sentences_with_their_positions(model: Any) -> None:
+    marked = [[5, 6, 7], [8, 9, 10, 11], [12, 13], [14, 15, 16]]
+    examples = matlens.make_token_examples(model, marked, positions=[[0, 2], [3], [1], [0, 1, 2]])
+    read = []
+    for number in (1, 2, 3):
+        part = shard_of(examples, number, 3)
+        assert part is not None
+        for sentence, position in zip(part.sentences, part.positions, strict=True):
+            read.append(int(part.tokens[part.offsets[sentence] + position]))
+    everything = examples.tokens[examples.offsets[examples.sentences] + examples.positions]
+    assert sorted(read) == sorted(map(int, everything)) == [5, 7, 11, 13, 14, 15, 16]
+    assert np.array_equal(shard_of(examples, 1, 3).tokens, [5, 6, 7, 14, 15, 16])  # type: ignore[union-attr]
+
+
+class _Killed(BaseException):
+    """As a kill, nothing that code of the library could catch."""
+
+
+def test_a_killed_run_goes_on_from_its_last_state(
+    model: Any, examples: Examples, whole: StoredMoments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, passes = collecting._run, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        if len(passes) == 7:
+            raise _Killed
+        passes.append(1)
+        return run(*arguments)
+
+    monkeypatch.setattr(collecting, "_run", counted)
+    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    with pytest.raises(_Killed):
+        stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
+    assert len(list((tmp_path / "m").glob("*.7.safetensors"))) == 2  # and none of an earlier state
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2
+    assert [verdict.damage for verdict in verify(tmp_path / "m")] == [None]
+    passes.clear()
+    passes += [-1] * 8  # never seven again
+    kept = stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
+    n_batches = sum(1 for _ in examples.batches(40))
+    assert len(passes) - 8 == n_batches - 7 > 3
+    assert_same_predictions(kept, whole)
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {
+        "config.json", "h.0.safetensors", "attn_in.1.safetensors",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shard", [(0, 3), (4, 3), (1, 0), (1.0, 2), (1, 2, 3)])
+def test_what_is_no_shard_is_refused(shard: Any) -> None:
+    with pytest.raises(InputError, match="shard"):
+        require_shard(shard)

@@ -1,0 +1,45 @@
+"""The analysis of pruning on a small model: its table is that of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from analysing import PRUNING, run
+
+import matlens
+from matlens import pruning
+from matlens.corpora import make_windows
+
+
+def test_the_table_is_what_pruning_alone_gives(
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    small_model: Callable[[str], Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words, others = corpora / "words.txt", corpora / "others.txt"
+    run(
+        PRUNING, "--model", model_folder("llama"), "--corpus", words, "--corpus", others, "--train", 90,
+        "--val", 30, "--window", 20, "--size", 1, "--judged", 4, "--device", "cpu", "--out", tmp_path,
+    )  # fmt: skip
+    table = pd.read_csv(tmp_path / "pruning.csv", keep_default_na=False)
+    assert "refit" in capsys.readouterr().out
+    assert set(table["method"]) == {"whole", *pruning.Method}
+    assert set(table["choice"]) == {"", *pruning.Choice}
+    model = small_model("llama")
+    texts = [matlens.load_corpus(str(path)).split(n_train=90, n_validation=30) for path in (words, others)]
+    fitted_on = make_windows(model, texts[0][0], size=20, most=120)
+    pruned = pruning.prune(model, fitted_on, 1, method="replaceme", choice="angle", progress=False)
+    for corpus, (_, judged) in zip(("words", "others"), texts, strict=True):
+        alone = pruning.compare_pruned(
+            model, pruned, make_windows(model, judged, size=20, most=4), progress=False
+        )
+        rows = table[(table["method"] == "replaceme") & (table["choice"] == "angle")]
+        ours = rows[rows["corpus"].str.contains(corpus)].set_index("metric")["value"].astype(float)
+        expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
+        pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index(), check_dtype=False)

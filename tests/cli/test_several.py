@@ -1,0 +1,94 @@
+"""A command line in several processes: one writes and speaks, and what goes wrong is said once."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from command_lines import run_command
+from conftest import make_sentences
+from several import run_ranks
+
+from matlens.cli.several import agreed, leading
+from matlens.commands import app
+from matlens.processes.group import Processes
+from matlens.processes.joining import joined
+from matlens.study import steps
+
+
+def of_a_command(*arguments: object) -> Callable[[], Any]:
+    """Run a command line and give what it printed, and its code."""
+
+    def run() -> Any:
+        out, err = io.StringIO(), io.StringIO()
+        sys.argv = ["matlens", *map(str, arguments)]
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                app.main()
+            except SystemExit as stop:
+                return stop.code or 0, out.getvalue(), err.getvalue()
+
+    return run
+
+
+def test_a_run_of_two_processes_is_that_of_one(
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steps, "plot_results", lambda *_, **__: [])  # figures take longer than all else
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    options = [
+        "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
+        "--val", 10, "--device", "cpu", "--positions", "drawn",
+    ]  # fmt: skip
+    assert run_command([*options, "--out", tmp_path / "one"], capsys).code == 0
+    first, second = run_ranks(
+        2, of_a_command(*options, "--out", tmp_path / "two"), tmp_path / "outcomes", join=False
+    )
+    assert first.get("trace") is second.get("trace") is None
+    code, out, err = first["result"]
+    assert (code, "Traceback" in err) == (0, False)
+    assert "Figures:" in out
+    assert second["result"] == (0, "", "")
+    tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("one", "two")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+    for name in ("train", "validation"):
+        files = {path.name: path.read_bytes() for path in (tmp_path / "one" / name).glob("*.npy")}
+        assert {path.name: path.read_bytes() for path in (tmp_path / "two" / name).glob("*.npy")} == files
+    refused = run_ranks(
+        2, of_a_command("run", "--model", tmp_path / "nowhere", *options[3:], "--out", tmp_path / "no"),
+        tmp_path / "refusals", join=False,
+    )  # fmt: skip
+    assert [outcome["result"][0] for outcome in refused] == [2, 2]
+    assert "There is no model" in refused[0]["result"][2]
+    assert refused[1]["result"][1:] == ("", "")
+
+
+def test_what_one_process_does_alone_the_others_wait_for(tmp_path: Path) -> None:
+    def work(some: Processes) -> Any:
+        asked = []
+
+        def ask() -> int:
+            asked.append(some.rank)
+            return 7
+
+        number = agreed(ask, "a number")
+        with leading("the end") as leads:
+            if leads:
+                (tmp_path / "written").touch()
+        return number, asked, leads, (tmp_path / "written").exists()
+
+    first, second = run_ranks(2, work, tmp_path / "outcomes")
+    assert first["result"] == (7, [0], True, True)
+    assert second["result"] == (7, [], False, True)
+    with joined(), leading("nobody waits") as leads:
+        assert leads
+        assert agreed(lambda: 3, "a number") == 3

@@ -1,0 +1,84 @@
+"""Shards from the command line: run apart, joined, and evaluated as one run would be."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from command_lines import Outcome, run_command
+from conftest import make_sentences
+
+import matlens
+from matlens.study import steps
+
+Matlens = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run_matlens(capsys: pytest.CaptureFixture[str]) -> Matlens:
+    return lambda *arguments: run_command(arguments, capsys)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take longer than all else."""
+    monkeypatch.setattr(steps, "plot_results", lambda *_, **__: [])
+
+
+@pytest.fixture
+def options(model_folder: Callable[[str], Path], tmp_path: Path) -> list[str]:
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    corpus = str(tmp_path / "words.txt")
+    sizes = ["--train", "30", "--val", "10", "--device", "cpu", "--positions", "all"]
+    return ["--model", str(model_folder("llama")), "--corpus", corpus, *sizes]
+
+
+def test_shards_joined_give_the_table_of_one_run(
+    run_matlens: Matlens, options: list[str], tmp_path: Path
+) -> None:
+    whole = run_matlens("run", *options, "--out", tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    # All positions leave moments, and no vectors of them.
+    assert {path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()} == {
+        "moments", "validation", "maps",
+    }  # fmt: skip
+    for number in (2, 1):
+        done = run_matlens("shard", "--shard", f"{number}/2", *options, "--out", tmp_path / f"s{number}")
+        assert done.code == 0, done.err
+        assert f"Shard {number}/2: moments of" in done.out
+    joined = run_matlens("merge", tmp_path / "s2", tmp_path / "s1", "--out", tmp_path / "joined")
+    assert joined.code == 0, joined.err
+    assert "6 maps of" in joined.out
+    finished = run_matlens("run", *options, "--out", tmp_path / "joined")
+    assert finished.code == 0, finished.err
+    tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("whole", "joined")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+    again = run_matlens("run", *options, "--out", tmp_path / "whole")
+    assert "This run is finished" in again.out
+    # The same maps as of vectors that were kept.
+    kept = run_matlens("run", *options, "--keep-rows", "--out", tmp_path / "kept")
+    assert kept.code == 0, kept.err
+    assert (tmp_path / "kept" / "train").is_dir()
+    one, other = (matlens.MapSet.load(tmp_path / name / "maps") for name in ("whole", "kept"))
+    assert one.provenance.to_json() == other.provenance.to_json()
+    table = pd.read_csv(tmp_path / "kept" / "results.csv")
+    pd.testing.assert_frame_equal(tables[0], table, rtol=1e-4)
+
+
+def test_what_cannot_be_joined_is_refused(run_matlens: Matlens, options: list[str], tmp_path: Path) -> None:
+    for shard in ("9/8", "0/8", "3", "a/b", "1/0"):
+        refused = run_matlens("shard", "--shard", shard, *options, "--out", tmp_path / "s")
+        assert refused.code == 2
+        assert "expected a part such as 3/8" in refused.err
+    assert not (tmp_path / "s").exists()
+    assert run_matlens("shard", "--shard", "1/3", *options, "--out", tmp_path / "s").code == 0
+    refused = run_matlens("merge", tmp_path / "s", "--out", tmp_path / "joined")
+    assert refused.code == 2
+    assert "Shards 2/3, 3/3 of the job are missing" in " ".join(refused.err.split())
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    refused = run_matlens("merge", tmp_path / "s", tmp_path / "copy", "--out", tmp_path / "joined")
+    assert "both hold shard 1/3" in refused.err
+    assert not (tmp_path / "joined").exists()

@@ -1,0 +1,244 @@
+"""The server answers its own page alone, one request at a time, and what nobody waits for is not computed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from matlens.control import controlled
+from matlens.explorer import Change, LiveModel, compare_changes, explore
+from matlens.explorer import server as server_module
+
+TOKEN = "a-secret"
+PORT = 8765
+OWN = {"host": f"127.0.0.1:{PORT}"}
+
+
+@pytest.fixture(scope="module")
+def live(small_model: Callable[[str], Any]) -> LiveModel:
+    return LiveModel(small_model("gpt2"), token=TOKEN, port=PORT)
+
+
+def ask(
+    live: LiveModel, method: str, path: str, *, headers: dict[str, str] | None = None, **options: Any
+) -> httpx.Response:
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(live.application)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{PORT}") as client:
+            return await client.request(method, path, headers=headers, **options)
+
+    return completed(answer())
+
+
+def completed(work: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine gives, run in a thread of its own: the browser's driver has this thread's loop."""
+    with ThreadPoolExecutor(1) as worker:
+        return worker.submit(asyncio.run, work).result()
+
+
+def test_a_prompt_is_explored_shown_and_saved(live: LiveModel, small_model: Callable[[str], Any]) -> None:
+    page = ask(live, "GET", f"/{TOKEN}/")
+    assert page.status_code == 200
+    assert "connect-src" in page.text
+    assert page.headers["cache-control"] == "no-store"
+    answer = ask(live, "POST", f"/{TOKEN}/explore", json={"prompt": "w1 w2 w3"})
+    shown = ask(live, "GET", f"/{TOKEN}/{answer.json()['page']}")
+    assert shown.text == explore(small_model("gpt2"), "w1 w2 w3", progress=False).to_html()
+    saved = ask(live, "GET", f"/{TOKEN}/{answer.json()['page']}?save")
+    assert saved.headers["content-disposition"].startswith("attachment")
+    assert saved.text == shown.text
+
+
+def test_changes_stand_beside_the_model_as_it_is(live: LiveModel, small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    changes = [{"kind": "value", "which": "L1D3", "value": 40}, {"kind": "attn", "which": "0"}]
+    answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "w1 w2", "changes": changes}).json()
+    tokens = torch.tensor([[3, 4]])
+    with torch.inference_mode():
+        plain = model(tokens, return_type="logits")[0, -1].softmax(-1).topk(10).values
+        attention = model.original_model.transformer.h[0].attn
+        hook = attention.register_forward_hook(lambda m, a, out: (torch.zeros_like(out[0]), *out[1:]))
+        try:
+            ffn = model.original_model.transformer.h[1].mlp.c_proj
+            setting = ffn.register_forward_pre_hook(
+                lambda m, a: (a[0].index_fill(-1, torch.tensor([3]), 40.0),)
+            )
+            changed = model.original_model(tokens).logits[0, -1].softmax(-1).topk(10).values
+        finally:
+            hook.remove()
+            setting.remove()
+    torch.testing.assert_close(torch.tensor([p for _, p in answer["before"]["tokens"]]), plain)
+    torch.testing.assert_close(torch.tensor([p for _, p in answer["after"]["tokens"]]), changed)
+    assert len(answer["after"]["continuation"].split()) == 20
+    jumped = compare_changes(model, "w1 w2", [Change("jump", "0-3")])[1]
+    with torch.inference_mode():
+        stream = model.original_model.transformer
+        h = stream.wte(tokens) + stream.wpe(torch.arange(2))
+        logits = model.original_model.lm_head(stream.ln_f(h))[0, -1]
+    torch.testing.assert_close(
+        torch.tensor([p for _, p in jumped.tokens]), logits.softmax(-1).topk(10).values
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.test"}, 403), ({"host": "127.0.0.1:1"}, 403), ({"origin": "http://evil.test"}, 403),
+        ({"origin": "null"}, 403), ({"origin": f"https://127.0.0.1:{PORT}"}, 403),
+        ({"origin": f"http://127.0.0.1:{PORT}"}, 200), ({"host": f"localhost:{PORT}"}, 200),
+    ],
+)  # fmt: skip
+def test_other_hosts_and_origins_are_refused(live: LiveModel, headers: dict[str, str], status: int) -> None:
+    assert ask(live, "GET", f"/{TOKEN}/", headers=headers).status_code == status
+
+
+def test_who_does_not_know_the_token_is_told_nothing(live: LiveModel) -> None:
+    for path in ("/", "/wrong/", f"/{TOKEN}x/", f"/{TOKEN}/page/none", "/../etc/passwd"):
+        assert ask(live, "GET", path).status_code == 404
+    assert ask(live, "POST", "/wrong/explore", json={"prompt": "w1"}).status_code == 404
+    assert ask(live, "GET", f"/{TOKEN}/explore").status_code == 405
+    assert len(LiveModel(live._model).address) > 50
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"[]", 400), (b"\xff", 400), (b'{"prompt": 3}', 400),
+        (b'{"prompt": ""}', 400),
+        (b"[" * 5000, 400), (b'{"prompt": "' + b"a" * 70_000 + b'"}', 413),
+        (b'{"prompt": "' + b"a" * 9000 + b'"}', 400), (b'{"prompt": "w1", "changes": 1}', 400),
+        (b'{"prompt": "w1", "changes": [1]}', 400),
+        (b'{"prompt": "w1", "changes": [{"kind": "value"}]}', 400),
+        (b'{"prompt": "w1", "changes": [{"kind": "x", "which": "1"}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L9D1"}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L1D1", "value": 1e999}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "jump", "which": "2-1"}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "ffn", "which": "3"}]}', 422),
+        (b'{"prompt": "\\ud800"}', 400),
+    ],
+)  # fmt: skip
+def test_oversized_and_malformed_requests_are_refused(live: LiveModel, body: bytes, status: int) -> None:
+    answer = ask(
+        live, "POST", f"/{TOKEN}/compare", content=body, headers={"content-type": "application/json"}
+    )
+    assert (answer.status_code, answer.json().keys()) == (status, {"error"})
+
+
+def test_forms_of_other_sites_are_no_json(live: LiveModel) -> None:
+    assert ask(live, "POST", f"/{TOKEN}/compare", data={"prompt": "w1"}).status_code == 415
+
+
+def test_twenty_clients_are_answered_one_after_another(live: LiveModel) -> None:
+    at_once, most = 0, 0
+    computed = server_module.compare_changes
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        try:
+            return computed(*args, **{**kwargs, "n_tokens": 1})
+        finally:
+            at_once -= 1
+
+    async def clients() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(live.application)
+        async with httpx.AsyncClient(
+            transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60
+        ) as client:
+            pages = [client.post(f"/{TOKEN}/compare", json={"prompt": f"w{i}"}) for i in range(20)]
+            return await asyncio.gather(*pages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "compare_changes", counting)
+        answers = completed(clients())
+    assert [answer.status_code for answer in answers] == [200] * 20
+    assert most == 1
+    assert live._waiting == 0
+
+
+@pytest.fixture
+def address(live: LiveModel) -> Iterator[str]:
+    """The address of a server that listens."""
+    config = uvicorn.Config(live.application, host="127.0.0.1", port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    live._hosts.add(f"127.0.0.1:{port}")
+    yield f"http://127.0.0.1:{port}/{TOKEN}/"
+    server.should_exit = True
+    thread.join()
+
+
+def test_what_nobody_waits_for_is_not_computed(
+    live: LiveModel, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def slowly(*_: Any, proceed: Callable[[], None], **__: Any) -> Any:
+        begun.set()
+        try:
+            for _step in range(100):
+                proceed()
+                steps.append("step")
+                time.sleep(0.05)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(server_module, "compare_changes", slowly)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}compare", json={"prompt": "w1"}, timeout=0.3)
+    assert begun.is_set()
+    assert ended.wait(5)
+    assert 0 < len(steps) < 50
+
+
+def test_the_page_shows_and_changes_a_prompt(
+    browser: Any, address: str, small_model: Callable[[str], Any]
+) -> None:
+    context = browser.new_context()
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    try:
+        page.goto(address)
+        page.fill("#prompt", "w1 w2 w3")
+        page.click("#ask button")
+        page.frame_locator("#page").locator("[role=grid] td").first.wait_for()
+        page.fill("#which", "L2D5")
+        page.click("#add button")
+        page.locator("#changes input").fill("30")
+        page.wait_for_selector("[data-side='after'] tbody tr")
+        page.wait_for_function("document.getElementById('said').textContent === ''")
+        shown = page.evaluate(
+            "[...document.querySelectorAll(\"[data-side='after'] tbody tr\")]"
+            ".map(row => row.children[1].textContent)"
+        )
+        with controlled(small_model("gpt2"), ["L2D5"], 30.0), torch.inference_mode():
+            best = small_model("gpt2")(torch.tensor([[3, 4, 5]]), return_type="logits")[0, -1].topk(10)
+        texts = [f"w{int(i) - 2}" if 1 < i < 52 else "" for i in best.indices]
+        assert [a for a, b in zip(shown, texts, strict=True) if b] == [b for b in texts if b]
+        assert errors == []
+    finally:
+        context.close()
+
+
+def test_answers_are_json_whatever_is_in_them(live: LiveModel) -> None:
+    answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "<script> \u202e w1"})
+    assert json.loads(answer.text).keys() == {"before", "after"}

@@ -1,0 +1,229 @@
+"""Several processes give what one gives, however many they are; one that is gone is named, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from breaking import batches_noted
+from conftest import make_sentences
+from several import run_ranks
+from torch import Tensor
+
+import matlens
+from matlens import processes
+from matlens.activations import collecting, stream, stream_moments
+from matlens.activations.activations import Activations
+from matlens.corpora.examples import Examples
+from matlens.errors import InputError
+from matlens.ffn.trace import Trace
+from matlens.linear.fitting import fit_stream
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import Provenance
+from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.processes.group import Processes, alone, current
+from matlens.study import steps
+
+BATCH = 40  # tokens of a batch: about fifteen batches of the forty sentences
+PAIRS = [(0, 3), (1, 3), (0, 1)]
+
+
+def in_float64(w: Tensor, b: Tensor | None, source: str, target: str, provenance: Any = None) -> LinearMap:
+    """Keep maps in the float64 that they are solved in, to compare more digits than a float32 has."""
+    return LinearMap(w, b, source, target, provenance or Provenance())
+
+
+def weights(maps: Any) -> dict[tuple[str, str], Tensor]:
+    made = maps.values() if isinstance(maps, MapSet) else maps
+    return {(linear.source, linear.target): linear.weight for linear in made}
+
+
+def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> dict[str, Any]:
+    """All that sums over tokens, with the same calls in each process."""
+    anatomy = Anatomy.from_model(model)
+    quiet: dict[str, Any] = {"batch_tokens": BATCH, "progress": False}
+    kept = matlens.collect(model, examples, **quiet)
+    ends = submodule_pairs(anatomy)
+    inner = matlens.collect(model, examples, sorted({site for pair in ends for site in pair}), **quiet)
+    one = matlens.collect(model, few, **quiet)
+    whole = matlens.collect(model, examples, positions="all", folder=folder / "rows", **quiet)
+    trace = Trace.run(model, examples, k=3, folder=folder / "trace", **quiet)
+    passing = stream(model, examples, ["h.0", "h.1", "h.3"], positions="all", divided=True, **quiet)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearMap, "from_solution", in_float64)
+        maps = {
+            "drawn": weights(MapSet.fit(kept, pairs="all", intercept=True, progress=False)),
+            "few": weights(MapSet.fit(one, progress=False)),
+            "submodules": weights(fit_submodules(inner, ends, progress=False)),
+            "stored": weights(MapSet.fit(whole, pairs=PAIRS, ridge=0.5, progress=False)),
+            "streamed": weights(fit_stream(passing, PAIRS, ridge=0.5, divided=True)),
+        }
+    moments = stream_moments(model, examples, folder / "moments", pairs=PAIRS, **quiet)
+    steps.fit_moments(moments, folder / "maps", ridge=0.5, progress=False)
+    return {
+        "maps": maps,
+        "written": weights(MapSet.load(folder / "maps")),
+        "activations": {site: kept[site].clone() for site in kept},
+        "few": {site: one[site].clone() for site in one},
+        "trace": {"before": trace.before, "rank": trace.rank, "index": trace.index["dominant"],
+                  "score": trace.score["dominant", "final"].clone()},
+        "n": moments.n_samples,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Callable[[str], Path]) -> Any:
+    return matlens.load(str(model_folder("llama")), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def examples(model: Any) -> Examples:
+    return matlens.make_examples(model, make_sentences())
+
+
+@pytest.fixture(scope="module")
+def alone_made(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("alone")
+    return everything(model, examples, examples.head(3), folder), folder
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def together(
+    request: pytest.FixtureRequest, model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Any], Path]:
+    folder = tmp_path_factory.mktemp(f"together{request.param}")
+
+    def work(_: Processes) -> Any:
+        return everything(model, examples, examples.head(3), folder)
+
+    outcomes = run_ranks(request.param, work, folder / "outcomes")
+    assert [outcome.get("trace") for outcome in outcomes] == [None] * request.param
+    return [outcome["result"] for outcome in outcomes], folder
+
+
+def test_maps_of_several_processes_predict_what_those_of_one_do(
+    together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
+) -> None:
+    (whole, _), (made, _) = alone_made, together
+    points = {site: vectors.double() for site, vectors in whole["activations"].items()}
+    for of_process in made:
+        for name, maps in whole["maps"].items():
+            assert maps.keys() == of_process["maps"][name].keys()
+            assert len(maps) > 2
+            for pair, weight in maps.items():
+                x = points.get(pair[0], torch.eye(weight.shape[1], dtype=torch.float64))
+                ours, theirs = x @ of_process["maps"][name][pair].T, x @ weight.T
+                assert weight.dtype == torch.float64
+                assert float((ours - theirs).norm() / theirs.norm()) < 1e-10, (name, pair)
+
+
+def test_rows_traces_and_counts_are_the_same_in_each_process(
+    together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
+) -> None:
+    (whole, _), (made, _) = alone_made, together
+    for of_process in made:
+        assert of_process["n"] == whole["n"] > 400
+        for part in ("activations", "few", "trace"):
+            for name, values in whole[part].items():
+                torch.testing.assert_close(of_process[part][name], values, rtol=0, atol=0)
+
+
+def test_folders_are_those_of_one_process(
+    together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
+) -> None:
+    (_, whole), (_, folder) = alone_made, together
+    for name in ("rows", "trace"):
+        files = {path.name: path.read_bytes() for path in (whole / name).glob("*.npy")}
+        assert len(files) > 4
+        assert {path.name: path.read_bytes() for path in (folder / name).glob("*.npy")} == files
+    stored = Activations.load(folder / "rows")
+    assert stored["h.3"].isfinite().all()
+    names = {path.name for path in (whole / "moments").iterdir()}
+    assert {path.name for path in (folder / "moments").iterdir()} == names
+
+
+def test_maps_in_a_folder_are_those_of_one_process_but_for_the_last_digit(
+    together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
+) -> None:
+    (whole, _), (made, _) = alone_made, together
+    for pair, weight in whole["written"].items():
+        torch.testing.assert_close(made[0]["written"][pair], weight, rtol=1e-6, atol=1e-8)
+
+
+def killed(folder: Path, model: Any, examples: Examples, processes: Processes) -> Any:
+    if processes.rank == 1:  # in its third turn
+        run, turns = collecting._run, iter(range(2))
+
+        def last(*arguments: Any) -> Any:
+            if next(turns, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return run(*arguments)
+
+        collecting._run = last
+    return matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
+
+
+def test_a_killed_process_is_named_and_the_folder_goes_on(
+    model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rows"
+    began = time.monotonic()
+    outcomes = run_ranks(3, lambda some: killed(folder, model, examples, some), tmp_path / "a", patience=1.0)
+    assert time.monotonic() - began < 20
+    assert outcomes[1] == {}
+    assert "Process 1 of 3 is gone" in outcomes[0]["error"]
+    assert "Run the same command again" in outcomes[0]["error"]
+    assert {outcome["kind"] for outcome in (outcomes[0], outcomes[2])} == {"ProcessLost"}
+    assert batches_noted(folder) == 6
+    whole = matlens.collect(model, examples, progress=False)
+    again = matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
+    torch.testing.assert_close(again["h.3"], whole["h.3"])
+
+
+def test_a_slow_process_is_waited_for_and_an_error_reaches_all(tmp_path: Path) -> None:
+    def work(some: Processes) -> Any:
+        if some.rank == 1:
+            time.sleep(1.5)  # three times the patience
+        first = [int(parts["x"]) for parts in some.gather({"x": torch.tensor(some.rank)}, "numbers")]
+        if some.rank == 1:
+            raise InputError("The second has had enough.")
+        some.wait("never")
+        return first
+
+    outcomes = run_ranks(2, work, tmp_path / "a", patience=0.5)
+    assert outcomes[1]["error"] == "The second has had enough."
+    assert outcomes[0]["error"] == "Process 1 of 2 has failed: The second has had enough."
+
+
+def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:
+    def work(some: Processes) -> Any:
+        some.agree(some.rank, "what they are given")
+        some.wait("nobody comes here")
+
+    def apart(some: Processes) -> Any:
+        some.wait("here" if some.leads else "there")
+
+    first, second = run_ranks(2, apart, tmp_path / "a", patience=2.0)
+    assert "Process 1 is at 'there' while process 0 is at 'here'" in first["error"]
+    assert second["kind"] == "ProcessLost"
+    outcomes = run_ranks(2, work, tmp_path / "b", patience=2.0)
+    assert "given other arguments than process 0 (what they are given differ)" in outcomes[1]["error"]
+    assert "given other arguments" in outcomes[0]["error"]
+
+
+def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    with processes.joined() as some, alone():
+        assert (some.rank, some.size, some.leads, some.several) == (0, 1, True, False)
+        assert some.share([1, 2], "numbers") == [1, 2]
+        assert some.gather({"x": torch.ones(2)}, "ones")[0]["x"].sum() == 2
+        assert current().size == 1
