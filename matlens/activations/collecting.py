@@ -279,7 +279,6 @@ def default_batch_tokens(model: TransformerBridge) -> int:
 def _run(
     model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    device = torch.device(model.cfg.device)
     places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks of a large model are on several devices
     seen: dict[str, Tensor] = {}
     hook_points = set(hooks.values())
