@@ -7,7 +7,6 @@ from typing import NamedTuple, SupportsFloat
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy import stats
 from torch import Tensor
 
 from matlens.errors import InputError
@@ -92,6 +91,8 @@ def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
     """
     _require_some(hits)
     n, count = hits.numel(), int(hits.sum())
+    from scipy import stats  # seconds, which commands that measure nothing can spare
+
     interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
     return Estimate(count / n, float(interval.low), float(interval.high), n)
 
@@ -109,6 +110,8 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
     sample = values.double().cpu().numpy().reshape(-1)
     if np.isinf(sample).any():
         return Estimate.without_interval(np.mean(sample), len(sample))
+    from scipy import stats
+
     centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
     half = error * float(stats.t.ppf(0.975, max(len(sample) - 1, 1)))
     return Estimate(centre, centre - half, centre + half, len(sample))

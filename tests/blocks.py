@@ -146,6 +146,8 @@ def small_world(
     (tmp_path / "sentences.txt").write_text("\n".join(small_sentences()))
     for home in (matlens, matlens.models, loading):  # a face keeps what it has given once, so faces go first
         monkeypatch.setattr(home, "load", small_load)
+    monkeypatch.setenv("MATLENS_CACHE", "off")  # it goes by the files of the real models
+    monkeypatch.setattr("matlens.catalogue.catalogue.load", small_load)
     (tmp_path / "gpt2").symlink_to(small_models / "gpt2")  # the name is looked up before it is loaded
     monkeypatch.setattr("matlens.corpora.corpus.open_source", small_sentences)
     yield tmp_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -104,6 +105,16 @@ SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "gemma3": _GEMMA,
 }
 SITE_MODULES["llama-sinks"] = SITE_MODULES["llama"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of this run alone, which the processes of one run share; the user's is left as it is."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "matlens-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATLENS_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="module", autouse=True)

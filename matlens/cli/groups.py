@@ -22,6 +22,7 @@ from matlens.progress import waiting
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+    from matlens.catalogue.catalogue import Catalogue
     from matlens.corpora.corpus import Corpus
     from matlens.ffn.projection import Projection
     from matlens.linear.pairs import Pairs
@@ -64,6 +65,22 @@ class ModelOptions(Group):
             from matlens.models.loading import choose_device
 
             choose_device(self.device)
+
+    def catalogue(self) -> Catalogue:
+        """What is read of the model's weights, without the model where that is known."""
+        self.check()  # the imports take seconds
+        with waiting("looking for the model"):
+            import torch
+
+            from matlens.catalogue.catalogue import Catalogue
+
+            return Catalogue(
+                self.model,
+                device=self.device,
+                dtype=getattr(torch, self.dtype),
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+            )
 
     def load(self) -> TransformerBridge:
         """Load the model."""
@@ -203,18 +220,12 @@ class ReadOptions:
     tokens: options.TopTokens = 10
     read: options.Read = ReadChoice.plain
 
-    def projection(self, model: TransformerBridge) -> Projection:
+    def projection(self, catalogue: Catalogue) -> Projection:
         """How vectors of the model are read."""
-        from matlens.ffn.projection import Projection
-
-        # Before the work.
-        require_whole(self.tokens, "The number of tokens", least=1, most=model.cfg.d_vocab_out)
-        make = {
-            ReadChoice.plain: Projection.from_model,
-            ReadChoice.norm: Projection.after_norm,
-            ReadChoice.head: Projection.through_head,
-        }
-        return make[self.read](model)
+        projection = catalogue.projection(self.read.value)
+        most = len(projection.unembedding)
+        require_whole(self.tokens, "The number of tokens", least=1, most=most)  # before the work
+        return projection
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:

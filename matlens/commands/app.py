@@ -13,7 +13,8 @@ from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOp
 from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.cli.several import agreed, leading, run_with_others
-from matlens.commands import explore, lens, prune, shards, updates, values
+from matlens.commands import cache, explore, lens, prune, shards, updates, values
+from matlens.commands import plan as planning
 from matlens.errors import InputError
 from matlens.processes.joining import started_by_many
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(values.app, name="values")
+app.add_typer(cache.app, name="cache")
 app.add_typer(lens.app, name="lens")
 
 
@@ -168,6 +170,7 @@ def verify(
 
 
 app.command()(updates.update)
+app.command()(planning.plan)
 app.command()(shards.shard)
 app.command()(shards.merge)
 app.command()(explore.explore)

@@ -41,10 +41,11 @@ def cluster(
 
     for name in names or ():  # before the model, which can take minutes
         ValueVector.parse(name)
-    study = Study(load_model=model.load, out=out)
+    catalogue = model.catalogue()
+    study = Study(load_model=lambda: catalogue.model, load_values=lambda: catalogue.values, out=out)
     values = study.values
     asked = [values.resolve(name) for name in names or ()]  # and before the work
-    projection = reading.projection(study.model)
+    projection = reading.projection(catalogue)
     fitted = study.clusters(clusters, linkage=linkage.value, memory=memory, disk=disk)
     chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
     table = cluster_table(values, projection, fitted, chosen, n_tokens=reading.tokens)

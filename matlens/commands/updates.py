@@ -36,12 +36,13 @@ def update(
 
     Without --layer there is a line for each layer, with its greatest sub-update.
     """
+    from matlens.catalogue.catalogue import Catalogue
     from matlens.corpora.prompts import make_prompts
     from matlens.ffn.updates import Updates, dominant_table
     from matlens.models.vocabulary import token_texts, visible
 
     bridge = model.load()
-    projection = reading.projection(bridge)
+    projection = reading.projection(Catalogue(bridge))
     examples = _at(make_prompts(bridge, [prompt]), position)
     updates = Updates.run(bridge, examples, layer or None, progress=False)
     place = int(examples.positions[0])

@@ -25,13 +25,13 @@ def show(
 ) -> None:
     """Show the tokens that value vectors promote and demote most, with their scores."""
     from matlens.ffn.projection import token_table
-    from matlens.ffn.values import ValueVector, ValueVectors
+    from matlens.ffn.values import ValueVector
     from matlens.models.vocabulary import visible
 
     for name in names:  # before the model, which can take minutes
         ValueVector.parse(name)
-    bridge = model.load()
-    table = token_table(ValueVectors(bridge), reading.projection(bridge), names, k=reading.tokens)
+    catalogue = model.catalogue()
+    table = token_table(catalogue.values, reading.projection(catalogue), names, k=reading.tokens)
     for value, scores in table.groupby("value", sort=False):
         sides = [scores[scores["side"] == side] for side in ("top", "bottom")]
         lines = zip(*(zip(side["token"], side["score"], strict=True) for side in sides), strict=True)
@@ -48,14 +48,14 @@ def search(
     words: Words, model: ModelOptions, reading: ReadOptions, among: AmongTop = 30, limit: Most = 20
 ) -> None:
     """Find the value vectors that have a word among their top tokens; of several words, most first."""
-    from matlens.ffn.projection import top_tokens_of_all, values_with_tokens
-    from matlens.ffn.values import ValueVectors
+    from matlens.ffn.projection import values_with_tokens
     from matlens.models.vocabulary import word_tokens
 
-    bridge = model.load()
-    values, projection = ValueVectors(bridge), reading.projection(bridge)
+    catalogue = model.catalogue()
+    values, projection = catalogue.values, reading.projection(catalogue)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
-    matches = values_with_tokens(values, projection, top_tokens_of_all(values, projection, k=among), words)
+    tokens = catalogue.top_tokens(values, projection, reading=reading.read.value, k=among)
+    matches = values_with_tokens(values, projection, tokens, words)
     if matches.empty:
         print_line(
             f"No value vector has {', '.join(words)} among its {among} top tokens. A larger --among may help."
@@ -74,10 +74,9 @@ def search(
 def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Most = 20) -> None:
     """Find the value vectors that raise the odds of a word, or of several, most over other tokens'."""
     from matlens.ffn.projection import values_promoting
-    from matlens.ffn.values import ValueVectors
 
-    bridge = model.load()
-    values, projection = ValueVectors(bridge), reading.projection(bridge)
+    catalogue = model.catalogue()
+    values, projection = catalogue.values, reading.projection(catalogue)
     lifts = values_promoting(values, projection, words, n=min(limit, len(values)))
     texts = top_texts(projection, values.vectors(lifts["value"]), reading.tokens)
     lines = zip(lifts["value"], lifts["score"], lifts["lift"], texts, strict=True)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from scipy import stats
 from torch import Tensor, nn
 
 from matlens import metrics
@@ -57,6 +56,11 @@ class _LinearHead(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
+
+
+def linear_head(dense: Tensor | None, norm: nn.Module, width: int) -> nn.Module:
+    """The linear parts of a head: a dense layer, where there is one, and the gain of the final norm."""
+    return _LinearHead(dense, NormGain.from_module(norm, width))
 
 
 @checked
@@ -122,7 +126,7 @@ class Projection:
         """
         normed = cls.after_norm(model)
         dense = model.mlm_head.original_component.weight if hasattr(model, "mlm_head") else None
-        head = _LinearHead(dense, NormGain.from_module(model.ln_final.original_component, model.cfg.d_model))
+        head = linear_head(dense, model.ln_final.original_component, model.cfg.d_model)
         return cls(normed.unembedding, normed.tokenizer, head, normed.identity)
 
     def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
@@ -411,6 +415,8 @@ def norm_overlap(
         rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
         rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
     rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
+    from scipy import stats  # seconds, which only this needs
+
     above = means["values"] - means["random"]
     rows.append(("difference", "iou", None, metrics.mean(above)))
     p = float(stats.wilcoxon(above.double().cpu().numpy()).pvalue) if above.any() else 1.0
@@ -426,6 +432,8 @@ def norm_overlap(
 
 def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
     """How far overlaps of value vectors lie above those of random vectors."""
+    from scipy import stats
+
     first, second = real.double().cpu().numpy(), drawn.double().cpu().numpy()
     difference, n = float(first.mean() - second.mean()), len(first) + len(second)
     low = high = difference

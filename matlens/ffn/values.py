@@ -125,6 +125,31 @@ class NormGain:
         return self.gain * (vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors)
 
 
+@dataclass(frozen=True, eq=False)
+class ValueParts:
+    """What value vectors are made of.
+
+    Attributes
+    ----------
+    identity, device
+        The model, and where its weights are.
+    shape
+        ``(d_mlp, d_model)``, of every matrix.
+    matrices, biases
+        The output matrix of each layer's FFN, a row for each coefficient, and the bias or ``None``. They may
+        be read when they are first asked for.
+    norms
+        The norm that follows each FFN before its output joins the stream; empty where none does.
+    """
+
+    identity: ModelIdentity
+    device: torch.device
+    shape: tuple[int, int]
+    matrices: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    norms: Sequence[nn.Module]
+
+
 @checked
 class ValueVectors:
     """All value vectors of a model, as they reach its stream (paper B, section 2).
@@ -156,18 +181,33 @@ class ValueVectors:
                 f"The FFNs of {model.cfg.architecture} have no value vectors that are known (its blocks are "
                 f"{anatomy.family.name}): their output is not seen to be one matrix times coefficients."
             )
-        self.n_layers, self.d_mlp, self.d_model = anatomy.n_layers, anatomy.d_mlp, anatomy.d_model
-        self.device = torch.device(model.cfg.device)
-        self.identity = ModelIdentity.from_model(model).of_weights
-        shape = (self.d_mlp, self.d_model)
-        self._matrices = [_matrix(output_layer(model, layer), shape) for layer in range(self.n_layers)]
-        self._biases = [getattr(output_layer(model, layer), "bias", None) for layer in range(self.n_layers)]
-        self.output_kind = output_kind(anatomy)
-        self._norms: list[nn.Module] = []
-        self._gains: list[NormGain] = []
-        if self.output_kind == _NORMED_OUT:
-            self._norms = [norm_after_ffn(model, layer) for layer in range(self.n_layers)]
-            self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
+        layers, shape = range(anatomy.n_layers), (anatomy.d_mlp, anatomy.d_model)
+        modules = [output_layer(model, layer) for layer in layers]
+        kind = output_kind(anatomy)
+        self._take(
+            ValueParts(
+                ModelIdentity.from_model(model).of_weights,
+                torch.device(model.cfg.device),
+                shape,
+                [_matrix(module, shape) for module in modules],
+                [getattr(module, "bias", None) for module in modules],
+                [norm_after_ffn(model, layer) for layer in layers] if kind == _NORMED_OUT else [],
+            )
+        )
+
+    @classmethod
+    def from_parts(cls, parts: ValueParts) -> ValueVectors:
+        """Value vectors of matrices that lie elsewhere than in a model that is loaded."""
+        values = cls.__new__(cls)
+        values._take(parts)
+        return values
+
+    def _take(self, parts: ValueParts) -> None:
+        self.n_layers, (self.d_mlp, self.d_model) = len(parts.matrices), parts.shape
+        self.device, self.identity = parts.device, parts.identity
+        self._matrices, self._biases, self._norms = parts.matrices, parts.biases, parts.norms
+        self.output_kind = _NORMED_OUT if parts.norms else FFN_OUT
+        self._gains = [NormGain.from_module(norm, self.d_model) for norm in parts.norms]
 
     def __len__(self) -> int:
         return self.n_layers * self.d_mlp
@@ -311,12 +351,17 @@ def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
     InputError
         No norm follows the FFNs of this model.
     """
+    return copy.deepcopy(norm_after_ffn_module(model, layer)).float()
+
+
+def norm_after_ffn_module(model: TransformerBridge, layer: int) -> nn.Module:
+    """The norm of `norm_after_ffn` itself, in the precision of the model."""
     block = model.blocks[layer]
     kinds, family = Anatomy.from_model(model).kinds, Anatomy.from_model(model).family
     if _NORMED_OUT in kinds:
-        return copy.deepcopy(block.ln2_post.original_component).float()
+        return block.ln2_post.original_component
     if family is POST_NORM:
-        return copy.deepcopy(block.ln2.original_component).float()
+        return block.ln2.original_component
     raise InputError(f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {family.name}).")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from matlens.arguments import require_kind, short
+from matlens.cache.dequantized import read_kept
 from matlens.errors import InputError
 from matlens.models.changes import remember_parts
 from matlens.models.identity import require_raw
@@ -84,7 +85,7 @@ def load(
     part = "file" if gguf else "configuration"
     try:
         if gguf:
-            tokenizer, hf_model = _read_gguf(Path(folder, gguf), dtype)
+            tokenizer, hf_model = read_kept(Path(folder, gguf), dtype, _read_gguf)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
         else:
             options = {"trust_remote_code": trust_remote_code, "revision": commit}
@@ -105,7 +106,7 @@ def load(
             "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
             "Python)."
         ) from error
-    model.cfg.model_name = name if commit or name == SMOLLM2 else str(Path(name).expanduser().resolve())
+    model.cfg.model_name = model_name(name, commit)
     model.matlens_revision = commit
     _follow_tokenizer(model, tokenizer)
     require_finite_weights(model)
@@ -205,6 +206,50 @@ def _configuration(folder: str, **options: Any) -> Any:
     return autoconfig_with_remote_post_init_compat(
         folder, auto_config=AutoConfig, output_attentions=True, **options
     )
+
+
+@checked
+def read_configuration(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, int]:
+    """The configuration of a model's text stack, and how many parameters it makes; no weights are read.
+
+    Raises
+    ------
+    InputError
+        There is no such model, or its configuration is not usable.
+    """
+    folder, gguf, commit = locate(name, revision)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if gguf:
+                from transformers import AutoConfig
+
+                config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+            else:
+                config = _configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
+            n_parameters = _count_parameters(config)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"The configuration of {called(name)} in {folder} is not usable. {cause(error)}"
+        ) from error
+    return config.get_text_config(), n_parameters
+
+
+def _count_parameters(config: Any) -> int:
+    """How many numbers a model of this configuration has, by one without memory; 0 where none is made."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    masked = any("MaskedLM" in name for name in getattr(config, "architectures", None) or ())
+    kind: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in kind.from_config(config).parameters())
+    except Exception:  # of code that is not here, for example; the blocks' sizes tell nearly as much
+        return 0
 
 
 def _require_readable(name: str, config: Any) -> None:
@@ -334,6 +379,12 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return _require_vocabulary(tokenizer, str(path)), model
 
 
+def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
+    """What a model is called that was loaded by a name: the name on the hub, or the path."""
+    name = os.fspath(name)
+    return name if commit or name == SMOLLM2 else str(Path(name).expanduser().resolve())
+
+
 def choose_device(device: str | torch.device | None) -> torch.device:
     """The device of this name, or the best there is; of several GPUs each process has one of its own.
 
@@ -343,7 +394,9 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         It cannot be used here.
     """
     if device is None:
-        from transformer_lens.utilities import get_device
+        if not torch.cuda.is_available() and not torch.backends.mps.is_available():
+            return torch.device("cpu")
+        from transformer_lens.utilities import get_device  # seconds
 
         best = torch.device(get_device())
         if best.type == "cuda" and (processes := current()).several:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from matlens.arguments import require_kind
+from matlens.cache.entries import default_cache
 from matlens.errors import InputError
 from matlens.signatures import checked
+from matlens.storage.files import read_json, write_json
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -32,6 +35,8 @@ _NOT_THE_MODEL = frozenset({
     "task_specific_params", "finetuning_task",
 })  # fmt: skip
 _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+FINGERPRINTS, _FILE = "fingerprints", "rounded.json"  # entries of the cache, and the file in each
+_LARGE = 2**24  # numbers of a model from which on they are kept
 _RUN = 2**20  # values that share a checksum, of at most two words each
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
@@ -67,8 +72,25 @@ def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
     """Both, the second remembered for as long as the first is the same."""
     exact = fingerprint(model)
     if model not in _ROUNDED or _ROUNDED[model][0] != exact:
-        _ROUNDED[model] = (exact, rounded_fingerprints(model))
+        _ROUNDED[model] = (exact, _kept_fingerprints(model, exact))
     return exact, dict(_ROUNDED[model][1])
+
+
+def _kept_fingerprints(model: TransformerBridge, exact: str) -> dict[str, str]:
+    """The rounded fingerprints of a large model, from the cache where its own one is known there."""
+    n_numbers = sum(tensor.numel() for _, tensor in _tensors(model))
+    cache = default_cache() if n_numbers >= _LARGE else None
+    if cache is None:
+        return rounded_fingerprints(model)
+    key = {"fingerprint": exact, "torch": torch.__version__}
+    entry = cache.find(FINGERPRINTS, key)
+    if entry is not None:
+        with suppress(OSError, InputError):  # it was cleared meanwhile
+            return {str(kind): str(digits) for kind, digits in read_json(entry.folder / _FILE).items()}
+    rounded = rounded_fingerprints(model)
+    about = {"what": "fingerprints of the rounded weights", "of": str(model.cfg.model_name)}
+    cache.keep(FINGERPRINTS, key, lambda folder: write_json(folder / _FILE, rounded), about=about)
+    return rounded
 
 
 _ROUNDED: WeakKeyDictionary[Any, tuple[str, dict[str, str]]] = WeakKeyDictionary()

@@ -48,6 +48,8 @@ from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study import steps
+from matlens.study.output import MAPS
+from matlens.study.plan import require_room_for_fit
 from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class Study:
     load_model, load_corpus
         What gives the model and the corpus; a study of the weights alone has no corpus, and one of a corpus
         alone no model.
+    load_values
+        What gives the value vectors, where that is not the model.
     out
         The output folder.
     n_train, n_validation, seed
@@ -86,6 +90,7 @@ class Study:
 
     load_model: Callable[[], TransformerBridge] | None = None
     load_corpus: Callable[[], Corpus] | None = None
+    load_values: Callable[[], ValueVectors] | None = None
     out: Path
     n_train: int = 1
     n_validation: int | None = None
@@ -235,7 +240,9 @@ class Study:
     @cached_property
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
-        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        if self.positions == "drawn" and not (self.folder / MAPS / "config.json").is_file():
+            require_room_for_fit(self.sizes[0], self.model.cfg, wanted)
         _ = self.validation
         return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
@@ -329,7 +336,7 @@ class Study:
     @cached_property
     def values(self) -> ValueVectors:
         """The model's value vectors."""
-        return ValueVectors(self.model)
+        return ValueVectors(self.model) if self.load_values is None else self.load_values()
 
     def trace(self, k: int = DOMINANT) -> Trace:
         """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates.
@@ -368,7 +375,8 @@ class Study:
 
     @property
     def _model_name(self) -> str:
-        return slug(self.model.cfg.model_name)
+        named = self.load_values is not None
+        return slug(self.values.identity.name if named else self.model.cfg.model_name)
 
     @property
     def _name(self) -> str:

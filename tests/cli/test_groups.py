@@ -23,7 +23,6 @@ from matlens.cli.groups import (
     grouped,
 )
 from matlens.cli.options import DtypeChoice, ReadChoice, Title
-from matlens.ffn.projection import Projection
 
 
 def run(command: Any, *arguments: str) -> str:
@@ -116,9 +115,12 @@ def test_the_study_of_the_main_job_is_in_the_output_folder(
         samples.check(ModelOptions(str(tmp_path / "absent")))
 
 
-def test_vectors_are_read_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("from_model", "after_norm"):
-        monkeypatch.setattr(Projection, name, lambda model, name=name: (name, model))
-    model: Any = SimpleNamespace(cfg=SimpleNamespace(d_vocab_out=60))
-    read: list[Any] = [ReadOptions().projection(model), ReadOptions(read=ReadChoice.norm).projection(model)]
-    assert read == [("from_model", model), ("after_norm", model)]
+def test_vectors_are_read_as_the_options_say() -> None:
+    catalogue: Any = SimpleNamespace(
+        projection=lambda reading: SimpleNamespace(reading=reading, unembedding=range(60))
+    )
+    for choice in ReadChoice:
+        read: Any = ReadOptions(read=choice).projection(catalogue)
+        assert read.reading == choice.value
+    with pytest.raises(InputError, match="number of tokens is 61"):
+        ReadOptions(tokens=61).projection(catalogue)

@@ -1,0 +1,1 @@
+from .catalogue import Catalogue as Catalogue

@@ -1,0 +1,198 @@
+"""What is kept of a model so that its value vectors can be read without it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from matlens.catalogue.weights import (
+    NotInFiles,
+    WeightFiles,
+    build_modules,
+    module_record,
+    named_tensors,
+    require_same_modules,
+)
+from matlens.ffn.values import FFN_OUT, ValueVectors, norm_after_ffn_module
+from matlens.models.anatomy import output_layer
+from matlens.models.identity import ModelIdentity
+from matlens.models.vocabulary import token_texts
+from matlens.storage.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_RECORD = "parts.json"
+
+
+class Known:
+    """What is kept of a model, read beside its files.
+
+    Parameters
+    ----------
+    folder
+        Where it is kept.
+    files
+        The files of the model.
+    dtype, device
+        The precision of the model, and where its tensors go.
+
+    Raises
+    ------
+    OSError, InputError
+        It cannot be read.
+    """
+
+    def __init__(self, folder: Path, files: WeightFiles, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder, self.files, self.dtype, self.device = folder, files, dtype, device
+        self._record: Mapping[str, Any] = read_json(folder / _RECORD)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Who the model is."""
+        return ModelIdentity.from_json(self._record["identity"])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(d_mlp, d_model)``."""
+        d_mlp, d_model = self._record["shape"]
+        return int(d_mlp), int(d_model)
+
+    @property
+    def n_layers(self) -> int:
+        """How many layers there are."""
+        return len(self._record["matrices"])
+
+    def matrix(self, layer: int) -> Tensor:
+        """The output matrix of a layer's FFN, a row for each coefficient."""
+        record = self._record["matrices"][layer]
+        tensor = self._take(record)
+        return tensor.T if record["turned"] else tensor
+
+    def biases(self) -> list[Tensor | None]:
+        """The output biases."""
+        return [None if record is None else self._take(record) for record in self._record["biases"]]
+
+    def norms(self) -> list[nn.Module]:
+        """The norm after each FFN, in float32; empty where none follows."""
+        return self._modules(self._record["norms"])
+
+    def unembedding(self) -> Tensor:
+        """The unembedding, in float32."""
+        return self._take(self._record["unembedding"]).float()
+
+    def final_norm(self) -> nn.Module | None:
+        """The final norm in float32, ``None`` where there is none."""
+        return next(iter(self._modules(self._record["final"])), None)
+
+    def dense(self) -> Tensor | None:
+        """The weights of the dense layer of a masked-LM head."""
+        record = self._record["dense"]
+        return None if record is None else self._take(record)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer as the model has it."""
+        return _read_tokenizer(self.folder)
+
+    def require_there(self) -> None:
+        """Refuse files that lack a tensor; their numbers are checked when they are read.
+
+        Raises
+        ------
+        DamagedWeights
+            One is not there.
+        """
+        records = [self._record["unembedding"], *self._record["matrices"]]
+        for record in records:
+            self.files.require_there(record)
+
+    def _take(self, record: Mapping[str, Any]) -> Tensor:
+        return self.files.take(record, self.dtype).to(self.device)
+
+    def _modules(self, records: Sequence[Mapping[str, Any]]) -> list[nn.Module]:
+        if not records:
+            return []
+        modules = build_modules(self._record["class"], self.files, records, self.dtype)
+        return [module.to(self.device) for module in modules]
+
+
+def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None:
+    """Write down where the parts of a model lie in its files.
+
+    Raises
+    ------
+    NotInFiles
+        A part is not there as the model has it.
+    InputError
+        The model has no value vectors, or no unembedding.
+    """
+    values = ValueVectors(model)
+    names = named_tensors(model)
+
+    def part(tensor: Tensor) -> dict[str, Any]:
+        if id(tensor) not in names:
+            raise NotInFiles("a tensor that is no parameter")
+        return files.find(names[id(tensor)], tensor.detach())
+
+    layers = range(values.n_layers)
+    outputs = [output_layer(model, layer) for layer in layers]
+    after = [norm_after_ffn_module(model, layer) for layer in layers] if values.output_kind != FFN_OUT else []
+    final = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
+    head = model.mlm_head.original_component if hasattr(model, "mlm_head") else None
+    record = {
+        "class": type(model.original_model).__name__,
+        "identity": values.identity.to_json(),
+        "shape": [values.d_mlp, values.d_model],
+        "matrices": [
+            {**part(module.weight), "turned": not torch.equal(module.weight.float(), values.matrix(layer))}
+            for layer, module in zip(layers, outputs, strict=True)
+        ],
+        "biases": [part(m.bias) if getattr(m, "bias", None) is not None else None for m in outputs],
+        "norms": [module_record(files, model, module) for module in after],
+        "unembedding": part(model.unembed.original_component.weight),
+        "final": [module_record(files, model, module) for module in final],
+        "dense": None if head is None else part(head.weight),
+    }
+    dtype = outputs[0].weight.dtype
+    built = build_modules(record["class"], files, [*record["norms"], *record["final"]], dtype)
+    require_same_modules(built, [*after, *final])
+    _write_tokenizer(folder, model.tokenizer)
+    write_json(folder / _RECORD, record)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer, and refuse one that is another when it is read back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer.save_pretrained(folder)
+    again = _read_tokenizer(folder)
+    if _as_read(again) != _as_read(tokenizer):
+        raise NotInFiles("the tokenizer")
+
+
+def _as_read(tokenizer: Any) -> list[Any]:
+    """All that value vectors are shown and words looked up by."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer")]
+    return [
+        *words,
+        tokenizer.get_vocab(),
+        tokenizer.unk_token_id,
+        token_texts(tokenizer, range(len(tokenizer))),
+    ]
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoTokenizer.from_pretrained(folder)
