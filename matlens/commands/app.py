@@ -14,6 +14,7 @@ from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.cli.several import agreed, leading, run_with_others
 from matlens.commands import explore, lens, prune, shards, updates, values
+from matlens.commands import plan as planning
 from matlens.errors import InputError
 from matlens.processes.joining import started_by_many
 
@@ -168,6 +169,7 @@ def verify(
 
 
 app.command()(updates.update)
+app.command()(planning.plan)
 app.command()(shards.shard)
 app.command()(shards.merge)
 app.command()(explore.explore)

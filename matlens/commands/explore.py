@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from matlens.cli.groups import ModelOptions, grouped
-from matlens.cli.options import Dominant, Limit, Out
+from matlens.cli.options import Dominant, Out
 from matlens.cli.printing import print_line
 from matlens.errors import InputError
 
+_OTHERS = 2  # sentences that a split of a corpus leaves out at least
 Lenses = Annotated[
     list[Path] | None,
     typer.Option(
@@ -76,7 +77,7 @@ def explore_values(
             help="Sentences to show uses of the vectors in, such as wikipedia-sample; none without.",
         ),
     ] = None,
-    limit: Limit = 2000,
+    sentences: Annotated[int, typer.Option(min=1, help="How many sentences are drawn of the corpus.")] = 2000,
     clusters: Annotated[
         Path | None,
         typer.Option("--clusters", metavar="FOLDER", help="Clusters that 'matlens values cluster' has kept."),
@@ -95,9 +96,11 @@ def explore_values(
     from matlens.explorer.value_pages import write_value_pages
     from matlens.ffn.clusters import Clusters
 
-    sentences = None if corpus is None else load_corpus(corpus, limit=limit)
+    drawn = None if corpus is None else load_corpus(corpus)
+    if drawn is not None and len(drawn) >= sentences + _OTHERS:
+        drawn, _ = drawn.split(n_train=sentences, n_validation=_OTHERS)
     fitted = None if clusters is None else Clusters.load(clusters)
-    page = write_value_pages(model.load(), out, corpus=sentences, clusters=fitted, neighbours=neighbours)
+    page = write_value_pages(model.load(), out, corpus=drawn, clusters=fitted, neighbours=neighbours)
     print_line(f"{page}: open it in a browser")
 
 

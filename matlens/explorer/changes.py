@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from matlens.arguments import require_choice, require_number, require_whole, short
-from matlens.control.control import controlled
+from matlens.control.control import Value, controlled
 from matlens.control.generation import continue_prompts
 from matlens.errors import InputError
+from matlens.ffn.values import ValueName
 from matlens.linear.mapsets import MapSet
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokenization import encode_text
@@ -97,7 +98,9 @@ def compare_changes(
     """
     require_whole(k, "k", least=1, most=model.cfg.d_vocab_out)
     wanted = [_replacement(model, change, maps) for change in changes if change.kind != "value"]
-    coefficients = {change.which: change.value for change in changes if change.kind == "value"}
+    coefficients: dict[ValueName, Value] = {
+        change.which: change.value for change in changes if change.kind == "value"
+    }
     outcomes = []
     for changed in (False, True):
         with ExitStack() as stack:

@@ -54,6 +54,9 @@ def dominant_cells(
     projection.require_same(values.identity)
     require_count(k, values)
     require_whole(n_promoted, "n_promoted", least=1, most=len(projection.unembedding))
+    d_vocab = len(projection.unembedding)
+    if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < d_vocab:
+        raise InputError(f"The followed tokens are not all in the vocabulary, which has 0 to {d_vocab - 1}.")
     if updates.layers != list(range(n_layers)):
         raise InputError("Updates of all layers are needed: Updates.run(model, examples) collects them.")
     words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)

@@ -21,8 +21,10 @@ from torch import Tensor
 from matlens.activations.collecting import stream
 from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples
+from matlens.errors import InputError
 from matlens.ffn.updates import DOMINANT, require_count
 from matlens.ffn.values import ValueVectors
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -115,10 +117,18 @@ def find_usage(
     Raises
     ------
     InputError
-        ``n_best`` or ``k`` is less than 1, or ``k`` more than there are.
+        ``n_best`` or ``k`` is less than 1, or ``k`` more than there are; the value vectors are of another
+        model; there is no sentence, or a longer one.
     """
     require_whole(n_best, "n_best", least=1)
     require_count(k, values)
+    identity = ModelIdentity.from_model(model).of_weights
+    Provenance(values.identity).require_same(identity, ours="the value vectors", theirs="the model")
+    if not len(examples) or int(examples.lengths.max()) > LONGEST:
+        raise InputError(
+            f"Expected one sentence or more, each of at most {LONGEST} tokens: explorer.shortened(examples) "
+            "cuts those that are longer."
+        )
     path = None if checkpoint is None else Path(checkpoint)
     state = _State.resumed(path, values, n_best)
     with Bar(total=len(examples), initial=state.n_done, desc="sentences", disable=not progress) as bar:

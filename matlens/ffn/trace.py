@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TRACE = "trace"  # what a folder of a trace says that it holds
 GROUPS = ("dominant", "random")
 REFERENCES = ("before", "final")
-_READOUT_ROWS = 512  # rows that are read out at once
+_READOUT_ROWS = 512  # vectors that are read out together, of one layer or of several
 
 
 @checked
@@ -206,12 +206,12 @@ class _BatchReader:
         self._k = require_count(k, self._values)
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]
-        self._after = [str(Site(STREAM, layer + 1)) for layer in layers]
+        self._after = [[str(Site(STREAM, layer + 1))] for layer in layers]
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
-        before = {site for sites in self._before for site in sites}
+        stream = {site for sites in (*self._before, *self._after) for site in sites}
         self._outputs = [str(Site(FFN_OUT, layer)) for layer in layers]
         outputs = self._outputs if self._values.output_kind != FFN_OUT else []  # where they pass a norm
-        self.sites = sorted(before | {*self._after, *self._coefficients, *outputs})
+        self.sites = sorted(stream | {*self._coefficients, *outputs})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
         self._drawn = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
         n = self._values.n_layers
@@ -232,16 +232,16 @@ class _BatchReader:
             name: torch.empty(n, n_layers, column.width // n_layers, dtype=column.in_memory)
             for name, column in self.columns.items()
         }
-        for part in torch.arange(n).split(_READOUT_ROWS):
-            for layer in range(n_layers):
-                x = sum((batch.vectors[site][part] for site in self._before[layer]), start=torch.zeros(()))
-                before = self._readout.logits(x).argmax(-1)
-                logits = self._readout.logits(batch.vectors[self._after[layer]][part])
-                above = logits > logits.gather(1, before[:, None])
-                columns["before"][part, layer, 0] = before.int().cpu()
-                columns["after"][part, layer, 0] = logits.argmax(-1).int().cpu()
-                columns["rank"][part, layer, 0] = above.sum(1).int().cpu()
-                columns["norm"][part, layer, 0] = batch.vectors[self._after[layer]][part].norm(dim=1)
+        together = max(_READOUT_ROWS // max(n, 1), 1)  # layers
+        for layers in torch.arange(n_layers).split(together):
+            x, after = (
+                torch.cat([self._sum(batch, sites[layer]) for layer in layers])
+                for sites in (self._before, self._after)
+            )
+            before = self._readout.top_ids(x)
+            read = before, *self._readout.top_ids_and_ranks(after, before), after.norm(dim=1)
+            for name, values in zip(("before", "after", "rank", "norm"), read, strict=True):
+                columns[name][:, layers, 0] = values.view(len(layers), n).T.to(columns[name]).cpu()
         final = columns["after"][:, -1, 0].long()
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]
@@ -265,3 +265,7 @@ class _BatchReader:
                     static = torch.einsum("nkd,nd->nk", vectors, e).cpu()
                     columns[f"score.{group}.{reference}"][:, layer] = scaled * static
         return {name: values.flatten(1) for name, values in columns.items()}
+
+    @staticmethod
+    def _sum(batch: Rows, sites: list[str]) -> Tensor:
+        return sum((batch.vectors[site] for site in sites), start=torch.zeros(()))

@@ -1,4 +1,3 @@
-from .cells import read_cells as read_cells
 from .early_exit import ExitConfidence as ExitConfidence
 from .early_exit import exit_confidences as exit_confidences
 from .early_exit import exit_layers as exit_layers
@@ -33,3 +32,4 @@ from .training import polish as polish
 from .training import scale_map as scale_map
 from .training import tune as tune
 from .trajectory import Trajectory as Trajectory
+from .trajectory import read_cells as read_cells

@@ -93,7 +93,8 @@ def read_lens(folder: str | Path) -> LensParts:
             if name is not None and name not in read:
                 read[name] = _read_tensors(folder, config, name)
             parts = {} if name is None else read[name]
-            maps[int(layer)] = shared.setdefault((str(name), scale), LayerMap(**parts, scale=scale))
+            held = LayerMap(*(parts.get(key) for key in ("weight", "narrowing", "bias")), scale)
+            maps[int(layer)] = shared.setdefault((str(name), scale), held)
         lens = LensParts(dict(sorted(maps.items())), str(request["method"]), provenance, norm)
         if lens.digest != request["content"]:
             raise damaged(folder / "config.json", "is of a lens with other numbers than these files hold")

@@ -267,7 +267,8 @@ class LensMoments:
             details["n_sinks"] = n_sinks
         sets = self._whole_sets(method, back)
         held = self._held.with_rows(back).first_keys(_HELD) if method.leaves_one_out else None
-        maps, strengths = {}, {}
+        maps: dict[int, LayerMap] = {}
+        strengths: dict[int, float | None] = {}
         if method.shared:
             solution = solve(method, _union(sets.values()), self._held_rows(method, held, self.layers))
             maps = dict.fromkeys(self.layers, solution.map)

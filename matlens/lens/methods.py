@@ -190,16 +190,19 @@ def solve(method: Method, moments: Moments, held: HeldRows | None = None) -> Sol
         errors = leave_one_out(method, moments, held, STRENGTHS)
         strength = STRENGTHS[int(errors.argmin())]
     weight, bias, root = _full(method, moments, strength)
-    parts = {} if bias is None else {"bias": bias.float().contiguous()}
     if method.rank is None or method.rank >= len(weight):
-        return Solved(LayerMap(weight.float().contiguous(), **parts), strength)
+        return Solved(LayerMap(_kept(weight), bias=None if bias is None else _kept(bias)), strength)
     # The fitted values are the rows of a rotation of root @ weight.T.
     directions = torch.linalg.svd(root @ weight.T, full_matrices=False).Vh[: method.rank]
-    left, right = directions.T.float().contiguous(), (directions @ weight).float().contiguous()
+    left, right = _kept(directions.T), _kept(directions @ weight)
     if bias is not None:  # of the centred fit, whose mean is kept whole
         x_mean, y_mean, _ = moments.means()
-        parts = {"bias": (y_mean - directions.T @ (directions @ (weight @ x_mean))).float().contiguous()}
-    return Solved(LayerMap(left, right, **parts), strength)
+        bias = _kept(y_mean - directions.T @ (directions @ (weight @ x_mean)))
+    return Solved(LayerMap(left, right, bias), strength)
+
+
+def _kept(numbers: Tensor) -> Tensor:
+    return numbers.to("cpu", torch.float32).contiguous()
 
 
 def _full(method: Method, moments: Moments, strength: float | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -5,6 +5,7 @@ from .maps import LinearMap as LinearMap
 from .mapsets import MapSet as MapSet
 from .mapsets import write_maps as write_maps
 from .moments import Moments as Moments
+from .needs import update_bytes as update_bytes
 from .pairs import resolve_pairs as resolve_pairs
 from .pickles import arrays_of as arrays_of
 from .pickles import read_pickle as read_pickle

@@ -30,7 +30,7 @@ from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
 
-_KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
+KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
 
 def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
@@ -171,7 +171,7 @@ class _SideBySide:
         self._samples = samples
         self._columns: dict[str, tuple[int, int]] = {}
         alike = len({(len(vectors), vectors.device) for vectors in samples.values()}) == 1
-        if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= _KEPT:
+        if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= KEPT:
             first = next(iter(samples.values()))
             width = sum(vectors.shape[1] for vectors in samples.values())
             self._wide = torch.empty(len(first), width, dtype=torch.float64, device=first.device)

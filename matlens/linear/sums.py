@@ -152,7 +152,12 @@ class PairMoments:
 
 def chunk_size(x: Tensor) -> int:
     """How many samples of this width are factorised at a time: the factor is factorised again each time."""
-    return max(_CHUNK, 8 * x.shape[1])
+    return samples_together(x.shape[1])
+
+
+def samples_together(width: int) -> int:
+    """`chunk_size` of samples of a width."""
+    return max(_CHUNK, 8 * width)
 
 
 def _joined(

@@ -207,6 +207,50 @@ def _configuration(folder: str, **options: Any) -> Any:
     )
 
 
+@checked
+def read_configuration(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, int]:
+    """The configuration of a model's text stack, and how many parameters it makes; no weights are read.
+
+    Raises
+    ------
+    InputError
+        There is no such model, or its configuration is not usable.
+    """
+    folder, gguf, commit = locate(name, revision)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if gguf:
+                from transformers import AutoConfig
+
+                config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+            else:
+                config = _configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
+            n_parameters = _count_parameters(config)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"The configuration of {called(name)} in {folder} is not usable. {cause(error)}"
+        ) from error
+    return config.get_text_config(), n_parameters
+
+
+def _count_parameters(config: Any) -> int:
+    """How many numbers a model of this configuration has, by one without memory; 0 where none is made."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    masked = any("MaskedLM" in name for name in getattr(config, "architectures", None) or ())
+    kind: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in kind.from_config(config).parameters())
+    except Exception:  # of code that is not here, for example; the blocks' sizes tell nearly as much
+        return 0
+
+
 def _require_readable(name: str, config: Any) -> None:
     """Refuse what is no decoder or masked-LM model of blocks that pass one stream on."""
     from transformer_lens.model_bridge.sources._hf_format import (

@@ -57,6 +57,11 @@ class Column(NamedTuple):
         return self.width * self.on_disk.itemsize
 
 
+def file_bytes(n_rows: int, column: Column) -> int:
+    """Bytes of the file of a column with so many rows."""
+    return len(_header(n_rows, column)) + n_rows * column.row_bytes
+
+
 Columns = Mapping[str, Column]
 Batches = Iterable[tuple[np.ndarray, Mapping[str, Tensor]]]
 Turns = Iterable[tuple[np.ndarray, Mapping[str, Tensor]] | None]

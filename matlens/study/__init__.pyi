@@ -1,5 +1,9 @@
 from .features import FEATURES as FEATURES
 from .features import compatibility as compatibility
+from .plan import Need as Need
+from .plan import Plan as Plan
+from .plan import Shape as Shape
+from .plan import plan_study as plan_study
 from .steps import collect_parts as collect_parts
 from .steps import evaluate_maps as evaluate_maps
 from .steps import fit_maps as fit_maps

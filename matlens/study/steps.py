@@ -43,6 +43,7 @@ from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.tables import COLUMNS, read_table, write_results
 from matlens.study.output import MAPS, MOMENTS, RESULTS, TRAIN, VALIDATION
+from matlens.study.plan import Shape, collected_bytes, require_disk, require_room_for_fit
 from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def collect_parts(
             wanted = draw_special and positions == "auto"
             wanted = wanted and _all_are_better(model, examples, Path(folder), TRAIN, n_bytes)
             where = "all" if wanted or positions == "all" else "drawn"
+        _require_room(model, examples, where, Path(folder) / name)
         collected.append(
             collect(
                 model, examples, positions=where, folder=Path(folder) / name,
@@ -108,6 +110,18 @@ def collect_parts(
             )
         )  # fmt: skip
     return collected[0], collected[1]
+
+
+def _require_room(model: TransformerBridge, examples: Examples, positions: Positions, folder: Path) -> None:
+    """Refuse to begin what the disk has no room for; what was begun has taken its room."""
+    if folder.exists():
+        return
+    n_rows = len(examples.tokens) if positions == "all" else examples.n_positions
+    needed = collected_bytes(Shape.from_model(model), n_rows, len(examples.tokens), examples.n_positions)
+    ways = "Collect fewer sentences, or write elsewhere (--out)."
+    if positions == "all":
+        ways = "One drawn token of each sentence takes far less (--positions drawn)."
+    require_disk(needed, folder, f"Collecting {n_rows:,} vectors of each layer", ways)
 
 
 @checked
@@ -267,6 +281,8 @@ def fit_maps(
         tqdm.write(note, file=sys.stderr)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        if missing:
+            require_room_for_fit(train.n_rows, train.provenance.identity, missing)
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return fitting_bar(maps, len(missing), progress=progress)
 

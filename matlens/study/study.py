@@ -48,6 +48,8 @@ from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study import steps
+from matlens.study.output import MAPS
+from matlens.study.plan import require_room_for_fit
 from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
@@ -235,7 +237,9 @@ class Study:
     @cached_property
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
-        resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        if self.positions == "drawn" and not (self.folder / MAPS / "config.json").is_file():
+            require_room_for_fit(self.sizes[0], self.model.cfg, wanted)
         _ = self.validation
         return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 

@@ -56,11 +56,11 @@ def test_value_pages_are_those_of_the_library(
 ) -> None:
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences[:9]))
     printed = commands.run(
-        "values", "explore", "--out", tmp_path / "pages", "--corpus", tmp_path / "words.txt", "--limit", 5,
-        "--neighbours", 2, model="gpt2",
+        "values", "explore", "--out", tmp_path / "pages", "--corpus", tmp_path / "words.txt",
+        "--sentences", 5, "--neighbours", 2, model="gpt2",
     )  # fmt: skip
     assert "pages/index.html" in printed.replace("\n", "")
-    corpus = matlens.load_corpus(tmp_path / "words.txt", limit=5)
+    corpus, _ = matlens.load_corpus(tmp_path / "words.txt").split(n_train=5, n_validation=2)
     model = small_model("gpt2")
     write_value_pages(model, tmp_path / "same", corpus=corpus, neighbours=2, progress=False)
     names = {path.name for path in (tmp_path / "pages").iterdir()} - {"config.json"}

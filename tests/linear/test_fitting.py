@@ -454,13 +454,13 @@ def batches(samples: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tens
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kept", [0, fitting._KEPT])
+@pytest.mark.parametrize("kept", [0, fitting.KEPT])
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 @pytest.mark.parametrize("intercept", [False, True])
 def test_several_targets_at_once_are_the_same_as_one_by_one(
     intercept: bool, ridge: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "_KEPT", kept)
+    monkeypatch.setattr(fitting, "KEPT", kept)
     together = [
         list(fit_samples(SITES, PAIRS, intercept=intercept, ridge=ridge, provenance=SEED)),
         list(fit_stream(batches(SITES, 7), PAIRS, intercept=intercept, ridge=ridge, provenance=SEED)),
@@ -501,7 +501,7 @@ def test_numbers_are_layers_of_the_stream_and_provenance_is_the_samples_own() ->
         assert (one.source, one.target) == (other.source, other.target)
 
 
-@pytest.mark.parametrize("kept", [0, fitting._KEPT])
+@pytest.mark.parametrize("kept", [0, fitting.KEPT])
 def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
     kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +515,7 @@ def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
 
     monkeypatch.setattr(Moments, "update", watched)
     monkeypatch.setattr(sums, "_CHUNK", 9)
-    monkeypatch.setattr(fitting, "_KEPT", kept)
+    monkeypatch.setattr(fitting, "KEPT", kept)
     in_chunks = list(fit_samples(SITES, PAIRS, intercept=True))
     # Eight samples for each dimension at least: of b 6 dimensions, of a 4, of c 3.
     assert sizes == [40, 32, 8, 24, 16]

@@ -55,6 +55,29 @@ def test_last_stream_reads_out_to_the_models_own_logits(
     assert_near(ours.logits(found[LAST][1, 4]), found["logits"][1, 4], 2e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert", *SCALED])
+def test_top_ids_and_ranks_are_those_of_all_logits(name: str, small_model: Callable[[str], Any]) -> None:
+    ours, generator = Readout(small_model(name)), torch.Generator().manual_seed(1)
+    vectors = 3 * torch.randn(200, D_MODEL, generator=generator)
+    ids = torch.randint(0, ours.d_vocab, (200,), generator=generator)
+    logits = ours.logits(vectors).double()
+    top, rank = ours.top_ids_and_ranks(vectors, ids)
+    assert torch.equal(top, ours.top_ids(vectors))
+    slack = 1e-5 * logits.abs().amax(1)
+    assert bool((logits.amax(1) - logits.gather(1, top[:, None])[:, 0] <= slack).all())
+    given, slack = logits.gather(1, ids[:, None]), slack[:, None]
+    assert bool((rank >= (logits > given + slack).sum(1)).all())
+    assert bool((rank <= (logits > given - slack).sum(1) - 1).all())
+    assert len(rank.unique()) > 20
+    assert ours.top_ids(vectors[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([10**6]), torch.tensor([-1])])
+def test_ids_that_are_no_tokens_are_refused(ids: Any, small_model: Callable[[str], Any]) -> None:
+    with pytest.raises(InputError, match="id is out of range"):
+        Readout(small_model("llama")).top_ids_and_ranks(torch.randn(1, D_MODEL), ids)
+
+
 def test_bert_is_read_out_through_the_whole_head(
     small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:

@@ -1,0 +1,64 @@
+"""A fit of the width of large models, on a synthetic stream: its error, and its memory against the plan.
+
+The stream has coordinates a thousand times larger than the rest, and the targets are a known map of it in
+float64, so the error of the fitted map's predictions is known without another fit. One or two minutes at the
+default width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from turns import fastest
+
+from matlens.linear import Moments, update_bytes
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+def _resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024
+
+
+def main(
+    width: Annotated[int, typer.Option(help="d_model.")] = 4096,
+    updates: Annotated[int, typer.Option(help="Batches of as many samples as the width.")] = 3,
+    split: Annotated[bool, typer.Option(help="Products of slices in float32.")] = False,
+) -> None:
+    """Print the error and the memory of a fit."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> torch.Tensor:
+        x = torch.randn(width, width, generator=generator)
+        x[:, :: max(width // 4, 1)] *= 1000
+        return x
+
+    known = torch.randn(width, width, generator=generator, dtype=torch.float64) / width**0.5
+    xs = [batch() for _ in range(updates)]
+    ys = [x.double() @ known.T for x in xs]
+    moments, before = Moments(width, width, split=split), _resident()
+
+    def update() -> None:
+        for x, y in zip(xs, ys, strict=True):
+            moments.update(x, y)
+
+    seconds = fastest({"updates": update}, 1)["updates"]
+    planned = update_bytes(width, width, 1, held=updates > 1)
+    print(
+        f"d = {width}, {updates * width} samples: {seconds:.1f} s; memory {(_peak() - before) / 1e9:.2f} GB, "
+        f"planned {planned / 1e9:.2f} GB ({(_peak() - before) / planned - 1:+.1%})"
+    )
+    weight, _ = moments.solution(intercept=False, ridge=0.0)
+    error = max(float((x.double() @ weight.T - y).norm() / y.norm()) for x, y in zip(xs, ys, strict=True))
+    print(f"predictions against the known map: {error:.1e}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

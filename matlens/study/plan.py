@@ -1,0 +1,392 @@
+"""What a study takes before it runs: memory, disk and operations of each step, and what has room for it.
+
+Everything follows from the model's shape and from counts: no weights are loaded. Files are planned to the
+byte of their numbers; the memory of fits is that of the arrays that they hold at their peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from matlens.arguments import require_choice, require_kind, require_whole
+from matlens.errors import InputError
+from matlens.linear.needs import (
+    collected_fit_bytes,
+    model_moments_bytes,
+    streamed_fit_bytes,
+    target_counts,
+)
+from matlens.linear.pairs import by_source
+from matlens.signatures import checked
+from matlens.storage.files import nearest_existing, system_errors
+from matlens.storage.rows import Column, file_bytes
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+PAIRS = ("last", "all")
+PositionsToPlan = Literal["drawn", "all"]
+PairsToPlan = Literal["last", "all"]
+
+BATCH_TOKENS = 2048  # of a batch on a processor
+SENTENCE = 30  # tokens, where nobody says how long sentences are
+_MOST = 2**40
+_LAYERS, _WIDTH, _VOCABULARY = 10**4, 10**6, 10**8  # more than any model has
+_ROWS = 256  # distributions that are held together while maps are evaluated
+_SCREENED = 1 << 24  # logits that a trace looks at together
+_DOMINANT = 10
+_TOP = 30
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """As much of a model as its costs follow from.
+
+    Attributes
+    ----------
+    n_layers, d_model, d_mlp, d_vocab
+        ``L``, the width of the stream, the coefficients of an FFN, and the tokens.
+    n_parameters
+        Numbers in all weights; by default those of plain blocks of these sizes.
+    parameter_bytes
+        Bytes of a number, as the model runs.
+    """
+
+    n_layers: int
+    d_model: int
+    d_mlp: int = 0
+    d_vocab: int = 50_000
+    n_parameters: int = 0
+    parameter_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        limits = {"n_layers": _LAYERS, "d_model": _WIDTH, "d_mlp": 10 * _WIDTH, "d_vocab": _VOCABULARY}
+        for name, most in limits.items():
+            require_whole(getattr(self, name), name, least=0 if name == "d_mlp" else 1, most=most)
+        require_whole(self.n_parameters, "n_parameters", least=0, most=_MOST * 1000)
+        require_whole(self.parameter_bytes, "parameter_bytes", least=1, most=8)
+        if not self.d_mlp:
+            object.__setattr__(self, "d_mlp", 4 * self.d_model)
+        if not self.n_parameters:
+            of_block = 4 * self.d_model**2 + 2 * self.d_mlp * self.d_model
+            object.__setattr__(self, "n_parameters", self.n_layers * of_block + self.d_vocab * self.d_model)
+
+    @classmethod
+    def from_model(cls, model: TransformerBridge) -> Shape:
+        """The shape of a model that is loaded."""
+        config = model.cfg
+        weights = list(model.original_model.parameters())
+        return cls(
+            n_layers=config.n_layers, d_model=config.d_model, d_mlp=config.d_mlp or 0,
+            d_vocab=config.d_vocab, n_parameters=sum(weight.numel() for weight in weights),
+            parameter_bytes=max((weight.element_size() for weight in weights), default=4),
+        )  # fmt: skip
+
+    @classmethod
+    def from_name(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        parameter_bytes: int = 4,
+        trust_remote_code: bool = False,
+    ) -> Shape:
+        """The shape that the configuration of a model says, without its weights.
+
+        Raises
+        ------
+        InputError
+            There is no such model, or its configuration cannot be read or names no layers and no width.
+        """
+        from matlens.models.loading import read_configuration
+
+        config, n_parameters = read_configuration(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+        said = {
+            "n_layers": getattr(config, "num_hidden_layers", None),
+            "d_model": getattr(config, "hidden_size", None),
+            "d_mlp": getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 0,
+            "d_vocab": getattr(config, "vocab_size", None),
+        }
+        absent = [key for key, value in said.items() if type(value) is not int]
+        if absent:
+            raise InputError(
+                f"The configuration of {name!r} does not say its {', '.join(absent)}. Give the shape: "
+                "--layers, --width, --mlp and --vocab."
+            )
+        return cls(**said, n_parameters=n_parameters, parameter_bytes=parameter_bytes)
+
+
+@checked
+@dataclass(frozen=True)
+class Need:
+    """What a step takes.
+
+    Attributes
+    ----------
+    step
+        What is done, in words.
+    memory
+        Bytes that it holds at its peak besides the model's weights, those of the arrays that count.
+    disk
+        Bytes that it writes.
+    operations
+        Floating-point operations, a multiplication and an addition being two.
+    """
+
+    step: str
+    memory: int
+    disk: int
+    operations: int
+
+
+@checked
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a study, in the order in which they run.
+
+    Attributes
+    ----------
+    shape
+        The model.
+    needs
+        One for each step; the model itself is the first.
+    moments
+        Bytes of the moments of all layers, which a fit keeps while vectors pass by.
+    """
+
+    shape: Shape
+    needs: tuple[Need, ...]
+    moments: int
+
+    def __getitem__(self, step: str) -> Need:
+        for need in self.needs:
+            if need.step == step:
+                return need
+        raise KeyError(f"There is no step {step!r}; there are {', '.join(need.step for need in self.needs)}")
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model's weights."""
+        return self.shape.n_parameters * self.shape.parameter_bytes
+
+    def memory(self, step: str) -> int:
+        """Bytes at the peak of a step, with the model where the step runs it."""
+        need = self[step].memory
+        return need if step.startswith("fit ") else need + self.weights * (step != "load the model")
+
+
+@checked
+def plan_study(
+    shape: Shape,
+    n_train: int,
+    n_validation: int = 0,
+    *,
+    positions: PositionsToPlan = "drawn",
+    pairs: PairsToPlan = "all",
+    train_tokens: int | None = None,
+    intercept: bool = False,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Plan:
+    """Say what each step of a study takes.
+
+    Parameters
+    ----------
+    shape
+        The model.
+    n_train, n_validation
+        Sentences that maps are fitted on, and those that they are evaluated on.
+    positions
+        Whether maps are fitted on one drawn token of each training sentence or on all.
+    pairs
+        Maps onto the last layer, or between all.
+    train_tokens
+        Tokens of the training sentences, by default thirty each.
+    intercept
+        Whether a bias is fitted.
+    batch_tokens
+        Most tokens in a batch.
+
+    Raises
+    ------
+    InputError
+        A number is not one of these things.
+    """
+    require_kind(shape, Shape, "shape", way="Make one with Shape(n_layers=..., d_model=...).")
+    n_train = require_whole(n_train, "The number of training sentences", least=1, most=_MOST)
+    n_validation = require_whole(n_validation, "The number of validation sentences", least=0, most=_MOST)
+    require_choice(positions, ("drawn", "all"), "positions")
+    require_choice(pairs, PAIRS, "pairs")
+    batch_tokens = require_whole(batch_tokens, "batch_tokens", least=1, most=_MOST)
+    tokens = SENTENCE * n_train if train_tokens is None else train_tokens
+    tokens = require_whole(tokens, "train_tokens", least=n_train, most=_MOST * 1000)
+    n_rows = n_train if positions == "drawn" else tokens
+    length = max(tokens // n_train, 1)
+    run = tokens if positions == "all" else tokens // 2 + n_train  # up to the drawn token
+    validated = n_validation * (length // 2 + 1)
+    rows_of_batch = min(n_rows, batch_tokens if positions == "all" else max(2 * batch_tokens // length, 1))
+    n_layers, d, d_mlp = shape.n_layers, shape.d_model, shape.d_mlp
+    n_pairs = n_layers if pairs == "last" else n_layers * (n_layers + 1) // 2
+    of_block = max(shape.n_parameters - shape.d_vocab * d, 0)
+    of_pass = 4 * batch_tokens * (8 * d + 3 * d_mlp)
+    most_targets = max(target_counts(n_layers, pairs))
+    arithmetic = _fit_operations(n_rows, n_layers, d, n_pairs)
+    parts = [(n_rows, tokens, n_train), (n_validation, length * n_validation, n_validation)]
+    read = n_layers * n_validation * 2 * shape.d_vocab * d  # of all maps onto the last layer, and identities
+    return Plan(shape, (
+        Need("load the model", shape.n_parameters * shape.parameter_bytes, 0, 0),
+        Need(
+            "collect", of_pass + 8 * (n_layers + 1) * rows_of_batch * d,
+            sum(collected_bytes(shape, *part) for part in parts if part[0]),
+            2 * of_block * (run + validated),
+        ),
+        Need(
+            "fit from collected vectors",
+            collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets),
+            4 * n_pairs * d * (d + intercept), arithmetic,
+        ),
+        Need(
+            "fit while vectors pass by", streamed_fit_bytes(n_rows, d, n_layers=n_layers, pairs=pairs),
+            4 * n_pairs * d * (d + intercept), arithmetic,
+        ),
+        Need(
+            "evaluate", 4 * _ROWS * shape.d_vocab * 4 + 8 * n_validation * d, 0,
+            2 * n_pairs * n_validation * d * d + 2 * read,
+        ),
+        Need(
+            "trace updates", of_pass + 4 * min(_SCREENED, n_validation * shape.d_vocab)
+            + 8 * rows_of_batch * n_layers * (2 * d + d_mlp) + 2 * shape.d_vocab * d,
+            trace_bytes(shape, n_validation), 2 * of_block * validated + 4 * read // 2,
+        ),
+        Need(
+            f"top {_TOP} tokens of all value vectors", 4 * d_mlp * _TOP * 2 + 4 * _ROWS * shape.d_vocab,
+            0, 2 * n_layers * d_mlp * d * shape.d_vocab,
+        ),
+    ), model_moments_bytes(n_layers, d, pairs))  # fmt: skip
+
+
+@checked
+def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_positions: int) -> int:
+    """Bytes of the arrays in a folder of collected vectors: a row for each site, tokens and positions.
+
+    The few thousand bytes of ``config.json`` come on top.
+    """
+    n_sentences = n_positions
+    columns = (shape.n_layers + 1) * file_bytes(n_rows, Column(shape.d_model))
+    integers = (n_tokens, n_sentences + 1, n_positions, n_positions)
+    return columns + sum(128 + 8 * n for n in integers)
+
+
+@checked
+def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
+    """Bytes of the columns of a trace with ``k`` dominant and random sub-updates."""
+    narrow = [Column(shape.n_layers, "int32")] * 3 + [Column(shape.n_layers)] * 2
+    wide = [Column(shape.n_layers * k, "int32")] * 2 + [Column(shape.n_layers * k)] * 6
+    return sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
+
+
+def _fit_operations(n: int, n_layers: int, width: int, n_pairs: int) -> int:
+    """Each source is factorised, with its Q; the targets are multiplied by it, and the triangle is solved."""
+    return n_layers * (4 * n * width**2) + n_pairs * (2 * n * width**2 + width**3)
+
+
+@checked
+def free_memory() -> int | None:
+    """Bytes that this machine has left, as Linux counts them and as its limit for the process's group says.
+
+    ``None`` where that is not known.
+    """
+    left = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                left.append(1024 * int(line.split()[1]))
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        most = int((group / "memory.max").read_text())
+        left.append(most - int((group / "memory.current").read_text()))
+    return max(min(left), 0) if left else None
+
+
+@checked
+def require_memory(needed: int, what: str, ways: str) -> None:
+    """Refuse a step for which this machine has too little memory left.
+
+    Parameters
+    ----------
+    needed
+        Bytes that the step takes.
+    what, ways
+        The step and what takes less, for the message.
+
+    Raises
+    ------
+    InputError
+        Less is free.
+    """
+    free = free_memory()
+    if free is not None and needed > free:
+        raise InputError(f"{what} takes {in_words(needed)} of memory, and {in_words(free)} are free. {ways}")
+
+
+@checked
+def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
+    """Refuse a step for which the disk of a folder has too little room.
+
+    Raises
+    ------
+    InputError
+        Less is free.
+    """
+    with system_errors(Path(folder)):
+        free = shutil.disk_usage(nearest_existing(Path(folder))).free
+    if needed > free:
+        raise InputError(
+            f"{what} takes {in_words(needed)} of disk at {folder}, and {in_words(free)} are free. {ways}"
+        )
+
+
+@checked
+def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str]]) -> None:
+    """Refuse a fit on collected vectors that has no room in memory, before it begins.
+
+    Parameters
+    ----------
+    n_rows, model
+        Samples, and what has a ``d_model``.
+    pairs
+        Sites of the maps.
+
+    Raises
+    ------
+    InputError
+        Too little is free; the message says what maps onto the last layer alone would take.
+    """
+    wanted, width = list(pairs), int(model.d_model)
+    targets = [len(of_source) for of_source in by_source(wanted).values()]
+    n_sites = len({site for pair in wanted for site in pair})
+    needed, last = (
+        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most) for most in (max(targets), 1)
+    )
+    ways = "Fit on fewer samples (--train), or on a machine with more memory."
+    if max(targets) > 1:
+        ways = f"Maps onto the last layer alone take {in_words(last)} (--pairs last)."
+    require_memory(needed, f"Fitting {sum(targets)} maps of {width:,} dimensions", ways)
+
+
+@checked
+def in_words(n_bytes: int) -> str:
+    """Bytes as people read them, in powers of ten."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n_bytes >= size:
+            return (
+                f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes / size:,.0f} {unit}"
+            )
+    return f"{n_bytes} bytes"

@@ -1,0 +1,141 @@
+"""What is planned is what is written and what a model has; a job without room is refused before it begins."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import matlens.study.plan as module
+from matlens import InputError, collect, make_examples
+from matlens.corpora.corpus import Corpus
+from matlens.ffn import Trace
+from matlens.study import collect_parts, fit_maps
+from matlens.study.plan import Plan, Shape, collected_bytes, free_memory, in_words, trace_bytes
+
+BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
+
+
+def written(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.npy"))
+
+
+@pytest.mark.parametrize("positions", ["drawn", "all"])
+def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
+    positions: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    examples = make_examples(model, sentences).head(20)
+    activations = collect(model, examples, positions=positions, folder=tmp_path / "rows", progress=False)
+    shape = Shape.from_model(model)
+    planned = collected_bytes(shape, activations.n_rows, len(examples.tokens), 20)
+    assert written(tmp_path / "rows") == planned
+    of_study = module.plan_study(shape, 20, positions=positions, train_tokens=len(examples.tokens))
+    assert of_study["collect"].disk == planned
+
+
+def test_a_trace_is_written_in_as_many_bytes_as_planned(
+    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    examples = make_examples(model, sentences).head(20)
+    Trace.run(model, examples, k=4, folder=tmp_path / "trace", progress=False)
+    beside = sum((tmp_path / "trace" / f"{name}.npy").stat().st_size for name in examples.arrays)
+    assert written(tmp_path / "trace") - beside == trace_bytes(Shape.from_model(model), 20, k=4)
+
+
+@pytest.mark.parametrize("pairs", ["last", "all"])
+def test_maps_are_written_in_as_many_bytes_as_planned(
+    pairs: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> None:
+    model = small_model("gpt2")
+    collect_parts(model, sentences.split(n_train=20, n_validation=4), tmp_path, progress=False)
+    fit_maps(tmp_path, pairs=pairs, intercept=True, progress=False)
+    headers = size = 0
+    for path in (tmp_path / "maps").glob("*.safetensors"):
+        size += path.stat().st_size
+        headers += 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    planned = module.plan_study(Shape.from_model(model), 20, pairs=pairs, intercept=True)
+    assert planned["fit from collected vectors"].disk == size - headers
+
+
+def test_the_configuration_tells_the_shape_that_the_weights_have(
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+    model_folder: Callable[[str], Path],
+) -> None:
+    for name in ("llama", "gpt2", "bert"):
+        shape, loaded = Shape.from_name(str(model_folder(name))), Shape.from_model(small_model(name))
+        # A bridge can hold queries, keys and values apart and together.
+        assert shape == replace(loaded, n_parameters=shape.n_parameters)
+        assert shape.n_parameters == sum(weight.numel() for weight in plain_model(name).parameters())
+
+
+def test_a_model_of_eight_billion_parameters() -> None:
+    """Kept are triangles and products: less than the 8.9 and 146 GB of all second moments."""
+    last, all_pairs = (module.plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
+    d, n_layers = 4096, 32
+    assert last.moments == 8 * n_layers * ((d + 1) ** 2 + (d + 1) * d)
+    assert all_pairs.moments == 8 * (n_layers * (d + 1) ** 2 + 528 * (d + 1) * d)
+    assert (in_words(last.moments), in_words(all_pairs.moments)) == ("8.59 GB", "75.2 GB")
+    second = 8 * (n_layers + 1) * 2 * d * d, 8 * ((n_layers + 1) * d) ** 2
+    assert tuple(map(in_words, second)) == ("8.86 GB", "146 GB")
+    assert in_words(last["load the model"].memory) == "32.1 GB"
+    streamed = [
+        module.plan_study(BIG, n, positions="all")["fit while vectors pass by"].memory for n in (10**5, 10**6)
+    ]
+    assert streamed[0] == streamed[1]
+    assert module.plan_study(BIG, 100, positions="all")["collect"].disk > 25 * last["collect"].disk / 100
+
+
+def test_jobs_that_have_no_room_are_refused_before_they_begin(
+    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, parts = small_model("gpt2"), sentences.split(n_train=20, n_validation=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
+        with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
+            collect_parts(model, parts, tmp_path, progress=False)
+        with pytest.raises(InputError, match="--positions drawn"):
+            collect_parts(model, parts, tmp_path, positions="all", progress=False)
+    assert not list(tmp_path.iterdir())
+    collect_parts(model, parts, tmp_path, progress=False)
+    monkeypatch.setattr(module, "free_memory", lambda: 30_000)
+    with pytest.raises(InputError, match=r"Fitting 6 maps of 32 .* 30 kB are free\. Maps onto.*--pairs last"):
+        fit_maps(tmp_path, progress=False)
+    with pytest.raises(InputError, match="--train"):
+        fit_maps(tmp_path, pairs="last", progress=False)
+    assert not list(tmp_path.glob("maps/*.safetensors"))
+    monkeypatch.setattr(module, "free_memory", lambda: None)
+    fit_maps(tmp_path, progress=False)
+
+
+def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable[[str], Path]) -> None:
+    for wrong in ({"n_layers": 0}, {"d_model": -3}, {"d_vocab": 10**12}, {"parameter_bytes": 0}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Shape(**{"n_layers": 2, "d_model": 8, **wrong})
+    for arguments in ({"n_train": 0}, {"n_train": 5, "train_tokens": 3}, {"n_train": 5, "batch_tokens": 0}):
+        with pytest.raises(InputError):
+            module.plan_study(BIG, **arguments)
+    with pytest.raises(InputError, match="no model"):
+        Shape.from_name("/nowhere/at/all")
+    with pytest.raises(KeyError, match="collect"):
+        module.plan_study(BIG, 5)["colect"]
+    assert isinstance(module.plan_study(BIG, 5), Plan)
+
+
+def test_bytes_are_read_with_their_unit() -> None:
+    texts = [in_words(n) for n in (0, 999, 1000, 8_857_000_000, 146_160_000_000, 3 * 10**15)]
+    assert texts == ["0 bytes", "999 bytes", "1 kB", "8.86 GB", "146 GB", "3,000 TB"]
+
+
+def test_free_memory_is_some_of_what_there_is() -> None:
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    free = free_memory()
+    assert free is not None
+    assert 0 < free < total

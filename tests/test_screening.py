@@ -1,0 +1,115 @@
+"""What a quick precision does not settle is settled in full: always the top token and the rank in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from matlens import screening
+from matlens.screening import Screen
+
+WIDTH = 48
+
+
+@pytest.fixture(params=["bfloat16", "float32", "rounded inputs"])
+def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The precision of the quick products, whatever this processor likes best."""
+    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: request.param == "bfloat16")
+    if request.param == "rounded inputs":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    return str(request.param)
+
+
+def layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    unembed = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        unembed.weight.copy_(weight)
+        if bias is not None:
+            unembed.bias.copy_(bias)
+    return unembed
+
+
+def in_float64(unembed: nn.Linear, x: Tensor) -> Tensor:
+    logits = x.double() @ unembed.weight.detach().double().T
+    return logits if unembed.bias is None else logits + unembed.bias.detach().double()
+
+
+def check(unembed: nn.Linear, x: Tensor, ids: Tensor) -> None:
+    screen, logits = Screen(unembed), in_float64(unembed, x)
+    with torch.inference_mode():
+        top, rank = screen.top_and_rank(x, ids)
+        assert torch.equal(top, screen.top(x))
+    assert torch.equal(logits.gather(1, top[:, None])[:, 0], logits.amax(1))
+    assert torch.equal(rank, (logits > logits.gather(1, ids[:, None])).sum(1))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 700, 1024, 1025, 5000])
+@pytest.mark.parametrize("biased", [False, True])
+def test_top_tokens_and_ranks_are_those_of_float64(n_tokens: int, biased: bool, precision: str) -> None:
+    generator = torch.Generator().manual_seed(n_tokens)
+    weight = torch.randn(n_tokens, WIDTH, generator=generator)
+    weight *= torch.rand(n_tokens, 1, generator=generator) * 3
+    x = torch.randn(40, WIDTH, generator=generator) + 1
+    x[:, 3] *= 1000  # as streams are
+    bias = 10 * torch.randn(n_tokens, generator=generator) if biased else None
+    check(layer(weight, bias), x, torch.randint(n_tokens, (40,), generator=generator))
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-4, 1e-6])
+def test_tokens_that_the_quick_product_confuses_are_told_apart(spread: float, precision: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(WIDTH, generator=generator) + spread * torch.randn(3000, WIDTH, generator=generator)
+    x = torch.randn(30, WIDTH, generator=generator)
+    unembed = layer(weight)
+    quick = x.bfloat16() @ unembed.weight.detach().bfloat16().T
+    assert (quick.float().argmax(1) != in_float64(unembed, x).argmax(1)).sum() > 15, "nothing is confused"
+    check(unembed, x, torch.randint(3000, (30,), generator=generator))
+
+
+def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals(precision: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(900, WIDTH, generator=generator).repeat(3, 1)  # each token three times
+    x = torch.randn(20, WIDTH, generator=generator)
+    unembed = layer(weight)
+    logits = in_float64(unembed, x)[:, :900]
+    top, rank = Screen(unembed).top_and_rank(x, logits.argmax(1) + 1800)
+    assert torch.equal(top, logits.argmax(1))
+    assert not rank.any()
+    assert torch.equal(Screen(unembed).top(torch.zeros(2, WIDTH)), torch.zeros(2, dtype=torch.int64))
+
+
+def test_few_logits_are_computed_in_full(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Else it would be no gain."""
+    generator = torch.Generator().manual_seed(2)
+    x, unembed = (
+        torch.randn(50, 256, generator=generator),
+        layer(torch.randn(20000, 256, generator=generator)),
+    )
+    counted, in_full = [0], Screen._in_full
+
+    def count(self: Screen, x: Tensor, row: Tensor, token: Tensor) -> Tensor:
+        counted[0] += len(row)
+        return in_full(self, x, row, token)
+
+    monkeypatch.setattr(Screen, "_in_full", count)
+    top = Screen(unembed).top(x)
+    Screen(unembed).top_and_rank(x, top)
+    assert counted[0] < 50 * 20000 / 1000
+
+
+def test_a_layer_that_something_hangs_on_is_not_screened() -> None:
+    unembed = layer(torch.randn(10, WIDTH))
+    assert Screen.suits(unembed)
+    assert not Screen.suits(nn.Sequential(unembed))
+    assert not Screen.suits(nn.Linear(3, 3).bfloat16())
+    handle = unembed.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert not Screen.suits(unembed)
+    handle.remove()
+    screen = Screen(unembed)
+    assert screen.holds(unembed)
+    with torch.no_grad():
+        unembed.weight.mul_(2)
+    assert not screen.holds(unembed)
+    assert not screen.takes(torch.full((1, WIDTH), 1e35))
+    assert screen.takes(torch.zeros(0, WIDTH))
