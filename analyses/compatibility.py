@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from matlens import InputError, load
 from matlens.cli import Report, run_study
 from matlens.progress import Bar
+from matlens.stacks import STACKS, Stack
 from matlens.study import FEATURES, Study, compatibility
 
 NAME = "compatibility"
@@ -36,6 +37,10 @@ _EXPERTS = _GROUPED | {
     "num_local_experts": 4,
     "moe_intermediate_size": 16,
 }
+_PICTURES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+    "image_size": 12, "patch_size": 4, "num_labels": 5,
+}  # fmt: skip
 # What each type's configuration takes, besides the defaults of its own.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gpt2": _SIZES,
@@ -73,6 +78,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "apertus": _GROUPED,
     "arcee": _GROUPED,
     "seed_oss": _GROUPED,
+    "granitemoe": _EXPERTS | {"residual_multiplier": 0.5},
+    "phimoe": _EXPERTS,
+    "deepseek_v3": _EXPERTS
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16}
+    | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
     "mixtral": _EXPERTS,
     "olmoe": _EXPERTS,
     "qwen2_moe": _EXPERTS,
@@ -82,9 +92,23 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "bert": _NARROW,
     "roberta": _NARROW,
     "distilbert": _SIZES | {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48},
+    "electra": _NARROW,
+    "albert": _NARROW | {"embedding_size": 32},
+    "bart": _SIZES
+    | {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 0},
+    "mt5": _SIZES | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4},
+    "vit": _PICTURES,
+    "deit": _PICTURES,
     "t5": _SIZES | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4},
 }
-_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+ENCODER_DECODERS = ("t5", "mt5", "bart")  # a row for each of their stacks
+_CLASSES = (
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageClassification",
+)
 
 
 def main(
@@ -99,16 +123,18 @@ def main(
     chosen = model_type or list(CONFIGURATIONS)
     rows = []
     for name in Bar(chosen, unit="architecture", desc="trying"):
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append({"model_type": name} | attempt(name, Path(folder), study.seed))
+        for stack in STACKS if name in ENCODER_DECODERS else (None,):
+            with tempfile.TemporaryDirectory() as folder:
+                row = attempt(name, Path(folder), study.seed, stack)
+            rows.append({"model_type": f"{name} {stack}" if stack else name} | row)
     report.write(NAME, pd.DataFrame(rows), {"seed": study.seed, "model_types": chosen})
 
 
-def attempt(name: str, folder: Path, seed: int) -> dict[str, str]:
+def attempt(name: str, folder: Path, seed: int, stack: Stack | None = None) -> dict[str, str]:
     """What works with an architecture; where its model cannot be loaded, the reason for every feature."""
     save_small_model(name, folder, seed)
     try:
-        offered = compatibility(load(str(folder)))
+        offered = compatibility(load(str(folder), stack=stack))
     except InputError as error:
         reason = str(error).replace(str(folder), name)
         return {"wiring": "", "sites": ""} | dict.fromkeys(FEATURES, reason)

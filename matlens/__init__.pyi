@@ -6,6 +6,7 @@ from . import control as control
 from . import corpora as corpora
 from . import explorer as explorer
 from . import ffn as ffn
+from . import inputs as inputs
 from . import judging as judging
 from . import lens as lens
 from . import linear as linear

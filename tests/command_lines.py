@@ -70,7 +70,7 @@ class FfnCommands:
 
     def assert_models_refused(self, *command: str, absent: Path) -> None:
         """A model whose FFNs are not known is refused, and one that is not there."""
-        assert "have no value vectors that are known" in self.run(*command, model="granite", code=2)
+        assert "have no value vectors that are known" in self.run(*command, model="bloom", code=2)
         assert "There is no model" in self.run(*command, model=absent, code=2)
 
 

@@ -44,15 +44,50 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 FAMILY_OF = {
     "gpt2": "pre-norm", "llama": "pre-norm", "neox": "parallel", "gptj": "parallel", "bert": "post-norm",
-    "gemma2": "extra-norm", "gemma3": "extra-norm",
+    "gemma2": "extra-norm", "gemma3": "extra-norm", "granite": "scaled", "olmo2": "output-norm",
 }  # fmt: skip
 ARCHITECTURES = tuple(CONFIGS)
+WIRINGS = tuple(FAMILY_OF)  # and two more, for tests of what follows from the wiring
 # More models to save by name: other wirings, other read-outs.
 OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "neox-sequential": lambda: transformers.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
-    "granite": lambda: transformers.GraniteConfig(**_GROUPED, residual_multiplier=0.5, logits_scaling=4.0),
+    "granite": lambda: transformers.GraniteConfig(
+        **_GROUPED, residual_multiplier=RESIDUAL_MULTIPLIER, logits_scaling=4.0
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_SIZES, num_key_value_heads=2),
+    # Its attention and its FFN add the stream themselves, so only the stream is known.
+    "bloom": lambda: transformers.BloomConfig(**_COMMON, hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=4),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
+    # Mixtures of experts: the second has one that all tokens share, the third output biases.
+    "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_GROUPED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "t5": lambda: transformers.T5Config(
+        **_COMMON | {"pad_token_id": 0},
+        d_model=D_MODEL,
+        d_kv=8,
+        d_ff=48,
+        num_heads=4,
+        num_layers=N_LAYERS,
+        num_decoder_layers=2,
+        decoder_start_token_id=0,
+    ),
+    "vit": lambda: transformers.ViTConfig(
+        hidden_size=D_MODEL,
+        num_hidden_layers=N_LAYERS,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=12,
+        patch_size=4,
+        num_labels=5,
+    ),
     "llama-sinks": CONFIGS["llama"],
 }
 SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
@@ -70,7 +105,11 @@ LAYERS = {
     "gemma3": ("model.layers", "model.norm"),
 }
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
-LAYERS["llama-sinks"] = LAYERS["llama"]
+for _name in ("llama-sinks", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
+    LAYERS[_name] = LAYERS["llama"]
+LAYERS["bloom"] = LAYERS["gpt2"]
+LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
+RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
 
 
 def _ends(**modules: str) -> dict[str, tuple[str, str]]:
@@ -104,7 +143,14 @@ SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
 }
-SITE_MODULES["llama-sinks"] = SITE_MODULES["llama"]
+SITE_MODULES["llama-sinks"] = SITE_MODULES["granite"] = SITE_MODULES["llama"]
+SITE_MODULES["roberta"] = SITE_MODULES["bert"]
+SITE_MODULES["olmo2"] = {
+    **_ends(attn="self_attn", ln1_post="post_attention_layernorm", ffn="mlp"),
+    **_ends(ln2_post="post_feedforward_layernorm"),
+    "mid": ("mlp", "in"), "ffn_post": ("mlp.down_proj", "in"),
+}  # fmt: skip
+SCALED_SITES = {"granite": ("attn_out", "ffn_out")}  # what is multiplied before it is added
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -146,11 +192,18 @@ def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFas
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=N_CTX, **special)
 
 
+def _auto(name: str) -> Any:
+    if name == "t5":
+        return transformers.AutoModelForSeq2SeqLM
+    if name == "vit":
+        return transformers.AutoModelForImageClassification
+    return transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
+
+
 def save_model(name: str, folder: Path) -> Path:
     """Write a small model with random weights and its tokenizer, as save_pretrained does."""
     torch.manual_seed(0)
-    auto = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
-    model = auto.from_config((CONFIGS | OTHER_CONFIGS)[name]())
+    model = _auto(name).from_config((CONFIGS | OTHER_CONFIGS)[name]())
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases start as ones and zeros, where a forgotten one would not show.
@@ -189,8 +242,7 @@ def small_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
 
 def load_plain(name: str, folder: Path, **options: Any) -> Any:
     """Load the folder's model with Hugging Face alone, which is what tests compare with."""
-    auto = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, **options).eval()
+    return _auto(name).from_pretrained(folder, **options).eval()
 
 
 @pytest.fixture(scope="session")
@@ -222,7 +274,9 @@ def plain_vectors(
             seen[site] = (args[0] if args else kwargs["hidden_states"]).clone()
 
         def after(_: Any, __: Any, output: Any) -> None:
-            seen[site] = (output[0] if isinstance(output, tuple) else output).clone()
+            value = output[0] if isinstance(output, tuple) else output
+            scaled = site.split(".")[0] in SCALED_SITES.get(name, ())
+            seen[site] = (RESIDUAL_MULTIPLIER if scaled else 1) * value
 
         handles.append(
             module.register_forward_pre_hook(before, with_kwargs=True)

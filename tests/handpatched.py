@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from conftest import D_MODEL, LAYERS, N_LAYERS, SITE_MODULES, plain_vectors
+from conftest import (
+    D_MODEL,
+    LAYERS,
+    N_LAYERS,
+    RESIDUAL_MULTIPLIER,
+    SCALED_SITES,
+    SITE_MODULES,
+    plain_vectors,
+)
 from torch import Tensor
 
 
@@ -85,7 +93,7 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
 
             def forward(h: Tensor, *_: Any, first: bool = layer == replaced.blocks[0], **__: Any) -> Any:
                 h = replaced.apply(h) if first else h
-                return (h, None) if name == "gptj" else h
+                return (h, None) if name in ("gptj", "bloom") else h
 
             layers[layer].forward = forward
 
@@ -106,7 +114,9 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
         def after(_: Any, __: Any, output: Any) -> Any:
             whole = output[0] if isinstance(output, tuple) else output
             chosen = _chosen(replaced.where, sentence, whole.shape[1])[:, None]
-            whole = torch.where(chosen, replaced.apply(given[0]), whole)
+            scaled = replaced.target.split(".")[0] in SCALED_SITES.get(name, ())
+            instead = replaced.apply(given[0]) / (RESIDUAL_MULTIPLIER if scaled else 1)
+            whole = torch.where(chosen, instead, whole)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         block = layers[layer]

@@ -8,20 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 from conftest import (
-    ARCHITECTURES,
     LAYERS,
     MASKED,
     N_LAYERS,
+    RESIDUAL_MULTIPLIER,
     SITE_MODULES,
+    WIRINGS,
 )
 from torch import Tensor
 
-D_MLP = {name: 128 if name in ("gpt2", "gptj") else 48 for name in ARCHITECTURES}
+D_MLP = {name: 128 if name in ("gpt2", "gptj") else 48 for name in WIRINGS}
 
 D_VOCAB = 60
 
 
-NORM_BEHIND = ("gemma2", "gemma3")  # whose FFNs write into the stream through a norm
+NORM_BEHIND = ("gemma2", "gemma3", "olmo2")  # whose FFNs write into the stream through a norm
 
 
 def plain_matrix(name: str, plain: Any, layer: int) -> Tensor:
@@ -32,11 +33,13 @@ def plain_matrix(name: str, plain: Any, layer: int) -> Tensor:
 
 
 def plain_values(name: str, plain: Any, layer: int) -> Tensor:
-    """These rows, and in Gemma times the gain of the norm that follows, ``1 + weight``."""
+    """These rows, times the gain of the norm that follows, ``1 + weight`` in Gemma, or Granite's number."""
     rows = plain_matrix(name, plain, layer)
+    if name == "granite":
+        return RESIDUAL_MULTIPLIER * rows
     if name not in NORM_BEHIND:
         return rows
-    return rows * (1 + plain.model.layers[layer].post_feedforward_layernorm.weight.detach())
+    return rows * ((name != "olmo2") + plain.model.layers[layer].post_feedforward_layernorm.weight.detach())
 
 
 def plain_scale(name: str, plain: Any, ffn_out: Tensor) -> float:

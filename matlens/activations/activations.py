@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.corpora.examples import ARRAYS, Examples
+from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -94,7 +94,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         InputError
             The folder holds no finished collection.
         """
-        config, arrays, vectors = read_rows(folder, HOLDS, ARRAYS)
+        config, arrays, vectors = read_rows(folder, HOLDS, ARRAYS, optional=OTHERS)
         with reading_record(folder):
             provenance = Provenance.from_config(config)
             examples = Examples.from_arrays(arrays, provenance.data)

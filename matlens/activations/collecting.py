@@ -19,12 +19,13 @@ from matlens.arguments import require_choice, require_whole, short
 from matlens.corpora.examples import (
     Batch,
     Examples,
-    is_masked,
+    reads_whole,
     require_examples,
     require_model,
     require_own_tokens,
 )
 from matlens.errors import InputError
+from matlens.images import is_visual
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
@@ -111,7 +112,7 @@ def collect(
     request = {
         "provenance": provenance.to_json(),
         "batch_tokens": batch_tokens,
-        "read": "sentence" if positions == "all" or is_masked(model) else "sentence up to its position",
+        "read": "sentence" if positions == "all" or reads_whole(model) else "sentence up to its position",
     }
 
     def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
@@ -216,7 +217,7 @@ def _stream(
     In each turn every process takes one batch, in the order of the processes; in the last turn there may be
     none left for some.
     """
-    read = examples if positions == "all" or is_masked(model) else examples.up_to_positions()
+    read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
     processes = current() if divided else Processes()
@@ -243,7 +244,7 @@ def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
     require_own_tokens(model, examples)
-    if int(examples.lengths.max()) > model.cfg.n_ctx:
+    if int(examples.lengths.max()) > model.cfg.n_ctx and not is_visual(model):
         raise InputError(
             f"A sentence of the examples has {examples.lengths.max()} tokens, and the model's context "
             f"{model.cfg.n_ctx}. Were they made for another model?"
@@ -278,7 +279,6 @@ def default_batch_tokens(model: TransformerBridge) -> int:
 def _run(
     model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    device = torch.device(model.cfg.device)
     places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks of a large model are on several devices
     seen: dict[str, Tensor] = {}
     hook_points = set(hooks.values())
@@ -295,12 +295,8 @@ def _run(
         return hook
 
     with reading(model, [(name, keep(name)) for name in hook_points]):
-        model(
-            batch.tokens.to(device),
-            attention_mask=batch.mask.to(device),
-            return_type=None,
-            use_cache=False,
-        )
+        first, others = batch.inputs(model)
+        model(first, **others, return_type=None)
     absent = [site for site, name in hooks.items() if name not in seen]
     if absent:
         raise InputError(

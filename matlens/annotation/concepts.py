@@ -25,7 +25,6 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
-from matlens.ffn.values import ValueVector
 from matlens.models.vocabulary import token_texts, visible
 from matlens.signatures import checked
 from matlens.storage.tables import read_table, require_columns, result_row, result_table
@@ -108,7 +107,7 @@ def draw_concept_sample(
             "updates": updates.outputs(layer)[numbers.start : numbers.stop],
         }
         names = {
-            "values": [str(ValueVector(layer, index)) for index in chosen],
+            "values": [str(values.vector(layer, index)) for index in chosen],
             "random": [f"random {i}" for i in numbers],
             "updates": [
                 f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in numbers

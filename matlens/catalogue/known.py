@@ -135,6 +135,8 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
         The model has no value vectors, or no unembedding.
     """
     values = ValueVectors(model)
+    if not values.one_matrix_a_layer:
+        raise NotInFiles("one matrix of value vectors a layer")
     names = named_tensors(model)
 
     def part(tensor: Tensor) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _controlled(model: TransformerBridge, names: Any, value: Any, where: Any) ->
                 "so its coefficients have no effect. Expected layers whose FFNs are run."
             )
     tokens = _ChosenTokens(model, where)
-    hooks = _hooks(model, changes, tokens)
+    hooks = _hooks(model, values, changes, tokens)
     functions = [function for _, function in hooks] + [tokens.places.look]
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
     described = [f"the coefficient of {vector} {change} at {at}" for vector, change in changes.items()]
@@ -293,11 +293,14 @@ def _ffn_in_use(layer: int) -> Replacement:
 
 
 def _hooks(
-    model: TransformerBridge, changes: Mapping[ValueVector, CoefficientChange], tokens: _ChosenTokens
+    model: TransformerBridge,
+    values: ValueVectors,
+    changes: Mapping[ValueVector, CoefficientChange],
+    tokens: _ChosenTokens,
 ) -> list[tuple[str, Any]]:
     layers: dict[int, dict[int, CoefficientChange]] = defaultdict(dict)
     for vector, change in changes.items():
-        layers[vector.layer][vector.index] = change
+        layers[vector.layer][values.column(vector)] = change
     anatomy = Anatomy.from_model(model)
     return [
         (anatomy.hook(Site(COEFFICIENTS, layer)), _changing_hook(of_layer, tokens))

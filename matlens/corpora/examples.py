@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
+from matlens.images import image_shape, is_visual
 from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
+from matlens.stacks import DECODER, ENCODER, inputs_of, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
 LAST = "last token"  # where a position was chosen
 ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
+OTHERS = ("source_tokens", "source_offsets", "images")  # and of those that have them
 MAKE_EXAMPLES = (
     "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "
     "matlens.make_prompts(model, texts), of token ids with matlens.make_token_examples(model, ids)."
@@ -55,6 +58,11 @@ class Examples:
         Corpus, seed, how positions were chosen, and how many sentences were cut.
     sentences
         The sentence that each position is in; by default there is one position in each, in their order.
+    source_tokens, source_offsets
+        For the decoder of an encoder-decoder, what its encoder reads, sentence by sentence; else empty.
+    images
+        For a vision transformer the images ``[n, channels, height, width]``, each of which stands for a
+        sentence, and whose tokens are the numbers of its places; else empty.
 
     Raises
     ------
@@ -67,6 +75,9 @@ class Examples:
     positions: Int[np.ndarray, " n_positions"]
     provenance: dict[str, Any] = field(default_factory=dict)
     sentences: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
+    source_tokens: Int[np.ndarray, " n_source"] = field(default_factory=lambda: np.arange(0))
+    source_offsets: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
+    images: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         if not len(self.sentences):
@@ -106,14 +117,23 @@ class Examples:
         """Sixteen hex digits of the tokens and positions."""
         digest = hashlib.sha256()
         several = self.n_positions > len(self)
-        for array in (self.tokens, self.offsets, self.positions, *([self.sentences] if several else [])):
+        beside = [self.source_tokens, self.source_offsets] if self.has_sources else []
+        more = [*([self.sentences] if several else []), *beside]
+        for array in (self.tokens, self.offsets, self.positions, *more):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+        digest.update(np.ascontiguousarray(self.images).data)
         return digest.hexdigest()[:16]
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that are stored beside vectors, by name."""
-        return {name: getattr(self, name) for name in ARRAYS}
+        others = [name for name in OTHERS if len(getattr(self, name))]
+        return {name: getattr(self, name) for name in (*ARRAYS, *others)}
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether each sentence has a source, which the encoder of an encoder-decoder reads."""
+        return len(self.source_offsets) > 0
 
     def head(self, n: int) -> Examples:
         """The first ``n`` sentences, with all of their positions."""
@@ -122,6 +142,9 @@ class Examples:
         return Examples(
             self.tokens[: self.offsets[n]], self.offsets[: n + 1], self.positions[:kept],
             {**self.provenance, "n": n}, self.sentences[:kept],
+            self.source_tokens[: self.source_offsets[n] if self.has_sources else 0],
+            self.source_offsets[: n + 1],
+            self.images[:n],
         )  # fmt: skip
 
     def up_to_positions(self) -> Examples:
@@ -133,7 +156,7 @@ class Examples:
         np.maximum.at(last, self.sentences, self.positions)
         kept = self.places <= np.repeat(last, self.lengths)
         offsets = np.concatenate([[0], np.cumsum(last + 1)])
-        return Examples(self.tokens[kept], offsets, self.positions, self.provenance, self.sentences)
+        return replace(self, tokens=self.tokens[kept], offsets=offsets)
 
     def rows_of(
         self, index: Int[np.ndarray, " batch"]
@@ -167,13 +190,15 @@ class Examples:
             yield self._batch(order[start : start + count], length)
             start += count
 
+    def copies(self, sentence: int, n: int) -> Batch:
+        """A batch of ``n`` copies of a sentence."""
+        index = np.full(n, require_whole(sentence, "sentence", least=0, most=len(self) - 1))
+        return self._batch(index, int(self.lengths[sentence]))
+
     def _batch(self, index: np.ndarray, length: int) -> Batch:
-        ids = np.zeros((len(index), length), dtype=np.int64)
-        mask = np.zeros((len(index), length), dtype=np.int64)
-        for row, sentence in enumerate(index):
-            tokens = self.tokens[self.offsets[sentence] : self.offsets[sentence + 1]]
-            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        return Batch(index, torch.from_numpy(ids), torch.from_numpy(mask))
+        source = _padded(self.source_tokens, self.source_offsets, index) if self.has_sources else None
+        images = torch.from_numpy(self.images[index]) if len(self.images) else None
+        return Batch(index, *_padded(self.tokens, self.offsets, index, length), source, images)
 
 
 @dataclass(frozen=True)
@@ -186,11 +211,54 @@ class Batch:
         Numbers of the sentences.
     tokens, mask
         ``[batch, length]``; the mask is 1 where there is a token of the sentence, and 0 at padding.
+    source
+        Tokens and mask of what the encoder of an encoder-decoder reads, where the model is its decoder.
+    images
+        What a vision transformer reads.
     """
 
     index: Int[np.ndarray, " batch"]
     tokens: Int[Tensor, "batch length"]
     mask: Int[Tensor, "batch length"]
+    source: tuple[Tensor, Tensor] | None = None
+    images: Float[Tensor, "batch channels height width"] | None = None
+
+    def inputs(self, model: TransformerBridge) -> tuple[Tensor, dict[str, Any]]:
+        """What the model is called with, on its device: ``model(first, **others)``.
+
+        Raises
+        ------
+        InputError
+            The model stands for a decoder that reads an encoder, and the examples have no sources; or it
+            reads images, and there are none.
+        """
+        device = torch.device(model.cfg.device)
+        if is_visual(model):
+            return _images_of(model, self.images), {}
+        source = None if self.source is None else (self.source[0].to(device), self.source[1].to(device))
+        first, others = inputs_of(model, self.tokens.to(device), self.mask.to(device), source)
+        return first, {**others, "use_cache": False}
+
+
+def _images_of(model: TransformerBridge, images: Tensor | None) -> Tensor:
+    if images is None or tuple(images.shape[1:]) != image_shape(model):
+        raise InputError(
+            f"{model.cfg.architecture} reads images of the shape {image_shape(model)}, and the examples hold "
+            "none. Make them with matlens.inputs.make_image_examples(model, images)."
+        )
+    return images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
+
+
+def _padded(
+    tokens: np.ndarray, offsets: np.ndarray, index: np.ndarray, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    longest = int(np.diff(offsets)[index].max()) if length is None else length
+    ids = np.zeros((len(index), longest), dtype=np.int64)
+    mask = np.zeros((len(index), longest), dtype=np.int64)
+    for row, sentence in enumerate(index):
+        of_sentence = tokens[offsets[sentence] : offsets[sentence + 1]]
+        ids[row, : len(of_sentence)], mask[row, : len(of_sentence)] = of_sentence, 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 @checked
@@ -227,6 +295,11 @@ def make_examples(
     require_seed(seed)
     require_readable(model)
     tokenizer = require_tokenizer(model)
+    if stack_of(model) == DECODER:
+        raise InputError(
+            "This is a decoder that reads an encoder's last layer, and a corpus holds no sources for it. "
+            "Make examples of both with matlens.inputs.make_pairs(model, sources, targets)."
+        )
     if not len(corpus):
         raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
     mask_token = tokenizer.mask_token_id if is_masked(model) else None
@@ -239,7 +312,7 @@ def make_examples(
         encoded[s] = encode_text(model, corpus.sentences[s], longest=n_ctx)
     positions = np.array(
         [
-            _draw_position(text, encoding.added, seed, draw_special)
+            draw_position(text, encoding.added, seed, draw_special)
             for text, encoding in zip(corpus.sentences, encoded, strict=True)
         ]
     )
@@ -264,6 +337,11 @@ def make_examples(
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"
+
+
+def reads_whole(model: TransformerBridge) -> bool:
+    """Whether what stands behind a position bears on its vectors: not so in decoders."""
+    return is_masked(model) or stack_of(model) == ENCODER or is_visual(model)
 
 
 def end_to_end(
@@ -297,6 +375,8 @@ def require_own_tokens(model: TransformerBridge, examples: Examples) -> None:
     InputError
         They were made with another tokenizer or another BOS, or a token is not in the vocabulary.
     """
+    if is_visual(model):
+        return  # what is read are images, see `Batch.inputs`
     require_tokens(model, examples.tokens, "the examples")
     made = examples.provenance.get(TOKENIZATION)
     if made is not None and made != token_policy(model).digest:
@@ -360,7 +440,14 @@ def context_length(model: TransformerBridge) -> int:
     return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
 
 
-def _draw_position(text: str, added: list[bool], seed: int, draw_special: bool) -> int:
+def draw_position(text: str, added: list[bool], seed: int, draw_special: bool) -> int:
+    """A position in a sentence, from the seed and the text alone.
+
+    Raises
+    ------
+    InputError
+        The sentence has no token to draw.
+    """
     allowed = np.arange(len(added)) if draw_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
         reason = (
@@ -383,6 +470,20 @@ def _require_consistent(examples: Examples) -> None:
         raise InputError(
             f"The {len(positions)} positions of examples are not those of {len(sentences)} sentences in "
             "their order. Expected the number of its sentence for each position, never falling."
+        )
+    if examples.has_sources and (
+        len(examples.source_offsets) != len(offsets)
+        or examples.source_offsets[0] != 0
+        or examples.source_offsets[-1] != len(examples.source_tokens)
+        or (np.diff(examples.source_offsets) <= 0).any()
+    ):
+        raise InputError(
+            f"The sources of examples are not {len(offsets) - 1} texts of one token or more. Expected one "
+            "for each sentence."
+        )
+    if len(examples.images) not in (0, len(offsets) - 1):
+        raise InputError(
+            f"There are {len(examples.images)} images for {len(offsets) - 1} sentences. Expected as many."
         )
     if not np.array_equal(np.unique(sentences), np.arange(len(offsets) - 1)):
         raise InputError(

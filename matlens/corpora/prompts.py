@@ -25,8 +25,10 @@ from matlens.corpora.examples import (
 from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
+from matlens.images import is_visual
 from matlens.models.tokenization import TextTokens, encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
+from matlens.stacks import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -130,7 +132,7 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
         these are no texts.
     """
     require_model(model)
-    prompts = _texts(prompts)
+    prompts = list_of_texts(prompts)
     require_readable(model)
     tokenizer = require_tokenizer(model)
     n_ctx = context_length(model)
@@ -246,7 +248,14 @@ def _running_text(source: str | Path | Corpus) -> tuple[str, str]:
     return "".join(line for _, line in numbered_lines(path)), path.name
 
 
-def _texts(prompts: Any) -> list[str]:
+def list_of_texts(prompts: Any) -> list[str]:
+    """Texts as a list.
+
+    Raises
+    ------
+    InputError
+        It is one text, or holds what is no text.
+    """
     if isinstance(prompts, str):
         raise InputError(f"{short(prompts)} is one prompt. Expected a list of them.")
     if isinstance(prompts, Corpus):
@@ -262,13 +271,20 @@ def _texts(prompts: Any) -> list[str]:
 
 
 def require_decoder(model: TransformerBridge, consequence: str) -> None:
-    """Refuse a model that predicts masked tokens, with what it therefore cannot do.
+    """Refuse a model that does not read on from its own text, with what it therefore cannot do.
 
     Raises
     ------
     InputError
-        It does.
+        It predicts masked tokens, reads images, or stands for a stack of an encoder-decoder.
     """
+    if stack_of(model) is not None or is_visual(model):
+        reads = (
+            "reads images" if is_visual(model) else f"is read as the {stack_of(model)} of an encoder-decoder"
+        )
+        raise InputError(
+            f"{model.cfg.architecture} {reads}, so it {consequence} here. Expected a decoder alone."
+        )
     if is_masked(model):
         raise InputError(
             f"{model.cfg.architecture} predicts masked tokens, not the next one, so it {consequence}. "

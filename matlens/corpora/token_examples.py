@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from matlens.corpora.examples import (
     require_tokens,
 )
 from matlens.errors import InputError
+from matlens.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -39,6 +41,7 @@ def make_token_examples(
     *,
     attention_mask: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
     positions: GivenPositions = "last",
+    sources: TokenIds | None = None,
     name: str = "tokens",
 ) -> Examples:
     """Make examples of token ids, read at any of their positions.
@@ -60,6 +63,9 @@ def make_token_examples(
         sentence or a list for each: counted from the sentence's own first token, padding not counted, and
         from its end where they are negative; rows of vectors keep their order. Truth values in the shape of
         the tokens: at every token that is marked, such as all tokens of an answer.
+    sources
+        For the decoder of an encoder-decoder, what the encoder reads for each sentence: lists of ids. The
+        tokens are then what the decoder reads, its start token first.
     name
         What the examples are called in tables, where others have the name of a corpus.
 
@@ -101,9 +107,30 @@ def make_token_examples(
         "n_positions": sum(counts),
     }
     sentences = np.repeat(np.arange(len(ids)), counts)
-    return end_to_end(
+    examples = end_to_end(
         [sentence.astype(np.int64) for sentence in ids], np.concatenate(chosen), provenance, sentences
     )
+    return examples if sources is None else with_sources(model, examples, _rows(sources))
+
+
+def with_sources(model: TransformerBridge, examples: Examples, sources: Sequence[np.ndarray]) -> Examples:
+    """Examples of a decoder, with what its encoder reads for each sentence.
+
+    Raises
+    ------
+    InputError
+        The model is no decoder that reads an encoder, or the sources are not one for each sentence, or have
+        tokens that the model does not know.
+    """
+    if stack_of(model) != DECODER:
+        raise InputError("Sources are for the decoder of an encoder-decoder, loaded with stack='decoder'.")
+    if len(sources) != len(examples):
+        raise InputError(f"There are {len(sources)} sources for {len(examples)} sentences. Expected as many.")
+    for number, source in enumerate(sources):
+        _require_ids(source, number, model)
+    offsets = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
+    tokens = np.concatenate(sources).astype(np.int64)
+    return replace(examples, source_tokens=tokens, source_offsets=offsets)
 
 
 def _from_encoding(encoding: Any, mask: Any) -> tuple[Any, Any]:

@@ -210,7 +210,7 @@ class Clusters:
         if isinstance(names, str):
             raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
         vectors = [values.resolve(name) for name in names]
-        rows = [vector.layer * values.d_mlp + vector.index for vector in vectors]
+        rows = [vector.layer * values.d_mlp + values.column(vector) for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
     def directions(self, values: ValueVectors, numbers: Iterable[int]) -> Float[Tensor, "m d_model"]:

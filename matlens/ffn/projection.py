@@ -440,10 +440,11 @@ def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
     if first.var() or second.var():
         with warnings.catch_warnings():  # one of them may be the same everywhere, and exactly so
             warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
-            low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+            interval = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+        low, high = float(interval.low), float(interval.high)
     test = stats.mannwhitneyu(first, second)
     return {
-        "iou": metrics.Estimate(difference, float(low), float(high), n),
+        "iou": metrics.Estimate(difference, low, high, n),
         "above": metrics.Estimate.without_interval(test.statistic / (len(first) * len(second)), n),
         "p": metrics.Estimate.without_interval(test.pvalue, n),
     }

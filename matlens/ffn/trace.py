@@ -19,7 +19,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import Rows, default_batch_tokens, stream_turns
 from matlens.activations.sinks import outlying_rows
-from matlens.corpora.examples import ARRAYS, Examples
+from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
 from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
 from matlens.ffn.values import FFN_OUT, ValueVectors, unembedding
@@ -172,7 +172,7 @@ class Trace:
         InputError
             The folder holds no finished trace.
         """
-        config, arrays, rows = read_rows(folder, TRACE, ARRAYS)
+        config, arrays, rows = read_rows(folder, TRACE, ARRAYS, optional=OTHERS)
         with reading_record(folder):
             provenance = Provenance.from_config(config)
             return cls(rows, Examples.from_arrays(arrays, provenance.data), provenance)

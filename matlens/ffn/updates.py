@@ -23,7 +23,7 @@ from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, iou
-from matlens.ffn.values import FFN_OUT, NormGain, ValueVector, ValueVectors, norm_after_ffn
+from matlens.ffn.values import FFN_OUT, NormGain, ValueVectors, norm_after_ffn
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, POST_NORM, Site
@@ -220,7 +220,7 @@ def dominant_table(
         sub_updates = zip(dominant.tolist(), numbers, tokens, strict=True)
         for rank, (index, of_sub_update, ids) in enumerate(sub_updates, start=1):
             texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
-            rows.append((layer, rank, str(ValueVector(layer, index)), *of_sub_update, texts))
+            rows.append((layer, rank, str(updates.values.vector(layer, index)), *of_sub_update, texts))
     columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "tokens"]
     return pd.DataFrame(rows, columns=columns)
 

@@ -7,6 +7,11 @@ layer 3, both counted from 0. The weights are the model's own, in float32 whatev
 Where a norm follows the FFN before its output joins the stream (Gemma 2 and 3), what reaches the stream of
 ``m_i v_i`` is ``s m_i (g * v_i)``: ``g`` is the norm's gain, and ``s`` one positive number for each token.
 There the value vectors are the rows ``g * v_i``. A norm over the whole stream (BERT) is no part of them.
+Where the FFN's output is multiplied by a number before it is added (Granite), so are the rows.
+
+A mixture of experts has the value vectors of all its experts: ``L3E5D120`` is the vector 120 of expert 5 in
+layer 3, and an expert that all tokens share is the last. Its coefficient has the router's weight of the
+expert in it, and is 0 where the expert is not chosen, so that sub-updates add up here too.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -24,10 +29,11 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_whole, short
 from matlens.errors import InputError
-from matlens.models.anatomy import Anatomy, output_layer
+from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS, POST_NORM
 from matlens.signatures import checked
+from matlens.stacks import ENCODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -41,17 +47,21 @@ FFN_OUT, _NORMED_OUT = "ffn_out", "ln2_post_out"  # what joins the stream; the s
 @checked
 @dataclass(frozen=True, order=True)
 class ValueVector:
-    """The name of a value vector: ``ValueVector(3, 12)`` is written ``L3D12``, both counted from 0."""
+    """The name of a value vector: ``ValueVector(3, 12)`` is written ``L3D12``, both counted from 0.
+
+    In a mixture of experts ``ValueVector(3, 120, 5)`` is ``L3E5D120``, the vector 120 of expert 5.
+    """
 
     layer: int
     index: int
+    expert: int | None = None
 
     def __str__(self) -> str:
-        return f"L{self.layer}D{self.index}"
+        return f"L{self.layer}{'' if self.expert is None else f'E{self.expert}'}D{self.index}"
 
     @classmethod
     def parse(cls, text: ValueName) -> ValueVector:
-        """Read ``"L3D12"``; a pair of numbers is a layer and an index.
+        """Read ``"L3D12"`` or ``"L3E5D120"``; a pair of numbers is a layer and an index.
 
         Raises
         ------
@@ -61,14 +71,14 @@ class ValueVector:
         if isinstance(text, ValueVector):
             return text
         if isinstance(text, str):
-            parts = re.fullmatch(r"[Ll](-?[0-9]{1,18})[Dd](-?[0-9]{1,18})", text)
+            parts = re.fullmatch(r"[Ll](-?[0-9]{1,18})(?:[Ee]([0-9]{1,18}))?[Dd](-?[0-9]{1,18})", text)
             if parts is not None:
-                return cls(int(parts[1]), int(parts[2]))
+                return cls(int(parts[1]), int(parts[3]), None if parts[2] is None else int(parts[2]))
         elif isinstance(text, Sequence) and list(map(_is_whole, text)) == [True, True]:
             return cls(int(text[0]), int(text[1]))
         raise InputError(
             f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a "
-            "layer and an index."
+            "layer and an index; in a mixture of experts such as 'L3E5D120'."
         )
 
 
@@ -140,14 +150,20 @@ class ValueParts:
         be read when they are first asked for.
     norms
         The norm that follows each FFN before its output joins the stream; empty where none does.
+    mixtures
+        The experts of each layer, or ``None``; empty where no layer has any.
+    multiplier
+        What an FFN's output is multiplied by before it is added.
     """
 
     identity: ModelIdentity
     device: torch.device
     shape: tuple[int, int]
-    matrices: Sequence[Tensor]
+    matrices: Sequence[Tensor | None]
     biases: Sequence[Tensor | None]
     norms: Sequence[nn.Module]
+    mixtures: Sequence[Any] = ()
+    multiplier: float = 1.0
 
 
 @checked
@@ -182,16 +198,19 @@ class ValueVectors:
                 f"{anatomy.family.name}): their output is not seen to be one matrix times coefficients."
             )
         layers, shape = range(anatomy.n_layers), (anatomy.d_mlp, anatomy.d_model)
-        modules = [output_layer(model, layer) for layer in layers]
+        mixtures = [mixture(model, layer) for layer in layers]
+        modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
         kind = output_kind(anatomy)
         self._take(
             ValueParts(
                 ModelIdentity.from_model(model).of_weights,
                 torch.device(model.cfg.device),
                 shape,
-                [_matrix(module, shape) for module in modules],
+                [None if module is None else _matrix(module, shape) for module in modules],
                 [getattr(module, "bias", None) for module in modules],
                 [norm_after_ffn(model, layer) for layer in layers] if kind == _NORMED_OUT else [],
+                mixtures,
+                output_multiplier(model),
             )
         )
 
@@ -206,8 +225,14 @@ class ValueVectors:
         self.n_layers, (self.d_mlp, self.d_model) = len(parts.matrices), parts.shape
         self.device, self.identity = parts.device, parts.identity
         self._matrices, self._biases, self._norms = parts.matrices, parts.biases, parts.norms
+        self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
         self.output_kind = _NORMED_OUT if parts.norms else FFN_OUT
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in parts.norms]
+
+    @property
+    def one_matrix_a_layer(self) -> bool:
+        """Whether what an FFN adds is its coefficients times one matrix: no experts, no factor behind it."""
+        return self._multiplier == 1 and not any(self._mixtures)
 
     def __len__(self) -> int:
         return self.n_layers * self.d_mlp
@@ -222,12 +247,57 @@ class ValueVectors:
         """
         value = ValueVector.parse(name)
         layer = self.resolve_layer(value.layer)
+        experts = self._mixtures[layer]
+        if value.expert is not None:
+            if experts is None or experts.column(value.expert, value.index) is None:
+                raise InputError(f"There is no value vector {value} in this model: {self._described(layer)}.")
+            return ValueVector(layer, value.index, value.expert)
         if not -self.d_mlp <= value.index < self.d_mlp:
             raise InputError(
                 f"Index {value.index} of {value} is out of range: each layer of this model has the value "
                 f"vectors 0 to {self.d_mlp - 1}."
             )
-        return ValueVector(layer, value.index % self.d_mlp)
+        return self.vector(layer, value.index % self.d_mlp)
+
+    def vector(self, layer: int, column: int) -> ValueVector:
+        """The value vector of a column of a layer's coefficients, named with its expert where it has one.
+
+        Raises
+        ------
+        InputError
+            There is no such layer or column.
+        """
+        layer = self.resolve_layer(layer)
+        column = require_whole(column, "column", least=0, most=self.d_mlp - 1)
+        experts = self._mixtures[layer]
+        if experts is None:
+            return ValueVector(layer, column)
+        expert, index = experts.name(column)
+        return ValueVector(layer, index, expert)
+
+    def column(self, name: ValueName) -> int:
+        """Where a value vector stands among the coefficients of its layer: its index, but for experts.
+
+        Raises
+        ------
+        InputError
+            The name is not a name of a value vector, or this model has no such layer or index.
+        """
+        value = self.resolve(name)
+        experts = self._mixtures[value.layer]
+        if experts is None or value.expert is None:
+            return value.index
+        return int(experts.column(value.expert, value.index) or 0)
+
+    def _described(self, layer: int) -> str:
+        experts = self._mixtures[layer]
+        if experts is None:
+            return f"its FFNs have no experts, and each layer the value vectors 0 to {self.d_mlp - 1}"
+        shared = f", and expert {experts.n_experts} 0 to {experts.shared_width - 1}"
+        return (
+            f"each of its experts 0 to {experts.n_experts - 1} has the value vectors 0 to {experts.width - 1}"
+            f"{shared if experts.shared_width else ''}"
+        )
 
     def resolve_layer(self, layer: int) -> int:
         """Check the number of a layer, which is negative from the end.
@@ -253,11 +323,13 @@ class ValueVectors:
             There is no such row.
         """
         require_whole(row, "row", least=0, most=len(self) - 1)
-        return ValueVector(*divmod(row, self.d_mlp))
+        return self.vector(*divmod(row, self.d_mlp))
 
     def matrix(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
-        """The rows of a layer's output matrix as they are, without the gain of a norm that follows."""
-        return self._matrices[self.resolve_layer(layer)].float()
+        """The rows of a layer's output matrix as they are, without a norm's gain or a number that follows."""
+        layer = self.resolve_layer(layer)
+        matrix, experts = self._matrices[layer], self._mixtures[layer]
+        return (matrix if experts is None else experts.matrix()).float()  # type: ignore[union-attr]
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
@@ -286,7 +358,9 @@ class ValueVectors:
 
     def _reaching(self, layer: int, vectors: Tensor) -> Tensor:
         """What reaches the stream of addends of an FFN's output, but for the scale of the token."""
-        return self._gains[self.resolve_layer(layer)](vectors) if self._gains else vectors
+        if self._gains:
+            return self._gains[self.resolve_layer(layer)](vectors)
+        return vectors if self._multiplier == 1 else self._multiplier * vectors
 
     def vectors(self, names: Iterable[ValueName]) -> Float[Tensor, "n d_model"]:
         """Value vectors by name, one row each.
@@ -299,9 +373,13 @@ class ValueVectors:
         values = [self.resolve(name) for name in _listed(names)]
         if not values:
             raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
-        return torch.stack(
-            [self._reaching(v.layer, self._matrices[v.layer][v.index].float()) for v in values]
-        )
+        return torch.stack([self._reaching(v.layer, self._row(v)) for v in values])
+
+    def _row(self, value: ValueVector) -> Float[Tensor, " d_model"]:
+        matrix, experts = self._matrices[value.layer], self._mixtures[value.layer]
+        if experts is not None:
+            return experts.rows(torch.tensor([self.column(value)]))[0].float()
+        return matrix[value.index].float()  # type: ignore[index]
 
     def norms(self, layer: int) -> Float[Tensor, " d_mlp"]:
         """Length of each value vector of a layer."""
@@ -374,6 +452,8 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
         The model has no unembedding.
     """
     require_raw(model)
+    if stack_of(model) == ENCODER:
+        raise InputError("An encoder has no unembedding: its value vectors are not read in the vocabulary.")
     if not hasattr(model, "unembed"):
         raise InputError(
             "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "

@@ -6,7 +6,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_whole
 from matlens.errors import InputError
+from matlens.experts import Mixture, attached
+from matlens.images import is_visual, places_of_image, probe_images
 from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
     MID,
+    MID_CROSS,
     MID_HOOK,
+    MIXTURE_HOOK,
     STREAM,
     STREAM_HOOKS,
     STREAM_ONLY,
@@ -65,8 +69,10 @@ class Anatomy:
     Attributes
     ----------
     family
-        The wiring of its blocks: ``pre-norm``, ``extra-norm``, ``post-norm``, ``parallel``, or
-        ``stream-only`` where no known sum holds and only ``h`` can be trusted.
+        The wiring of its blocks: ``pre-norm``, ``scaled`` (pre-norm, with both outputs multiplied by a
+        number before they are added: Granite), ``extra-norm``, ``output-norm`` (norms only behind attention
+        and FFN, before the addition: OLMo-2), ``post-norm``, ``parallel``, ``cross-attention`` (the decoder
+        of an encoder-decoder: T5), or ``stream-only`` where no known sum holds and only ``h`` can be trusted.
     kinds
         The kinds of sites inside a block that this model has.
     d_mlp
@@ -160,11 +166,13 @@ class Anatomy:
         only a norm reads the sum off a hook, writing there would leave the stream as it is.
         """
         site = self.resolve(site)
-        addends = dict(self.family.sums).get(site.kind, ()) if site.kind == MID else ()
+        sums = dict(self.family.sums)
+        addends = sums.get(site.kind, ()) if site.kind in (MID, MID_CROSS) else ()
         if not addends:
             return self.hook(site), None
         before, last = addends
-        return block_hook(site.layer, self.family.hooks[last]), block_hook(site.layer, STREAM_HOOKS[before])
+        hooks = {**self.family.hooks, **STREAM_HOOKS}
+        return block_hook(site.layer, hooks[last]), block_hook(site.layer, hooks[before])
 
     def order(self, site: str | int | Site) -> int:
         """When a pass comes to a site: the number of hooks that fire before."""
@@ -218,8 +226,11 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_a
 def _examine(model: TransformerBridge) -> Anatomy:
     n_layers = model.cfg.n_layers
     candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*STREAM_HOOKS.values()}
+    mixtures = [mixture(model, layer) for layer in range(n_layers)]
+    families = [_of_mixtures(family) for family in FAMILIES] if any(mixtures) else FAMILIES
+    candidates |= {MIXTURE_HOOK}
     wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
-    tokens = probe_tokens(model)
+    probe, places = probe_inputs(model)
     seen: dict[str, Tensor] = {}
     fired: dict[str, list[tuple[int, Any]]] = {}
     count = itertools.count()
@@ -236,13 +247,13 @@ def _examine(model: TransformerBridge) -> Anatomy:
     try:
         hooks = [(name, keep) for name in _open(model, points)]
         with torch.inference_mode(), reading(model, hooks):
-            model(tokens, return_type=None)
+            model(probe, return_type=None)
     except (InputError, torch.OutOfMemoryError):  # these say nothing about what the model is
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise InputError(
             f"{type(model.original_model).__name__} cannot be run by TransformerLens: a pass over "
-            f"{len(tokens)} sentences of {tokens.shape[1]} tokens ends in {type(error).__name__}: {error}. "
+            f"{places[0]} sentences of {places[1]} tokens ends in {type(error).__name__}: {error}. "
             "Expected a model whose configuration fits its weights, and which reads token ids."
         ) from error
     finally:
@@ -251,11 +262,11 @@ def _examine(model: TransformerBridge) -> Anatomy:
     by_name = {
         name: hook
         for own, names in points.items()
-        for hook in [Hook(own, names, *_carried(fired.get(own, []), tuple(tokens.shape)))]
+        for hook in [Hook(own, names, *_carried(fired.get(own, []), places))]
         for name in names
     }
 
-    for family in FAMILIES:
+    for family in families:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
             there = [
                 kind
@@ -268,6 +279,15 @@ def _examine(model: TransformerBridge) -> Anatomy:
     return Anatomy(
         STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples, hooks=by_name
     )  # fmt: skip
+
+
+def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
+    """What a model is tried with, tokens or images: how many there are, and how many vectors each has."""
+    if is_visual(model):
+        images = probe_images(model)
+        return images, (len(images), places_of_image(model))
+    tokens = probe_tokens(model)
+    return tokens, (len(tokens), tokens.shape[1])
 
 
 def probe_tokens(model: TransformerBridge) -> Tensor:
@@ -310,6 +330,28 @@ def _carried(fired: list[tuple[int, Any]], tokens: tuple[int, ...]) -> tuple[int
     return order, shape[2:], "carries vectors"
 
 
+def mixture(model: TransformerBridge, layer: int) -> Mixture | None:
+    """The experts of a block's FFN, with a hook for their coefficients; ``None`` where it has none known."""
+    from transformer_lens.hook_points import HookPoint
+
+    mlp = getattr(model.blocks[layer], "mlp", None)
+    block = getattr(mlp, "original_component", None)
+    name, attribute = block_hook(layer, MIXTURE_HOOK), MIXTURE_HOOK.rpartition(".")[2]
+    if not isinstance(block, nn.Module):
+        return None
+    point = model.hook_dict.get(name) or HookPoint()
+    experts = attached(block, point)
+    if experts is not None and not hasattr(mlp, attribute):
+        setattr(mlp, attribute, point)
+        point.name = name
+        model._hook_registry[name] = point
+    return experts
+
+
+def _of_mixtures(family: Family) -> Family:
+    return replace(family, hooks={**family.hooks, COEFFICIENTS: MIXTURE_HOOK})
+
+
 @checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``.
@@ -323,15 +365,25 @@ def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     return model.blocks[layer].mlp.out.original_component
 
 
+def output_multiplier(model: TransformerBridge) -> float:
+    """What attention and FFN are multiplied by before they are added to the stream; 1 in most models."""
+    return float(getattr(model.blocks[0], "residual_contribution_scale", 1.0))
+
+
 @torch.inference_mode()
 def _d_mlp(model: TransformerBridge, family: Family, seen: Mapping[str, Tensor]) -> int:
     """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
-    widths = set()
+    widths, multiplier = set(), output_multiplier(model)
     for layer in range(model.cfg.n_layers):
         given, written = (
             seen.get(block_hook(layer, family.hooks[kind])) for kind in (COEFFICIENTS, "ffn_out")
         )
-        if given is None or written is None or not _adds_up(written, [output_layer(model, layer)(given)]):
+        if given is None or written is None:
+            return 0
+        experts = mixture(model, layer)
+        if experts is None and not _adds_up(written, [multiplier * output_layer(model, layer)(given)]):
+            return 0
+        if experts is not None and not experts.adds_up(given, written, multiplier):
             return 0
         widths.add(given.shape[-1])
     return widths.pop() if len(widths) == 1 else 0

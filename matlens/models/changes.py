@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 # What the model's own code hangs on it when it is built; such hooks are part of the plain model.
-_BUILDERS = ("transformer_lens.model_bridge.", "transformers.", "transformers_modules.", "accelerate.")
+_BUILDERS = (
+    "transformer_lens.model_bridge.",
+    "transformers.",
+    "transformers_modules.",
+    "accelerate.",
+    "matlens.experts",
+)
 _PROCESS = secrets.token_hex(3)
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _COUNT = itertools.count(1)

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from matlens.arguments import require_kind, short
+from matlens.arguments import require_choice, require_kind, short
 from matlens.cache.dequantized import read_kept
 from matlens.errors import InputError
 from matlens.models.changes import remember_parts
 from matlens.models.identity import require_raw
 from matlens.models.places import SMOLLM2, called, cause, locate
+from matlens.models.sites import stack_hooks
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
 from matlens.processes.group import current
 from matlens.signatures import checked
+from matlens.stacks import STACKS, Stack, choose_stack, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -37,6 +39,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    stack: Stack | None = None,
 ) -> TransformerBridge:
     """Load a model for fitting and reading: a `TransformerBridge` with the weights as published.
 
@@ -54,6 +57,9 @@ def load(
         Branch, tag or commit on the hub.
     trust_remote_code
         Run Python code that the model's repository brings. Off unless you ask for it.
+    stack
+        Of an encoder-decoder (T5), the stack whose stream is read: ``"encoder"`` or ``"decoder"``. The model
+        then stands for that stack: its layers, its sites, and for the decoder its read-out.
 
     Returns
     -------
@@ -67,7 +73,7 @@ def load(
         Nothing of that name can be loaded; the message says why and what to do.
     """
     if isinstance(name, torch.nn.Module):
-        if device is not None or revision is not None or dtype is not torch.float32:
+        if stack is not None or device is not None or revision is not None or dtype is not torch.float32:
             raise InputError(
                 "A bridge keeps its device, its precision and its revision. Give it alone: "
                 "matlens.wrap(bridge)."
@@ -89,12 +95,14 @@ def load(
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
         else:
             options = {"trust_remote_code": trust_remote_code, "revision": commit}
-            _require_readable(name, _configuration(folder, **options))
+            _require_readable(name, _configuration(folder, **options), stack)
             part = "tokenizer"
-            tokenizer = _read_tokenizer(name, folder, options)
+            tokenizer = None if _is_visual(folder, options) else _read_tokenizer(name, folder, options)
             part = "checkpoint"
             boot |= {**options, "model_class": _Complete}
-        model = TransformerBridge.boot_transformers(folder, tokenizer=_keeping_itself(tokenizer), **boot)
+        model = TransformerBridge.boot_transformers(
+            folder, tokenizer=tokenizer and _keeping_itself(tokenizer), **boot
+        )
     except InputError:
         raise
     except Exception as error:
@@ -106,9 +114,12 @@ def load(
             "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
             "Python)."
         ) from error
+    if stack is not None:
+        choose_stack(model, stack, stack_hooks(stack))
     model.cfg.model_name = model_name(name, commit)
     model.matlens_revision = commit
-    _follow_tokenizer(model, tokenizer)
+    if tokenizer is not None:
+        _follow_tokenizer(model, tokenizer)
     require_finite_weights(model)
     remember_parts(model)
     return model.eval()
@@ -116,7 +127,11 @@ def load(
 
 @checked
 def wrap(
-    bridge: TransformerBridge, *, tokenizer: Any = None, prepend_bos: bool | None = None
+    bridge: TransformerBridge,
+    *,
+    tokenizer: Any = None,
+    prepend_bos: bool | None = None,
+    stack: Stack | None = None,
 ) -> TransformerBridge:
     """Take a bridge that was booted elsewhere, and name how its text becomes tokens.
 
@@ -136,6 +151,8 @@ def wrap(
     prepend_bos
         Put a BOS in front of every text (``True``) or of none (``False``). By default the bridge goes on as
         it does, by its ``cfg.default_prepend_bos``.
+    stack
+        The stack of an encoder-decoder that the bridge is to stand for, see `load`.
 
     Raises
     ------
@@ -148,7 +165,12 @@ def wrap(
     way = "Boot one with TransformerBridge.boot_transformers(), or load a model with matlens.load()."
     require_kind(bridge, TransformerBridge, "bridge", way=way)
     require_raw(bridge)
-    _require_readable(str(bridge.cfg.model_name), bridge.original_model.config)
+    there = stack_of(bridge)
+    _require_readable(str(bridge.cfg.model_name), bridge.original_model.config, stack or there)
+    if there not in (None, stack or there):
+        raise InputError(f"This bridge stands for the {there} already. Boot another one for the {stack}.")
+    if stack is not None and there is None:
+        choose_stack(bridge, stack, stack_hooks(stack))
     if tokenizer is not None:
         if prepend_bos is not None:
             raise InputError("Give either a tokenizer, which decides on the BOS itself, or prepend_bos.")
@@ -252,7 +274,13 @@ def _count_parameters(config: Any) -> int:
         return 0
 
 
-def _require_readable(name: str, config: Any) -> None:
+def _is_visual(folder: str, options: dict[str, Any]) -> bool:
+    from transformer_lens.utilities.architectures import classify_model_config
+
+    return classify_model_config(_configuration(folder, **options)) == "vision"
+
+
+def _require_readable(name: str, config: Any, stack: str | None = None) -> None:
     """Refuse what is no decoder or masked-LM model of blocks that pass one stream on."""
     from transformer_lens.model_bridge.sources._hf_format import (
         determine_architecture_from_hf_config,
@@ -262,14 +290,17 @@ def _require_readable(name: str, config: Any) -> None:
 
     kind, said = getattr(config, "model_type", "unknown"), f"The model {called(name)} cannot be used"
     sort = classify_model_config(config)
-    if sort == "seq2seq":
+    if stack is not None:
+        require_choice(stack, STACKS, "stack")
+    if sort == "seq2seq" and stack is None:
         raise InputError(
-            f"{said}: {kind} is an encoder-decoder. Its decoder reads a second stack at every layer, so "
-            "no single stream passes through the model. Expected a decoder or a masked-LM model, such as "
-            "GPT-2 or BERT."
+            f"{said} as one: {kind} is an encoder-decoder, through which two streams pass. Say which is to "
+            "be read: stack='encoder' or stack='decoder'."
         )
-    if sort in ("audio", "vision"):
-        raise InputError(f"{said}: {kind} reads {sort}, not text. Expected a decoder or a masked-LM model.")
+    if sort != "seq2seq" and stack is not None:
+        raise InputError(f"The model {called(name)} has one stack. Leave stack={stack!r} out.")
+    if sort == "audio":
+        raise InputError(f"{said}: {kind} reads sound. Expected a model of text or a vision transformer.")
     try:
         determine_architecture_from_hf_config(config)
     except ValueError:

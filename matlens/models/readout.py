@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_kind, require_whole
 from matlens.errors import InputError
+from matlens.images import is_visual, probe_images
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
@@ -19,6 +20,7 @@ from matlens.models.sites import require_finite
 from matlens.models.weights import require_finite_weights
 from matlens.screening import Screen
 from matlens.signatures import checked
+from matlens.stacks import ENCODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,7 +35,7 @@ class Readout:
     For decoders the final norm and the unembedding; for masked-LM models the whole head (dense,
     activation, norm, decoder and its bias). Logit scaling and soft capping are part of it
     (paper A, Eq. 2; BERT: section 4.2). A half-precision model is read out in float32 too, with its
-    own weights.
+    own weights. In a vision transformer that classifies images, classes stand in the place of tokens.
 
     Raises
     ------
@@ -52,6 +54,11 @@ class Readout:
 
     def __init__(self, model: TransformerBridge) -> None:
         require_raw(model)
+        if stack_of(model) == ENCODER:
+            raise InputError(
+                "An encoder has no read-out: what its last layer holds is read by the decoder alone. Load "
+                "the model with stack='decoder'. The encoder's layers can be collected and mapped."
+            )
         if not hasattr(model, "unembed"):
             raise InputError(
                 "This model has no unembedding, so there is nothing to read out. Load it with its "
@@ -261,13 +268,15 @@ class Readout:
         ]
 
     def _agrees_with(self, model: TransformerBridge) -> None:
-        tokens = torch.arange(1, 9, device=self.device)[None] % model.cfg.d_vocab
+        visual = is_visual(model)
+        tokens = torch.arange(1, 9, device=self.device)[None] % max(model.cfg.d_vocab, 1)
         seen: list[Tensor] = []
         last = Anatomy.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
-            truth = model(tokens, return_type="logits").float()
+            truth = model(probe_images(model) if visual else tokens, return_type="logits").float()
         require_finite(seen[0], f"h.{model.cfg.n_layers}")
-        ours, self.d_vocab = self.logits(seen[0]), int(truth.shape[-1])
+        # Images are classified from their class token, the first.
+        ours, self.d_vocab = self.logits(seen[0][:, 0] if visual else seen[0]), int(truth.shape[-1])
         # The model may compute in half precision what is done in float32 here.
         slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
         if ours.shape != truth.shape or not (ours - truth).abs().max() <= slack:
@@ -314,20 +323,20 @@ def require_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> N
 
 def _head_modules(model: TransformerBridge) -> list[nn.Module]:
     if hasattr(model, "mlm_head"):
-        try:
-            transform = model.original_model.cls.predictions.transform
-        except AttributeError:
-            raise InputError(
-                f"The masked-LM head of {model.cfg.architecture} is not known; BERT's is."
-            ) from None
         return [
             model.mlm_head.original_component,
-            _Activation(transform.transform_act_fn),
+            _Activation(_head_activation(model)),
             model.ln_final.original_component,
             model.unembed.original_component,
         ]
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
     return [*norm, model.unembed.original_component]
+
+
+def _head_activation(model: TransformerBridge) -> Any:
+    """What a masked-LM head does between its dense layer and its norm: BERT's is its own, RoBERTa's GELU."""
+    head = getattr(getattr(model.original_model, "cls", None), "predictions", None)
+    return getattr(getattr(head, "transform", None), "transform_act_fn", nn.functional.gelu)
 
 
 class _Activation(nn.Module):
@@ -350,5 +359,7 @@ def _scaling(model: TransformerBridge) -> tuple[float, float | None]:
     config = model.original_model.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+    if getattr(config, "scale_decoder_outputs", False):  # T5 with one matrix for embedding and unembedding
+        scale *= config.d_model**-0.5
     cap = getattr(config, "final_logit_softcapping", None)
     return scale, float(cap) if cap else None

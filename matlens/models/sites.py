@@ -173,6 +173,8 @@ class Family:
 
 
 MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
+MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.experts`
+MID_CROSS = "mid_cross"  # the stream between attention and the attention to an encoder
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 _LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
 _LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
@@ -194,6 +196,12 @@ PRE_NORM = Family(
         ("ffn_in", ("ln2_out",)),
         ("next", ("mid", "ffn_out")),
     ),
+)
+# Each output is multiplied by one number before it is added; these hooks carry it multiplied.
+SCALED = Family(
+    "scaled",
+    {**PRE_NORM.hooks, "attn_out": "hook_attn_out", "ffn_out": "hook_mlp_out"},
+    PRE_NORM.sums,
 )
 EXTRA_NORM = Family(
     "extra-norm",
@@ -227,6 +235,18 @@ POST_NORM = Family(
         ("next", ("ln2_out",)),
     ),
 )
+OUTPUT_NORM = Family(
+    "output-norm",
+    {**_LN_POST, **_SUBMODULES, "mid": "mlp.hook_in"},
+    (
+        ("attn_in", ("h",)),
+        ("ln1_post_in", ("attn_out",)),
+        ("mid", ("h", "ln1_post_out")),
+        ("ffn_in", ("mid",)),
+        ("ln2_post_in", ("ffn_out",)),
+        ("next", ("mid", "ln2_post_out")),
+    ),
+)
 PARALLEL = Family(
     "parallel",
     {**_LN, **_SUBMODULES},
@@ -237,8 +257,37 @@ PARALLEL = Family(
         ("next", ("h", "attn_out", "ffn_out")),
     ),
 )
-FAMILIES = (PRE_NORM, EXTRA_NORM, POST_NORM, PARALLEL)
+# The decoder of an encoder-decoder: attention, attention to the encoder's last layer, FFN. Here ``ln2`` and
+# ``mid`` stand before the FFN as everywhere; what stands before the attention to the encoder is named by it.
+CROSS = Family(
+    "cross-attention",
+    {
+        **{f"ln1_{side}": f"ln1.hook_{side}" for side in ("in", "out")},
+        **{f"ln2_{side}": f"ln3.hook_{side}" for side in ("in", "out")},
+        **{f"ln_cross_{side}": f"ln2.hook_{side}" for side in ("in", "out")},
+        **{f"attn_{side}": f"self_attn.hook_{side}" for side in ("in", "out")},
+        **{f"cross_{side}": f"cross_attn.hook_{side}" for side in ("in", "out")},
+        **{kind: hook for kind, hook in _SUBMODULES.items() if not kind.startswith("attn")},
+        MID_CROSS: "ln2.hook_in",
+        MID: "ln3.hook_in",
+    },
+    (
+        ("ln1_in", ("h",)),
+        ("attn_in", ("ln1_out",)),
+        (MID_CROSS, ("h", "attn_out")),
+        ("cross_in", ("ln_cross_out",)),
+        (MID, (MID_CROSS, "cross_out")),
+        ("ffn_in", ("ln2_out",)),
+        ("next", (MID, "ffn_out")),
+    ),
+)
+FAMILIES = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL, CROSS)
 STREAM_ONLY = Family("stream-only", {}, ())
+
+
+def stack_hooks(stack: str) -> dict[str, str]:
+    """How hooks of one of two stacks begin, and how they begin where the model stands for that stack."""
+    return {f"{stack}_blocks.": "blocks.", f"{stack}_ln_final.": "ln_final."}
 
 
 def block_hook(layer: int, name: str) -> str:

@@ -19,6 +19,7 @@ from matlens.arguments import require_kind
 from matlens.cache.entries import default_cache
 from matlens.errors import InputError
 from matlens.signatures import checked
+from matlens.stacks import stack_of
 from matlens.storage.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -155,6 +156,8 @@ def _require_bridge(model: Any) -> None:
 def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
     shaping = _shaping(model.original_model.config.to_dict())
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True, default=str).encode())
+    if stack_of(model) is not None:  # the streams of both stacks are those of two models
+        digest.update(str(stack_of(model)).encode())
     for name, tensor in _tensors(model):
         kind = "rounded" if rounding and tensor.is_floating_point() else tensor.dtype
         digest.update(f"{name}{tuple(tensor.shape)}{kind}".encode())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from matlens.arguments import short
 from matlens.errors import InputError
+from matlens.images import is_visual, places_of_image
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import hanging, intervening
@@ -30,6 +31,7 @@ from matlens.patching.replacements import (
     resolve_replacements,
 )
 from matlens.signatures import checked
+from matlens.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -306,9 +308,15 @@ class TokenPlaces:
         self._running.number = self.number + 1
         given = self._signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        if is_visual(self._model):
+            n, length = len(given["pixel_values"]), places_of_image(self._model)
+            self._running.places = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
+            return
+        of_stack = "decoder_" if stack_of(self._model) == DECODER else ""
+        tokens = given.get(f"{of_stack}input_ids")
+        tokens = given[f"{of_stack}inputs_embeds"] if tokens is None else tokens
         n, length = tokens.shape[:2]
-        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        mask, cache = given.get(f"{of_stack}attention_mask"), given.get("past_key_values")
         if mask is not None and mask.ndim != 2:
             raise InputError(
                 "To know which tokens are padding, an attention mask [batch, length] is needed: got one of "
@@ -326,6 +334,8 @@ def _skipping_forwards(
     model: TransformerBridge, jump: Replacement, as_tuples: bool
 ) -> dict[int, Callable[..., Any]]:
     """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
+    if all(hasattr(getattr(block, "original_component", None), "layer") for block in model.blocks):
+        return _skipping_forwards_of_t5(model, jump)
     needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
     kinds = {
         type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
@@ -356,6 +366,43 @@ def _skipping_forwards(
         return forward
 
     return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dict[int, Callable[..., Any]]:
+    """The same for T5, whose first block computes how far tokens lie apart, for all blocks of its stack."""
+
+    def forward_of(layer: int) -> Callable[..., Any]:
+        block = model.blocks[layer]
+
+        def forward(
+            h: Tensor, mask: Any = None, bias: Any = None, encoder: Any = None, *others: Any, **more: Any
+        ) -> Any:
+            _require_first_pass(more.get("past_key_values"), layer, len(model.blocks), h.shape[1], jump)
+            if bias is None:
+                attention = block.original_component.layer[0].SelfAttention
+                attention = getattr(attention, "original_component", attention)
+                bias = attention.compute_bias(h.shape[1], h.shape[1], device=h.device)
+            if layer == jump.blocks[0]:
+                h = _stand_in(jump, block.hook_in(h), h)
+            if layer == jump.blocks[-1]:
+                h = block.hook_out(h)
+            return h, bias, others[1] if len(others) > 1 else None
+
+        return forward
+
+    return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+def _require_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
+    """Refuse to go on with a cache, in which skipped blocks have kept no place."""
+    if cache is None:
+        return
+    lengths = [cache.get_seq_length(number) for number in range(n_layers)]
+    if any(lengths[layer:]) or any(kept > length for kept in lengths[:layer]):
+        raise InputError(
+            f"The blocks of the jump {jump} keep no keys and values, so a pass cannot go on with a cache. "
+            "Run the model with use_cache=False."
+        )
 
 
 @contextmanager

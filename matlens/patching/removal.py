@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, is_masked
+from matlens.corpora.examples import Batch, Examples, reads_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import EndOfPass, hanging, intervening
@@ -83,16 +81,16 @@ def remove_sub_updates(
                 f"The sub-updates of layer {layer} are {tuple(of_layer.shape)} for {len(examples)} examples. "
                 f"Expected some for each, numbered 0 to {anatomy.d_mlp - 1}."
             )
-    read = examples if is_masked(model) else examples.up_to_positions()
+    read = examples if reads_whole(model) else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
-        tokens = torch.from_numpy(np.array(read.tokens[read.offsets[row] : read.offsets[row + 1]]))
-        position = require_whole(int(read.positions[row]), "position", least=0, most=len(tokens) - 1)
-        yield _remove(model, anatomy, tokens, position, {layer: rows[row] for layer, rows in index.items()})
+        position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
+        copies = read.copies(row, 1 + sum(map(len, of_row.values())))
+        yield _remove(model, anatomy, copies, position, of_row)
 
 
 @torch.inference_mode()
 def _remove(
-    model: TransformerBridge, anatomy: Anatomy, tokens: Tensor, position: int, index: Mapping[int, Tensor]
+    model: TransformerBridge, anatomy: Anatomy, copies: Batch, position: int, index: Mapping[int, Tensor]
 ) -> dict[int, Removed]:
     """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
     starts, n_rows = dict[int, int](), 1
@@ -125,7 +123,7 @@ def _remove(
         described = [f"sub-updates of layer {layer} left out" for layer in index]
         stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
         stack.enter_context(hanging(model, hooks))
-        copies = tokens.to(model.cfg.device).expand(n_rows, -1)
-        model(copies, attention_mask=torch.ones_like(copies), return_type=None, use_cache=False)
+        first, others = copies.inputs(model)
+        model(first, **others, return_type=None)
     rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}
     return {layer: Removed(seen[behind[layer]][rows], seen[last][rows]) for layer, rows in rows_of.items()}

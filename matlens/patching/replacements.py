@@ -19,10 +19,10 @@ from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy, probe_tokens
+from matlens.models.anatomy import Anatomy, probe_inputs
 from matlens.models.changes import changes_of, describe_changes, function_name
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import MID, STREAM, Site
+from matlens.models.sites import MID, MID_CROSS, STREAM, Site
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -128,9 +128,13 @@ def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> lis
 def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Both norms replaced in the blocks from layer ``first`` to ``last``, attention and FFN kept.
 
-    In blocks with one norm (GPT-J) only that one; norms after attention and FFN (Gemma) are kept.
+    In blocks with one norm (GPT-J) only that one; norms after attention and FFN are kept (Gemma), unless
+    there are no others (OLMo-2).
     """
-    names = ("ln1", "ln2") if any(source.startswith("ln2_in.") for source, _ in maps) else ("ln1",)
+    there = {Site.read(source).kind for source, _ in maps}
+    names = ("ln1", "ln2") if "ln2_in" in there else ("ln1",)
+    if "ln1_post_in" in there and "ln1_in" not in there:
+        names = ("ln1_post", "ln2_post")
     return stand_ins(maps, names, first, last, where=where)
 
 
@@ -291,7 +295,7 @@ def _covered(anatomy: Anatomy, replacement: Replacement) -> tuple[int, int]:
     if not isinstance(replacement.where, str) or replacement.where != "all":
         return end, end  # at the other tokens it is not
     start = anatomy.order(source)
-    if target.kind in (STREAM, MID):
+    if target.kind in (STREAM, MID, MID_CROSS):
         return start, end
     before = target.kind.removesuffix("_out") + "_in"
     if before not in anatomy.kinds or before == target.kind:
@@ -327,12 +331,12 @@ def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Rep
         noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
         return value + noise * (value.float().std() + 1).to(value.dtype)
 
-    tokens = probe_tokens(model)
+    probe, _ = probe_inputs(model)
     try:
         with torch.inference_mode():
-            before = model(tokens)
+            before = model(probe)
             with model.hooks(fwd_hooks=[(anatomy.written_at(target)[0], disturb)]):
-                after = model(tokens)
+                after = model(probe)
     except InputError:  # what is replaced already is for another batch
         return
     if torch.equal(before, after):

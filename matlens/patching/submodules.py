@@ -22,7 +22,7 @@ from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import require_collected, resolve_pairs
-from matlens.models.anatomy import Anatomy
+from matlens.models.anatomy import Anatomy, output_multiplier
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn, resolve_replacements
 from matlens.signatures import checked
@@ -36,6 +36,8 @@ SUBMODULES = ("attn", "ffn", "ln1", "ln2")
 @checked
 def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
     """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
+
+    In blocks whose norms all stand behind attention and FFN (OLMo-2), ``ln1`` and ``ln2`` are these norms.
 
     Raises
     ------
@@ -57,10 +59,12 @@ def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list
         raise InputError(
             f"{short(unknown[0])} is not a sub-module. Expected some of {', '.join(SUBMODULES)}."
         )
+    if "ln1_in" not in anatomy.kinds:
+        names = [f"{name}_post" if name in ("ln1", "ln2") else name for name in names]
     return [
         (f"{name}_in.{layer}", f"{name}_out.{layer}")
         for layer in range(anatomy.n_layers)
-        for name in names
+        for name in dict.fromkeys(names)
         if f"{name}_in" in anatomy.kinds
     ]
 
@@ -134,16 +138,20 @@ def attend_nowhere(
         )
     require_finite(h, str(Site(STREAM, first)))
     device, dtype = torch.device(model.cfg.device), model.cfg.dtype
+    multiplier = output_multiplier(model)
     h = h.to(device, dtype)[:, None]
     for layer in range(first, last):
-        h = _run_block(model.blocks[layer], anatomy.family.name, attention[layer], h)
+        h = _run_block(model.blocks[layer], anatomy.family.name, attention[layer], h, multiplier)
     return h[:, 0].float()
 
 
-def _run_block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
+def _run_block(block: Any, family: str, attend: Any, h: Tensor, multiplier: float) -> Tensor:
     if family == "post-norm":
         mid = block.ln1(h + attend(h).to(h.dtype))
         return block.ln2(mid + _post_norm_ffn(block, mid))
+    if family == "output-norm":
+        mid = h + block.ln1_post(attend(h).to(h.dtype))
+        return mid + block.ln2_post(block.mlp(mid))
     read = block.ln1(h)
     written = attend(read).to(h.dtype)
     if family == "parallel":
@@ -152,7 +160,7 @@ def _run_block(block: Any, family: str, attend: Any, h: Tensor) -> Tensor:
         mid = h + block.ln1_post(written)
         return mid + block.ln2_post(block.mlp(block.ln2(mid)))
     mid = h + written
-    return mid + block.mlp(block.ln2(mid))
+    return mid + multiplier * block.mlp(block.ln2(mid))
 
 
 def _post_norm_ffn(block: Any, mid: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Batch, Examples, is_masked, require_own_tokens
+from matlens.corpora.examples import Batch, Examples, reads_whole, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import EndOfPass, reading, unchanged
@@ -95,7 +95,7 @@ def run_variants(
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
     ready = {name: _resolve_variant(model, examples, name, variant) for name, variant in variants.items()}
-    read = examples if is_masked(model) else examples.up_to_positions()
+    read = examples if reads_whole(model) else examples.up_to_positions()
     if batch_tokens is not None:
         require_whole(batch_tokens, "batch_tokens", least=1)
     budget = batch_tokens or default_batch_tokens(model)
@@ -191,7 +191,7 @@ def _run_to_layers(
     """Run a batch with replacements, no further than the last of the wanted layers of the stream."""
     if not layers:
         return {}
-    anatomy, device = Anatomy.from_model(model), torch.device(model.cfg.device)
+    anatomy = Anatomy.from_model(model)
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:
@@ -205,6 +205,6 @@ def _run_to_layers(
     with apply_replacements(model, replacements):
         hooks = [(anatomy.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
         with reading(model, hooks):
-            tokens, mask = batch.tokens.to(device), batch.mask.to(device)
-            model(tokens, attention_mask=mask, return_type=None, use_cache=False)
+            first, others = batch.inputs(model)
+            model(first, **others, return_type=None)
     return seen

@@ -330,9 +330,16 @@ def _of_all(turns: Callable[[int], Turns], columns: Columns, done: int, *, every
 
 
 def read_rows(
-    folder: str | Path, expected: str, arrays: Iterable[str] = (), *, finite: bool = True
+    folder: str | Path,
+    expected: str,
+    arrays: Iterable[str] = (),
+    *,
+    optional: Iterable[str] = (),
+    finite: bool = True,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], Mapping[str, Tensor]]:
     """Open a finished collection: its configuration, arrays that lie beside it, and the rows by column.
+
+    Of the ``optional`` arrays those are read that were written.
 
     Rows are checked when they are first asked for, all else at once.
 
@@ -343,7 +350,8 @@ def read_rows(
     """
     folder = Path(folder)
     config, columns = _open_columns(folder, expected, finite)
-    beside = {name: np.array(_stored(config, folder, name).read()) for name in arrays}
+    names = [*arrays, *(name for name in optional if f"{name}.npy" in config["files"])]
+    beside = {name: np.array(_stored(config, folder, name).read()) for name in names}
     return config, beside, StoredRows({name: column.read for name, column in columns})
 
 

@@ -7,20 +7,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.control.control import PAPER_COEFFICIENT, controlled
+from matlens.corpora.examples import Examples
 from matlens.corpora.token_examples import make_token_examples
 from matlens.errors import InputError
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
+from matlens.images import is_visual
+from matlens.inputs.images import make_image_examples
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy, probe_tokens
+from matlens.models.anatomy import Anatomy, probe_inputs
 from matlens.models.readout import Readout
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import submodule_pairs
 from matlens.signatures import checked
+from matlens.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -49,9 +54,8 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
         `FEATURES` an empty text where it works, and otherwise the reason why it is refused.
     """
     anatomy = Anatomy.from_model(model)
-    tokens = probe_tokens(model)
-    every = torch.ones_like(tokens, dtype=torch.bool)
-    examples = make_token_examples(model, tokens, attention_mask=every.long(), positions=every)
+    probe, _ = probe_inputs(model)
+    examples = _examples(model, probe)
     stream = collect(model, examples, progress=False)
 
     def read_out() -> None:
@@ -61,11 +65,11 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
         sites = sorted({site for pair in pairs() for site in pair})
         inside = collect(model, examples, sites=sites, progress=False)
         with patched(model, replace(MapSet.fit(inside, pairs=pairs()), 0, anatomy.n_layers)):
-            model(tokens, return_type=None)
+            model(probe, return_type=None)
 
     def set_coefficient() -> None:
         with controlled(model, [ValueVectors(model).at(0)], PAPER_COEFFICIENT):
-            model(tokens, return_type=None)
+            model(probe, return_type=None)
 
     attempts: dict[str, Callable[[], Any]] = {
         "read-out": read_out,
@@ -83,6 +87,14 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
         "sites": ", ".join(("h", *anatomy.kinds)),
         **{name: _refusal(attempts[name]) for name in FEATURES},
     }
+
+
+def _examples(model: TransformerBridge, probe: Tensor) -> Examples:
+    if is_visual(model):
+        return make_image_examples(model, probe)
+    every = torch.ones_like(probe, dtype=torch.bool)
+    sources = probe.tolist() if stack_of(model) == DECODER else None
+    return make_token_examples(model, probe, attention_mask=every.long(), positions=every, sources=sources)
 
 
 def _pairs_of(anatomy: Anatomy, name: str) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from conftest import (
     LAYERS,
     N_LAYERS,
     SITE_MODULES,
+    WIRINGS,
     assert_near,
     load_plain,
     make_sentences,
@@ -89,7 +90,7 @@ def batches(examples: Examples, budget: int, positions: str = "drawn") -> list[B
 # The same vectors, however they are collected
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", WIRINGS)
 def test_all_sites_at_all_positions_are_those_of_each_sentence_alone(
     name: str,
     small_model: Callable[[str], Any],

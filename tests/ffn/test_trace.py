@@ -451,7 +451,7 @@ def test_what_cannot_be_traced_is_told_before_anything_is_run(
         with pytest.raises(InputError, match=f"{k} sub-updates were asked for. Expected 1 to 48"):
             Trace.run(model, examples, k=k, folder=tmp_path / "out")
     with pytest.raises(InputError, match="no value vectors that are known"):  # these blocks are stream-only
-        Trace.run(small_model("granite"), examples, k=K, folder=tmp_path / "out")
+        Trace.run(small_model("bloom"), examples, k=K, folder=tmp_path / "out")
     # Blocks with value vectors, but without a place that is the stream before the FFN.
     anatomy = Anatomy.from_model(model)
     bare = replace(anatomy, kinds=tuple(kind for kind in anatomy.kinds if kind != "mid"))

@@ -17,6 +17,7 @@ from conftest import (
     MASKED,
     N_LAYERS,
     SITE_MODULES,
+    WIRINGS,
     assert_near,
     make_tokenizer,
     plain_vectors,
@@ -62,7 +63,7 @@ def plain_ffn(
     return scale * vectors_by_site[f"ffn_post.{layer}"][0, at], written
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", WIRINGS)
 def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
@@ -319,7 +320,7 @@ def test_what_is_out_of_range_is_told(small_model: Callable[[str], Any]) -> None
     with pytest.raises(InputError, match=r"Row 1 was asked for\. Expected 0 to 0"):
         dominant_table(updates, Projection.from_model(model), row=1)
     with pytest.raises(InputError, match="no value vectors that are known"):
-        Updates.run(small_model("granite"), examples)
+        Updates.run(small_model("bloom"), examples)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

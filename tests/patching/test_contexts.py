@@ -15,6 +15,7 @@ from conftest import (
     LAYERS,
     N_LAYERS,
     SITE_MODULES,
+    WIRINGS,
     assert_near,
     load_plain,
     plain_vectors,
@@ -32,7 +33,7 @@ from matlens.patching.contexts import patched
 # As if patched by hand
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "granite"])
+@pytest.mark.parametrize("name", [*WIRINGS, "bloom"])
 def test_every_jump_is_the_plain_model_with_those_layers_replaced(
     name: str, small_model: Models, plain_model: Models
 ) -> None:
@@ -51,7 +52,7 @@ FLAGS = ((False, True, True, False), (True, False, True, False), (True,) * 4, (F
 @pytest.mark.parametrize(
     "where", ["all", "not-first", (4, 3, 0, 0), FLAGS], ids=["all", "not-first", "positions", "flags"]
 )
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", WIRINGS)
 def test_every_stand_in_is_the_plain_model_with_that_module_replaced(
     name: str, where: Any, small_model: Models, plain_model: Models
 ) -> None:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, D_MODEL, FAMILY_OF, LAYERS, N_LAYERS, SITE_MODULES, assert_near
+from conftest import (
+    ARCHITECTURES,
+    D_MODEL,
+    FAMILY_OF,
+    LAYERS,
+    N_LAYERS,
+    RESIDUAL_MULTIPLIER,
+    SCALED_SITES,
+    SITE_MODULES,
+    WIRINGS,
+    assert_near,
+)
 from handpatched import jump_part, submodule_part
 from patched_models import LENGTHS, SENTENCES, Models, assert_as_before, replacement, state, vectors
 from torch import Tensor
@@ -22,6 +33,7 @@ from matlens.patching.replacements import Replacement, jump
 JOINS = {
     "gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "neox": "attention.dense", "gptj": "attn.out_proj",
     "bert": "attention.output.dense", "gemma2": "self_attn.o_proj", "gemma3": "self_attn.o_proj",
+    "granite": "self_attn.o_proj", "olmo2": "self_attn.o_proj",
 }  # fmt: skip
 MARKS = tuple(tuple(token % 3 == 1 for token in range(n)) for n in LENGTHS)
 WHERE: dict[str, Any] = {"all": "all", "not-first": "not-first", "one each": (3, 0, 0, 5), "marks": MARKS}
@@ -76,7 +88,7 @@ def by_hand(
 
     def write(value: Tensor) -> Tensor:
         instead = seen["source"] @ linear.weight.T + (0 if linear.bias is None else linear.bias)
-        return torch.where(chosen, instead - seen.get("before", 0), value)
+        return torch.where(chosen, (instead - seen.get("before", 0)) / multiplier, value)
 
     handles = [listen(*module_of(name, model, source), keep("source"))]
     written = target
@@ -84,8 +96,11 @@ def by_hand(
         target.startswith("mid") and FAMILY_OF[name] != "post-norm"
     ):  # the stream is a sum, which no module has
         layer = target.split(".")[1]
-        written = ("ln1_post_out." if FAMILY_OF[name] == "extra-norm" else "attn_out.") + layer
+        normed = FAMILY_OF[name] in ("extra-norm", "output-norm")
+        written = ("ln1_post_out." if normed else "attn_out.") + layer
         handles.append(listen(*module_of(name, model, f"h.{layer}"), keep("before")))
+    # What this module writes, times this, is what the site holds.
+    multiplier = RESIDUAL_MULTIPLIER if written.split(".")[0] in SCALED_SITES.get(name, ()) else 1
     handles.append(listen(*module_of(name, model, written), write))
     try:
         yield
@@ -127,10 +142,11 @@ def state_after_a_pass(model: Any) -> Any:
 def pairs_of(name: str) -> list[tuple[str, str]]:
     pairs = [("z.0", "h.2"), ("z.1", "h.2"), ("h.0", "attn_out.1"), ("attn_in.0", "ffn_out.2")]
     pairs += [("ffn_post.0", "z.1"), ("z.0", "ffn_in.2"), ("h.1", "h.3")]
-    return pairs + ([("z.0", "mid.1"), ("mid.0", "ln2_in.2")] if "mid" in SITE_MODULES[name] else [])
+    later = "ln2_in.2" if "ln2_in" in SITE_MODULES[name] else "attn_in.2"
+    return pairs + ([("z.0", "mid.1"), ("mid.0", later)] if "mid" in SITE_MODULES[name] else [])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", WIRINGS)
 def test_a_patch_equals_a_plain_model_patched_by_hand(
     name: str, small_model: Models, plain_model: Models
 ) -> None:

@@ -58,4 +58,4 @@ def test_what_cannot_be_left_out_is_told(small_model: Callable[[str], Any], sent
     with pytest.raises(InputError, match=r"2 positions in 1 sentences\. Expected one in each"):
         next(remove_sub_updates(model, several, {1: torch.tensor([[0]])}, progress=False))
     with pytest.raises(InputError, match="no site 'ffn_post'"):
-        next(remove_sub_updates(small_model("granite"), examples, {1: torch.tensor([[0], [0]])}))
+        next(remove_sub_updates(small_model("bloom"), examples, {1: torch.tensor([[0], [0]])}))

@@ -176,7 +176,7 @@ def test_sites_that_are_no_two_ends_are_refused(
 
 
 def test_where_only_the_stream_is_known_only_jumps_are_taken(small_model: Models) -> None:
-    model = small_model("granite")
+    model = small_model("bloom")
     with pytest.raises(InputError, match=r"no site 'attn_in'.*stream-only"):
         patched(model, [linear(submodule_part("attn", 0))]).__enter__()
     with patched(model, [linear(jump_part(0, 1))]):

@@ -56,7 +56,7 @@ def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name: str, smal
 
 def test_a_model_whose_wiring_is_not_known_is_refused(small_model: Models) -> None:
     with pytest.raises(InputError, match="blocks of this model are stream-only"):
-        submodule_pairs(Anatomy.from_model(small_model("granite")))
+        submodule_pairs(Anatomy.from_model(small_model("bloom")))
 
 
 # Fits
@@ -327,4 +327,4 @@ def test_without_context_the_model_is_checked_as_with_it(small_model: Models) ->
         attend_nowhere(small_model("neox-sequential"), maps, h, 0, N_LAYERS)
     bare = MapSet(LinearMap(maps[pair].weight, None, *pair) for pair in pairs)
     with pytest.raises(InputError, match="no site 'attn_in'"):
-        attend_nowhere(small_model("granite"), bare, h, 0, N_LAYERS)
+        attend_nowhere(small_model("bloom"), bare, h, 0, N_LAYERS)

@@ -1,0 +1,216 @@
+"""Experts of a mixture-of-experts layer: what they write for a token, as coefficients of value vectors.
+
+A router chooses some experts for each token, and a weight for each. An expert writes ``sum_j a_j v_j`` with
+its own activations ``a`` and value vectors ``v``, and the layer the sum over the chosen experts, each times
+its weight ``w``. So the layer writes ``sum_e sum_j (w_e a_ej) v_ej``: the coefficient of ``v_ej`` is
+``w_e a_ej``, and 0 where the expert is not chosen. An expert that all tokens share counts as the last; its
+weight is its gate's, or 1.
+
+TransformerLens has no hook for these coefficients. `Mixture.attach` gives a layer one; a pass in which nobody
+listens there runs as it did before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+_SHARED = ("shared_expert", "shared_experts")  # what the expert that all tokens share is called
+_GATE = "shared_expert_gate"
+
+
+class Mixture:
+    """The experts of one layer, whose value vectors stand one after the other, expert after expert.
+
+    Attributes
+    ----------
+    n_experts, width
+        The number of experts among which the router chooses, and of value vectors of each.
+    shared_width
+        The number of value vectors of the expert that all tokens share, 0 where there is none.
+    """
+
+    def __init__(self, experts: nn.Module, shared: nn.Module | None, gate: nn.Module | None) -> None:
+        self._experts, self._shared, self._gate = experts, shared, gate
+        self._transposed = bool(getattr(experts, "is_transposed", False))
+        self.n_experts, *matrix = experts.down_proj.shape  # type: ignore[union-attr]
+        self.width = int(matrix[0] if self._transposed else matrix[1])
+        self.shared_width = 0 if shared is None else int(_plain(shared.down_proj).weight.shape[1])
+
+    @classmethod
+    def from_block(cls, block: nn.Module) -> Mixture | None:
+        """The experts of a layer; ``None`` where it has none, or such as write in another way.
+
+        Experts with output biases, and with a norm behind each, do so.
+        """
+        experts = _child(block, "experts")
+        down, up = getattr(experts, "down_proj", None), getattr(experts, "gate_up_proj", None)
+        for weight in (down, up):
+            if not isinstance(weight, Tensor) or weight.ndim != 3 or not weight.is_floating_point():
+                return None
+        if experts is None or getattr(experts, "has_bias", False) or not hasattr(experts, "_apply_gate"):
+            return None
+        if getattr(experts, "has_post_expert_norm", False):
+            return None
+        shared = next(filter(None, (_child(block, name) for name in _SHARED)), None)
+        if shared is not None:
+            output = _child(shared, "down_proj")
+            if not isinstance(output, nn.Linear) or output.bias is not None:
+                return None
+        return cls(experts, shared, _child(block, _GATE))
+
+    def __len__(self) -> int:
+        return self.n_experts * self.width + self.shared_width
+
+    def name(self, column: int) -> tuple[int, int]:
+        """The expert of a column, and the number of the value vector among its own."""
+        expert = min(column // self.width, self.n_experts)
+        return expert, column - expert * self.width
+
+    def column(self, expert: int, index: int) -> int | None:
+        """The column of a value vector of an expert; ``None`` where there is none of that number."""
+        width = self.shared_width if expert == self.n_experts else self.width
+        there = 0 <= expert <= self.n_experts and 0 <= index < width
+        return expert * self.width + index if there else None
+
+    def matrix(self) -> Float[Tensor, "columns d_model"]:
+        """All value vectors, a row each, in the precision of the model."""
+        down = self._experts.down_proj.detach()  # type: ignore[union-attr]
+        rows = (down if self._transposed else down.transpose(1, 2)).flatten(0, 1)
+        return rows if self._shared is None else torch.cat([rows, self._shared_rows()])
+
+    def rows(self, columns: Int[Tensor, " n"]) -> Float[Tensor, "n d_model"]:
+        """Some value vectors, in the precision of the model."""
+        down = self._experts.down_proj.detach()  # type: ignore[union-attr]
+        columns = columns.to(down.device)
+        expert, place = columns // self.width, columns % self.width
+        routed = columns < self.n_experts * self.width
+        known = expert.where(routed, torch.zeros_like(expert))
+        rows = down[known, place] if self._transposed else down[known, :, place]
+        if self._shared is not None and not bool(routed.all()):
+            rows[~routed] = self._shared_rows()[columns[~routed] - self.n_experts * self.width]
+        return rows
+
+    def attach(self, block: nn.Module, point: nn.Module) -> None:
+        """Let the layer send its coefficients through a hook point, in every pass in which it has hooks.
+
+        What a hook makes of them is what the layer then writes.
+        """
+        passage = _Passage(self, point)
+        self._experts.register_forward_pre_hook(passage.keep_routed, with_kwargs=True)
+        if self._shared is not None:
+            _plain(self._shared.down_proj).register_forward_pre_hook(passage.keep_shared)
+        if self._gate is not None:
+            self._gate.register_forward_hook(passage.keep_gate)
+        block.register_forward_hook(passage.send)
+
+    def coefficients(
+        self,
+        x: Float[Tensor, "tokens d_model"],
+        index: Int[Tensor, "tokens chosen"],
+        weights: Float[Tensor, "tokens chosen"],
+        shared: Float[Tensor, "tokens shared"] | None = None,
+        gate: Float[Tensor, "tokens 1"] | None = None,
+    ) -> Float[Tensor, "tokens columns"]:
+        """Coefficients of all value vectors, in float32.
+
+        Parameters
+        ----------
+        x
+            What the experts read.
+        index, weights
+            The experts that the router has chosen for each token, and their weights.
+        shared, gate
+            The activations of the expert that all tokens share, and what its gate gives before the sigmoid.
+        """
+        m = torch.zeros(len(x), len(self), device=x.device)
+        for expert in index.unique().tolist():
+            if expert < self.n_experts:
+                token, place = torch.where(index == expert)
+                up = self._experts.gate_up_proj[expert]  # type: ignore[index, union-attr]
+                gate_up = x[token] @ (up if self._transposed else up.T)
+                activations = self._experts._apply_gate(gate_up).float()  # type: ignore[operator, union-attr]
+                columns = slice(expert * self.width, (expert + 1) * self.width)
+                m[token, columns] += activations * weights[token, place, None].float()
+        if shared is not None:
+            weight = 1.0 if gate is None else gate.flatten(0, -2).sigmoid().float()
+            m[:, self.n_experts * self.width :] = shared.flatten(0, -2).float() * weight
+        return m
+
+    def adds_up(
+        self, m: Float[Tensor, "... columns"], output: Float[Tensor, "... d_model"], multiplier: float
+    ) -> bool:
+        """Whether the layer's output is its value vectors times these coefficients, but for rounding."""
+        coefficients, rows = m.flatten(0, -2).float(), self.matrix().float()
+        parts = torch.arange(len(self)).split(self.width)
+        each = torch.stack([coefficients[:, part] @ rows[part] for part in parts])
+        error = (output.flatten(0, -2).float() - multiplier * each.sum(0)).abs()
+        terms = (coefficients.square() @ rows.square()).sqrt()
+        slack = 8 * torch.finfo(output.dtype).eps * abs(multiplier) * (each.abs().sum(0) + terms)
+        overflown = ~(error + slack).isfinite()
+        return bool(((error <= slack) | overflown).all())
+
+    def _shared_rows(self) -> Tensor:
+        return _plain(self._shared.down_proj).weight.detach().T  # type: ignore[union-attr, operator]
+
+
+class _Passage:
+    """What a layer has chosen in the running pass, until its coefficients are sent through the hook point."""
+
+    def __init__(self, mixture: Mixture, point: Any) -> None:
+        self._mixture, self._point = mixture, point
+        self._given: dict[str, Tensor] = {}
+
+    def keep_routed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the experts are given: the tokens, the chosen experts and their weights."""
+        if self._point.has_hooks():
+            x, index, weights = [*args, *kwargs.values()][:3]
+            self._given |= {"x": x, "index": index, "weights": weights}
+
+    def keep_shared(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Keep the activations of the shared expert."""
+        if self._point.has_hooks():
+            self._given["shared"] = args[0]
+
+    def keep_gate(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gate of the shared expert gives."""
+        if self._point.has_hooks():
+            self._given["gate"] = output
+
+    def send(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Send the coefficients through the hook point, and add what its hooks change to the output."""
+        given, self._given = self._given, {}
+        if "x" not in given or not isinstance(output, Tensor):
+            return None
+        before = self._mixture.coefficients(**given).view(*output.shape[:-1], -1).to(output.dtype)
+        change = (self._point(before.clone()) - before).float()
+        columns = change.flatten(0, -2).any(0).nonzero()[:, 0]
+        if not len(columns):
+            return None
+        return output + (change[..., columns] @ self._mixture.rows(columns).float()).to(output.dtype)
+
+
+def attached(block: nn.Module, point: Any) -> Mixture | None:
+    """The experts of a layer, attached to a hook point where they are not yet."""
+    if not hasattr(block, "matlens_mixture"):
+        mixture = Mixture.from_block(block)
+        if mixture is None:
+            return None
+        mixture.attach(block, point)
+        block.matlens_mixture = mixture  # type: ignore[assignment]
+    return block.matlens_mixture  # type: ignore[return-value]
+
+
+def _child(module: Any, name: str) -> nn.Module | None:
+    child = getattr(module, name, None)
+    return _plain(child) if isinstance(child, nn.Module) else None
+
+
+def _plain(module: Any) -> Any:
+    """A module of the plain model, out of what TransformerLens puts around it."""
+    while isinstance(getattr(module, "original_component", None), nn.Module):
+        module = module.original_component
+    return module
