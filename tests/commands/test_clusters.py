@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_lines import FfnCommands, cells
 
-from matlens.commands.clusters import cluster
+from matlens.commands.values import cluster
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, cluster_table
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
