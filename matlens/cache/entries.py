@@ -178,13 +178,13 @@ class Cache:
         work.mkdir(parents=True)
         try:
             fill(work)
-            files = {}
+            files: dict[str, dict[str, Any]] = {}
             for path in sorted(path for path in work.rglob("*") if path.is_file()):
                 with open_regular(path) as file:
                     digest, size = hash_file(file)
                     os.fsync(file.fileno())
                 files[path.relative_to(work).as_posix()] = {"sha256": digest, "bytes": size}
-            if sum(record["bytes"] for record in files.values()) > self.limit:
+            if sum(int(record["bytes"]) for record in files.values()) > self.limit:
                 return None
             content = {"layout": _LAYOUT, "kind": kind, "about": dict(about), "files": files}
             (work / _RECORD).write_text(to_json(sealed(content)))

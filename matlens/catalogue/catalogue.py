@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from matlens.arguments import require_choice, require_kind, require_whole
+from matlens.arguments import require_choice, require_whole
 from matlens.cache.contents import hash_contents
 from matlens.cache.dequantized import MODEL, model_key, software
 from matlens.cache.entries import Cache, default_cache
@@ -40,7 +40,7 @@ Reading = Literal["plain", "norm", "head"]
 PARTS, TOP_TOKENS = "parts", "tops"
 """Kinds of the cache's entries: where the parts of a model lie, and the top tokens of its value vectors."""
 _TOP_FILE = "top.safetensors"
-_LAYOUT = 1  # of what is kept; what was kept in another is not found
+_LAYOUT = 2  # of what is kept; what was kept in another is not found
 _SOFTWARE = ("matlens", "transformer-lens")
 
 
@@ -102,7 +102,6 @@ class Catalogue:
         self._place: _Place | None = None
         if isinstance(name, torch.nn.Module):
             return
-        require_kind(dtype, torch.dtype, "dtype", way="Give one of torch, such as torch.bfloat16.")
         self._dtype, self._device = dtype, choose_device(device)
         self._place = None if trust_remote_code else _place_of(name, revision, dtype)
         self._load = lambda: load(
@@ -227,7 +226,7 @@ class Catalogue:
             except (DamagedWeights, InputError, OSError, KeyError, TypeError, ValueError) as error:
                 place.cache.discard(entry.folder, f"{error}")
         model = self.model  # which keeps a dequantized model first
-        with suppress(Exception):  # whatever cannot be described is read off the model each time
+        with suppress(NotInFiles, InputError):  # it is read off the model each time
             files = place.weights()
             about = {"what": "where value vectors lie", "of": place.name}
             place.cache.keep(PARTS, place.key, lambda folder: describe(folder, files, model), about=about)
@@ -252,9 +251,9 @@ class Catalogue:
         """Build the model instead: its files are not what was written down."""
         assert self._place is not None
         if self._place.gguf is None:
-            folder = self._known and self._known.folder
-            if folder is not None:
-                self._place.cache.discard(folder, f"{damage}")
+            known = self._known
+            if known is not None:
+                self._place.cache.discard(known.folder, f"{damage}")
         self.__dict__["_known"] = None
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from matlens.catalogue.weights import (
+    DamagedWeights,
     NotInFiles,
     WeightFiles,
     build_modules,
@@ -29,7 +30,7 @@ from matlens.storage.files import read_json, write_json
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_RECORD = "parts.json"
+_RECORD, _TOKENIZER = "parts.json", "tokenizer.json"
 
 
 class Known:
@@ -99,8 +100,14 @@ class Known:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer as the model has it."""
-        return _read_tokenizer(self.folder)
+        """A tokenizer that reads words and writes tokens as the model's own does.
+
+        Raises
+        ------
+        DamagedWeights
+            It is not there any more.
+        """
+        return _read_tokenizer(self.folder, self._record["tokenizer"])
 
     def require_there(self) -> None:
         """Refuse files that lack a tensor; their numbers are checked when they are read.
@@ -137,10 +144,12 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
     values = ValueVectors(model)
     if not values.one_matrix_a_layer:
         raise NotInFiles("one matrix of value vectors a layer")
+    if not hasattr(model, "unembed"):
+        raise NotInFiles("the unembedding")
     names = named_tensors(model)
 
-    def part(tensor: Tensor) -> dict[str, Any]:
-        if id(tensor) not in names:
+    def part(tensor: Tensor | nn.Module) -> dict[str, Any]:
+        if isinstance(tensor, nn.Module) or id(tensor) not in names:
             raise NotInFiles("a tensor that is no parameter")
         return files.find(names[id(tensor)], tensor.detach())
 
@@ -149,52 +158,69 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
     after = [norm_after_ffn_module(model, layer) for layer in layers] if values.output_kind != FFN_OUT else []
     final = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
     head = model.mlm_head.original_component if hasattr(model, "mlm_head") else None
-    record = {
-        "class": type(model.original_model).__name__,
+    architecture = type(model.original_model).__name__
+    weights = [_weight(module) for module in outputs]
+    norms, last = ([module_record(files, model, module) for module in modules] for modules in (after, final))
+    built = build_modules(architecture, files, [*norms, *last], weights[0].dtype)
+    require_same_modules(built, [*after, *final])
+    record: dict[str, Any] = {
+        "class": architecture,
         "identity": values.identity.to_json(),
         "shape": [values.d_mlp, values.d_model],
         "matrices": [
-            {**part(module.weight), "turned": not torch.equal(module.weight.float(), values.matrix(layer))}
-            for layer, module in zip(layers, outputs, strict=True)
+            {**part(weight), "turned": not torch.equal(weight.float(), values.matrix(layer))}
+            for layer, weight in zip(layers, weights, strict=True)
         ],
         "biases": [part(m.bias) if getattr(m, "bias", None) is not None else None for m in outputs],
-        "norms": [module_record(files, model, module) for module in after],
+        "norms": norms,
         "unembedding": part(model.unembed.original_component.weight),
-        "final": [module_record(files, model, module) for module in final],
+        "final": last,
         "dense": None if head is None else part(head.weight),
+        "tokenizer": _write_tokenizer(folder, model.tokenizer),
     }
-    dtype = outputs[0].weight.dtype
-    built = build_modules(record["class"], files, [*record["norms"], *record["final"]], dtype)
-    require_same_modules(built, [*after, *final])
-    _write_tokenizer(folder, model.tokenizer)
     write_json(folder / _RECORD, record)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Write a tokenizer, and refuse one that is another when it is read back."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer.save_pretrained(folder)
-    again = _read_tokenizer(folder)
+def _weight(module: nn.Module) -> Tensor:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise NotInFiles(type(module).__name__)
+    return weight
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """Write a tokenizer, and refuse one that is another when it is read back; gives the record of it.
+
+    A special token that the vocabulary lacks is left out: tokenizers add it when they are built, and a bridge
+    names one without adding it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise NotInFiles("the tokenizer")
+    content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by the last text
+    (folder / _TOKENIZER).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    special, vocabulary = tokenizer.special_tokens_map, tokenizer.get_vocab()
+    record = {name: token for name, token in special.items() if token in vocabulary}
+    again = _read_tokenizer(folder, record)
     if _as_read(again) != _as_read(tokenizer):
         raise NotInFiles("the tokenizer")
+    return record
 
 
 def _as_read(tokenizer: Any) -> list[Any]:
     """All that value vectors are shown and words looked up by."""
+    texts = token_texts(tokenizer, range(len(tokenizer)))
+    words = tokenizer(texts, add_special_tokens=False)["input_ids"]
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer")]
-    return [
-        *words,
-        tokenizer.get_vocab(),
-        tokenizer.unk_token_id,
-        token_texts(tokenizer, range(len(tokenizer))),
-    ]
+    parts = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer", "decoder")]
+    return [*parts, tokenizer.get_vocab(), tokenizer.unk_token_id, texts, words]
 
 
-def _read_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+def _read_tokenizer(folder: Path, special: Mapping[str, str]) -> Any:
+    from transformers import PreTrainedTokenizerFast
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoTokenizer.from_pretrained(folder)
+    try:
+        text = (folder / _TOKENIZER).read_text(encoding="utf-8")
+    except OSError as error:  # it was cleared meanwhile
+        raise DamagedWeights(f"{_TOKENIZER} is not there") from error
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), **special)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +61,26 @@ class WeightFiles:
         Raises
         ------
         NotInFiles
-            No tensor of that name, or of the end of it, has these values.
+            No tensor has these values.
         """
-        parts = name.split(".")
-        for start in range(min(len(parts) - 1, 3)):
-            candidate = ".".join(parts[start:])
-            if candidate in self:
-                there = self.read(candidate)
-                if there.shape == values.shape and _same_bits(there.to(values.dtype), values):
-                    return {"name": candidate, "sha256": _hash(there)}
+        values = values.detach().cpu()
+        for candidate in self._candidates(name, values):
+            there = self.read(candidate)
+            if _same_bits(there.to(values.dtype), values):
+                return {"name": candidate, "sha256": _hash(there)}
         raise NotInFiles(name)
+
+    def _candidates(self, name: str, values: Tensor) -> Iterator[str]:
+        """Tensors that may be the one of a name: those of that name or the end of it, then all others."""
+        parts = name.split(".")
+        named = [".".join(parts[start:]) for start in range(min(len(parts) - 1, 3))]
+        for candidate in dict.fromkeys([*(name for name in named if name in self), *self._file_of]):
+            with safe_open(self._file_of[candidate], "pt") as file:
+                there = file.get_slice(candidate)
+                if there.get_shape() == list(values.shape) and (
+                    values.ndim == 0 or _same_bits(there[:1].to(values.dtype), values[:1])
+                ):
+                    yield candidate
 
     def require_there(self, record: Record) -> None:
         """Refuse a record of a tensor that is not in the files.
