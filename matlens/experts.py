@@ -33,10 +33,12 @@ class Mixture:
         The number of value vectors of the expert that all tokens share, 0 where there is none.
     """
 
-    def __init__(self, experts: nn.Module, shared: nn.Module | None, gate: nn.Module | None) -> None:
-        self._experts, self._shared, self._gate = experts, shared, gate
+    def __init__(self, experts: Any, shared: Any, gate: nn.Module | None) -> None:
+        self._experts = experts
+        self._shared = shared
+        self._gate = gate
         self._transposed = bool(getattr(experts, "is_transposed", False))
-        self.n_experts, *matrix = experts.down_proj.shape
+        self.n_experts, *matrix = self._experts.down_proj.shape
         self.width = int(matrix[0] if self._transposed else matrix[1])
         self.shared_width = 0 if shared is None else int(_plain(shared.down_proj).weight.shape[1])
 
@@ -200,8 +202,8 @@ def attached(block: nn.Module, point: Any) -> Mixture | None:
         if mixture is None:
             return None
         mixture.attach(block, point)
-        block.matlens_mixture = mixture
-    return block.matlens_mixture
+        block.matlens_mixture = mixture  # type: ignore[assignment]
+    return block.matlens_mixture  # type: ignore[return-value]
 
 
 def _child(module: Any, name: str) -> nn.Module | None:
