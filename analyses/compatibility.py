@@ -123,7 +123,8 @@ def main(
     chosen = model_type or list(CONFIGURATIONS)
     rows = []
     for name in Bar(chosen, unit="architecture", desc="trying"):
-        for stack in STACKS if name in ENCODER_DECODERS else (None,):
+        stacks: tuple[Any, ...] = STACKS if name in ENCODER_DECODERS else (None,)
+        for stack in stacks:
             with tempfile.TemporaryDirectory() as folder:
                 row = attempt(name, Path(folder), study.seed, stack)
             rows.append({"model_type": f"{name} {stack}" if stack else name} | row)

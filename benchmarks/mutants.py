@@ -319,8 +319,8 @@ def print_table(counts: Sequence[Counts]) -> None:
         print(f"{line[0]:26}" + "".join(f"{cell:>11}" for cell in line[1:]))
     print()
     for row in counts:
-        for key, line in row.lives.items():
-            print(f"{row.module}:{line}  {key}\n    {row.reasons.get(key, 'UNEXPLAINED')}")
+        for key, number in row.lives.items():
+            print(f"{row.module}:{number}  {key}\n    {row.reasons.get(key, 'UNEXPLAINED')}")
     unexplained = sum(len(set(row.lives) - set(row.reasons)) for row in counts)
     print(f"{unexplained} live unexplained, {sum(row.untried for row in counts)} were not tried.")
 

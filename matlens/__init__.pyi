@@ -1,5 +1,7 @@
 from . import activations as activations
 from . import annotation as annotation
+from . import cache as cache
+from . import catalogue as catalogue
 from . import cli as cli
 from . import commands as commands
 from . import control as control

@@ -33,10 +33,12 @@ class Mixture:
         The number of value vectors of the expert that all tokens share, 0 where there is none.
     """
 
-    def __init__(self, experts: nn.Module, shared: nn.Module | None, gate: nn.Module | None) -> None:
-        self._experts, self._shared, self._gate = experts, shared, gate
+    def __init__(self, experts: Any, shared: Any, gate: nn.Module | None) -> None:
+        self._experts = experts
+        self._shared = shared
+        self._gate = gate
         self._transposed = bool(getattr(experts, "is_transposed", False))
-        self.n_experts, *matrix = experts.down_proj.shape  # type: ignore[union-attr]
+        self.n_experts, *matrix = self._experts.down_proj.shape
         self.width = int(matrix[0] if self._transposed else matrix[1])
         self.shared_width = 0 if shared is None else int(_plain(shared.down_proj).weight.shape[1])
 
@@ -78,13 +80,13 @@ class Mixture:
 
     def matrix(self) -> Float[Tensor, "columns d_model"]:
         """All value vectors, a row each, in the precision of the model."""
-        down = self._experts.down_proj.detach()  # type: ignore[union-attr]
+        down = self._experts.down_proj.detach()
         rows = (down if self._transposed else down.transpose(1, 2)).flatten(0, 1)
         return rows if self._shared is None else torch.cat([rows, self._shared_rows()])
 
     def rows(self, columns: Int[Tensor, " n"]) -> Float[Tensor, "n d_model"]:
         """Some value vectors, in the precision of the model."""
-        down = self._experts.down_proj.detach()  # type: ignore[union-attr]
+        down = self._experts.down_proj.detach()
         columns = columns.to(down.device)
         expert, place = columns // self.width, columns % self.width
         routed = columns < self.n_experts * self.width
@@ -130,9 +132,9 @@ class Mixture:
         for expert in index.unique().tolist():
             if expert < self.n_experts:
                 token, place = torch.where(index == expert)
-                up = self._experts.gate_up_proj[expert]  # type: ignore[index, union-attr]
+                up = self._experts.gate_up_proj[expert]
                 gate_up = x[token] @ (up if self._transposed else up.T)
-                activations = self._experts._apply_gate(gate_up).float()  # type: ignore[operator, union-attr]
+                activations = self._experts._apply_gate(gate_up).float()
                 columns = slice(expert * self.width, (expert + 1) * self.width)
                 m[token, columns] += activations * weights[token, place, None].float()
         if shared is not None:
@@ -154,7 +156,7 @@ class Mixture:
         return bool(((error <= slack) | overflown).all())
 
     def _shared_rows(self) -> Tensor:
-        return _plain(self._shared.down_proj).weight.detach().T  # type: ignore[union-attr, operator]
+        return _plain(self._shared.down_proj).weight.detach().T
 
 
 class _Passage:

@@ -26,6 +26,7 @@ SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EX
 SENTENCES[CONTROL] = ["--windows", 4]
 
 PRUNING = "pruning"  # judged on text that runs on
+LENSES = "lens_report"  # of several tables
 
 STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
 MAPS = [*STUDY, "train", "val"]
@@ -64,6 +65,7 @@ OPTIONS = {
         "fewest", "strength", "lasso",
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
+    LENSES: [*MAPS, "title", "layer", "tuned", "jacobian", "longest", "evaluations"],
     PRUNING: [*MAPS, "window", "windows", "judged", "size"],
     "sample_sizes": MAPS,
     "sinks": [*MAPS, "title"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,13 +57,14 @@ def plan(
             d_vocab=vocab,
             parameter_bytes=_BYTES[dtype],
         )
-    everywhere = "all" if positions is PositionChoice.all else "drawn"
+    kinds: tuple[Any, ...] = tuple(PAIRS)
+    everywhere: Any = "all" if positions is PositionChoice.all else "drawn"
     plans = {
         which: plan_study(
             shape, sentences, val, positions=everywhere, pairs=which, train_tokens=tokens * sentences,
             intercept=intercept,
         )
-        for which in PAIRS
+        for which in kinds
     }  # fmt: skip
     free, chosen = free_memory(), plans[pairs]
     rows = []

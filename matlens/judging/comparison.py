@@ -147,7 +147,7 @@ def compare_lenses(
     if "jacobian" in names:
         halves = _jacobians(model, parts[0], wanted, n_prompts, longest, progress)
         members["jacobian"] = halves[2]
-        plain = {name: members[name].lens for name in ("mat", "affine") if name in members}
+        plain: dict[str, Lens] = {name: members[name].lens for name in ("mat", "affine") if name in members}
         if plain:
             lenses = {**plain, "jacobian": halves[2].lens}
             of_halves = {

@@ -199,7 +199,7 @@ def _train(
         for layer in Bar(layers, desc=name, disable=not progress):
             maps[layer] = fit[name](layer)
     pilot = min(PILOT, n)
-    flops = {
+    flops: float = {
         "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
         "polished": training_flops(
             steps_for(n, STEPS, BATCH) * min(BATCH, n), d, min(TOKENS, vocabulary), pilot=pilot,

@@ -177,7 +177,8 @@ class LensMoments:
         vectors = {
             layer: torch.cat([part[0][layer] for part in self._waiting]) for layer in self._waiting[0][0]
         }
-        places, keys = (torch.cat([part[i] for part in self._waiting]) for i in (1, 2))
+        places = torch.cat([of_part for _, of_part, _ in self._waiting])
+        keys = torch.cat([of_part for _, _, of_part in self._waiting])
         self._waiting = []
         rows = _Rows(vectors, keys, torch.arange(self.n, self.n + len(keys)))
         self.n += len(keys)

@@ -20,7 +20,8 @@ from matlens.signatures import checked
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-KINDS = ("rms", "layer")
+Kind = Literal["rms", "layer"]
+KINDS: tuple[Kind, ...] = ("rms", "layer")
 
 
 @checked
@@ -36,7 +37,7 @@ class Standardisation:
         What the norm adds to the mean square.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Kind
     eps: float = 0.0
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -160,7 +161,8 @@ def polish(
         sample = VocabularySample.from_weights(trained.token_weights(h[pilot], last[pilot]), tokens)
     matrix, bias = trained.parts
     momentum = torch.zeros_like(matrix)
-    adam = torch.optim.Adam([{"params": [bias]}, {"params": [trained.log_scale], "lr": 0.01}], lr=1e-3)
+    groups: list[dict[str, Any]] = [{"params": [bias]}, {"params": [trained.log_scale], "lr": 0.01}]
+    adam = torch.optim.Adam(groups, lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
     batches = list(_batches(len(h), steps, batch, generator))
     for step, rows in enumerate(Bar(batches, desc="polishing", disable=not progress)):

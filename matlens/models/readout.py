@@ -156,7 +156,7 @@ class Readout:
         InputError
             A token is not in the vocabulary.
         """
-        unembedding = self._head[-1]
+        unembedding: Any = self._head[-1]
         parts = [unembedding.weight.detach(), None if unembedding.bias is None else unembedding.bias.detach()]
         if tokens is not None:
             if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
@@ -229,15 +229,16 @@ class Readout:
 
         A cap grows with the logit and a factor is greater than 0, so neither changes which token is above.
         """
-        unembed = self._head[-1]
+        unembed: Any = self._head[-1]
         screened = Screen.suits(unembed) and self._scale > 0
         if screened and (self._screen is None or not self._screen.holds(unembed)):
             self._screen = Screen(unembed)
         for part in h.split(max(_SCREENED // self.d_vocab, 1)):
             features = part.to(self.device, torch.float32)
-            for module in self._head[:-1]:
+            for module in list(self._head)[:-1]:
                 features = module(features)
-            yield part, features, self._screen if screened and self._screen.takes(features) else None
+            screen = self._screen if screened else None
+            yield part, features, screen if screen is not None and screen.takes(features) else None
 
     def log_probs(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Natural logarithms of ``delta(h)``.

@@ -431,9 +431,11 @@ def _require_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
 
 def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
     # The model reads off the cache how many tokens there were, and may ask a skipped layer for it.
-    from transformers import Cache
+    from transformers import Cache, EncoderDecoderCache
 
     for cache in given:
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
         if isinstance(cache, Cache):
             nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
             cache.update(nothing, nothing, layer)

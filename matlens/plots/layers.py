@@ -336,7 +336,7 @@ def trajectory_figure(
         ax.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
     ax.set_xticks(range(n), [literal(_short_token(str(token))) for token in tokens], rotation=45, ha="right")
     ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
-    ax.set_yticks([layers.index(tick) for tick in ticks], ticks)
+    ax.set_yticks([layers.index(tick) for tick in ticks], list(map(str, ticks)))
     ax.set_xlabel("token of the prompt")
     ax.set_ylabel(r"layer $\ell$")
     figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02).set_label(_COLOURS[colour].words)

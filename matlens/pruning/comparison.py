@@ -58,17 +58,17 @@ def pruning_table(
     InputError
         As in `prune`; or there is nothing to judge on.
     """
-    methods = [Method(require_choice(method, Method, "A method")) for method in methods]
-    choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
+    of_methods = [Method(require_choice(method, Method, "A method")) for method in methods]
+    of_choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
     for size in sizes:
         require_whole(size, "A number of blocks to leave out", least=1, most=model.cfg.n_layers - 1)
-    if not judged or not sizes or not methods or not choices:
+    if not judged or not sizes or not of_methods or not of_choices:
         raise InputError(
             "There is nothing to compare: expected a text, a size, a method and a choice at least."
         )
     for texts in judged.values():
         require_own_tokens(model, texts)
-    calibration = Calibration.run(model, windows, fold=set(methods) != {Method.out}, progress=progress)
+    calibration = Calibration.run(model, windows, fold=set(of_methods) != {Method.out}, progress=progress)
     name = ModelIdentity.from_model(model).name
     tokens = {corpus: whole_windows(texts) for corpus, texts in judged.items()}
     whole = {
@@ -85,9 +85,9 @@ def pruning_table(
     ]  # fmt: skip
     known: dict[tuple[Any, Method], dict[str, ReadText]] = {}
     for size in sizes:
-        for choice in choices:
+        for choice in of_choices:
             blocks = calibration.choose(size, choice, progress=progress)
-            for method in methods:
+            for method in of_methods:
                 if (blocks, method) not in known:
                     pruned = calibration.without(blocks, method, progress=progress)
                     known[blocks, method] = {

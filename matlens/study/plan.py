@@ -109,7 +109,7 @@ class Shape:
         config, n_parameters = read_configuration(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
-        said = {
+        said: dict[str, Any] = {
             "n_layers": getattr(config, "num_hidden_layers", None),
             "d_model": getattr(config, "hidden_size", None),
             "d_mlp": getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 0,

@@ -16,7 +16,18 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import NO_CORPUS, OF_FFNS, OPTIONS, PRUNING, SCRIPTS, SENTENCES, assert_figure, refused, run
+from analysing import (
+    LENSES,
+    NO_CORPUS,
+    OF_FFNS,
+    OPTIONS,
+    PRUNING,
+    SCRIPTS,
+    SENTENCES,
+    assert_figure,
+    refused,
+    run,
+)
 from conftest import N_LAYERS
 from judged_by_hand import assert_judged
 from paper_a_by_hand import PAIRS, StudyByHand, fitted
@@ -27,7 +38,7 @@ from matlens.corpora.examples import is_masked
 from matlens.patching.schemes import wrr_schemes
 
 OF_NO_MODEL = ("small_bert", "compatibility")  # these make models of their own
-ELSEWHERE = (PRUNING,)  # with tests of their own
+ELSEWHERE = (LENSES, PRUNING)  # with tests of their own
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")

@@ -121,7 +121,7 @@ def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
 def assert_refused(outcome: Outcome, *messages: str) -> None:
     """Exit code 2 and a message, without a traceback, that tells all of this."""
     assert outcome.code == 2
-    assert re.search(r"^(error|Usage): ", outcome.err, re.MULTILINE)
+    assert re.search(r"(?:^|[\r ])(?:error|Usage): ", outcome.err, re.MULTILINE)  # behind a bar, perhaps
     assert "Traceback" not in outcome.err + outcome.out
     message = " ".join(outcome.err.replace("│", " ").split())
     for part in messages:

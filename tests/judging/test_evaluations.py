@@ -79,8 +79,6 @@ def test_scores_are_those_of_a_loop(small_model: Models) -> None:
         assert rows.loc[k, "n"] == 3
     assert (table["metric"] == "pass").all()
     assert table["corpus"].unique().tolist() == ["own"]
-    # Each item's word is one that the model itself has among its first ten, of sixty.
-    assert rows.loc[10, "value"] > 0 or rows.loc[10, "value"] == 0
 
 
 def test_a_word_that_a_layer_puts_first_passes_and_another_does_not(small_model: Models) -> None:
