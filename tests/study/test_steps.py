@@ -263,7 +263,7 @@ def test_few_samples_are_met_with_a_ridge_where_none_is_given(collected: Path) -
     ("name", "options", "free", "positions"),
     [
         ("gpt2", {}, 1 << 40, "all"),
-        ("gpt2", {}, 1000, "drawn"),
+        ("gpt2", {}, 40_000, "drawn"),
         ("gpt2", {"draw_special": False}, 1 << 40, "drawn"),
         ("bert", {}, 1 << 40, "drawn"),
     ],
