@@ -156,6 +156,7 @@ def save_small_model(name: str, folder: Path, seed: int) -> None:
             f"{name!r} is not a model type of transformers that has a language model. Expected one such as "
             "'llama'."
         ) from error
+    configuration.architectures = configuration.architectures or []  # some classes look into the list
     torch.manual_seed(seed)
     auto.from_config(configuration).save_pretrained(folder)
     words = ["[UNK]", "[PAD]", "[MASK]", *(f"w{number}" for number in range(57))]
