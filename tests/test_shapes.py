@@ -18,12 +18,16 @@ from matlens.activations import outlying_rows
 from matlens.annotation import find_patterns
 from matlens.control import SelfDebiasing
 from matlens.corpora import Examples
+from matlens.explorer.usage import Usage
 from matlens.ffn import Projection
+from matlens.judging.cosines import matrix_cosine
 from matlens.lens import exit_layers
 from matlens.linear import LinearMap, Moments
 from matlens.linearity import later_sinks
 from matlens.models import Readout
+from matlens.pages.trajectory import LensCells
 from matlens.patching import Scheme, r2_score
+from matlens.pruning.spans import angles
 
 # What says so: the package to every user where it can, and otherwise the annotations to its tests.
 WRONG = (InputError, TypeCheckError)
@@ -37,12 +41,29 @@ CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[
     "activations.outlying_rows": (outlying_rows, [(10, 3)], [(10,)]),
     "patching.r2_score": (lambda r2: r2_score(SCHEME, r2), [(3, 3)], [(3, 4)]),
     "lens.exit_layers": (exit_layers, [(10, 4), (10,)], [(10, 4), (11,)]),
+    "judging.matrix_cosine": (matrix_cosine, [(4, 3), (4, 3)], [(4, 3), (4, 2)]),
+    "pruning.angles": (angles, [(4, 3), (4, 3)], [(4, 3), (2, 3)]),
     "control.SelfDebiasing": (
         SelfDebiasing(["profanity"]).log_probs,
         [(4, 7), (1, 4, 7)],
         [(4, 7), (1, 4, 8)],
     ),
 }
+
+
+def test_cells_of_pages_have_the_shape_of_their_grid() -> None:
+    ids, real, flat = np.ones((3, 4, 5), int), np.ones((3, 4, 5)), np.ones((3, 4))
+    LensCells(ids, real, flat, flat, flat.astype(int), ids, real)
+    with pytest.raises(WRONG):
+        LensCells(ids, real, flat[:2], flat, flat.astype(int), ids, real)
+
+
+def test_uses_have_four_axes() -> None:
+    sentence, dominant = torch.ones(2, 3, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
+    coefficients = torch.ones(2, 3, 4, 6, dtype=torch.long)
+    Usage(sentence, sentence.float(), coefficients, dominant, 7)
+    with pytest.raises(WRONG):
+        Usage(sentence, sentence.float(), coefficients[0], dominant, 7)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -91,7 +112,7 @@ def test_marks_of_sinks_are_as_many_as_vectors(small_model: Callable[[str], Any]
 def test_every_room_that_has_arrays_is_tried() -> None:
     package, here = Path(matlens.__file__).parent, Path(__file__).read_text()
     rooms = {path.parent.name for path in package.glob("*/*.py") if "jaxtyping import" in path.read_text()}
-    assert not {room for room in rooms if not re.search(rf"from matlens\.{room} import", here)}
+    assert not {room for room in rooms if not re.search(rf"from matlens\.{room}[. ]", here)}
 
 
 @pytest.mark.refused

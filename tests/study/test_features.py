@@ -62,8 +62,8 @@ def test_blocks_that_cannot_be_skipped_are_named(tmp_path: Path) -> None:
 
 
 def test_a_type_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'clip' is not a model type"):
-        SCRIPT["save_small_model"]("clip", tmp_path, 0)
+    with pytest.raises(InputError, match="'encodec' is not a model type"):
+        SCRIPT["save_small_model"]("encodec", tmp_path, 0)
     with pytest.raises(InputError, match="'nothing' is not a model type"):
         SCRIPT["attempt"]("nothing", tmp_path, 0)
 
