@@ -53,8 +53,6 @@ from matlens.storage import read_table
 RESULTS = Path(__file__).resolve().parent
 PAGES = RESULTS.parent / "docs" / "results"
 MADE_BY = "Make it with 'make results'."
-# Tables that are to be made anew: their fingerprints are those of an older version.
-AWAITED = {"paper_a_fig10_submodules", "paper_a_sec5_corpora", "submodule_positions"}
 VERDICTS = ("same", "in part", "different", "not seen")
 
 
@@ -124,8 +122,7 @@ class Results:
     def origin(self, name: str) -> dict[str, Any]:
         """What a table was made from and by what."""
         origin: dict[str, Any] = json.loads(self._path(f"{name}.json").read_text())
-        if name not in AWAITED:
-            self._require_same_models(name, origin)
+        self._require_same_models(name, origin)
         return origin
 
     def _require_same_models(self, name: str, origin: dict[str, Any]) -> None:
