@@ -138,7 +138,7 @@ $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every 5
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
-$(RESULTS)/all_positions.csv: OPTIONS = --train $(ALL)
+$(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install
