@@ -93,6 +93,7 @@ def keep_table(path: Path, results: Path) -> None:
             "Let the analysis write the numbers that are quoted into a table of their own."
         )
     origin = portable(json.loads(path.with_suffix(".json").read_text()), str(path.parent.resolve()))
+    alike = portable(alike, str(path.parent.resolve()))
     write_results(results, path.stem, table, origin | {"all_rows": origin.get("all_rows", {}) | alike})
 
 
