@@ -7,6 +7,7 @@ adapters are in it, and where dropout is on. What this library hangs on a model 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import secrets
@@ -243,7 +244,7 @@ def _require_no_other_pass(model: TransformerBridge) -> None:
     of those that an error or an interrupt has ended. The final norm and the head count for nothing by
     themselves: a read-out uses them without a pass.
     """
-    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    others = [frame for thread, frame in _frames().items() if thread != threading.get_ident()]
     running = {id(module) for frame in others for module in _running_in(frame)}
     if running and running & set(map(id, (model, model.original_model, *model.blocks.modules()))):
         raise InputError(
@@ -251,6 +252,17 @@ def _require_no_other_pass(model: TransformerBridge) -> None:
             "model's modules while it runs: the vectors of both would be mixed. Wait until that pass has "
             "ended, or load the model a second time."
         )
+
+
+def _frames() -> dict[int, FrameType]:
+    """The frame of every thread. Collecting garbage meanwhile can wait for ever for a thread that begins."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _running_in(frame: FrameType | None) -> Iterator[nn.Module]:
