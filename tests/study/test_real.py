@@ -181,8 +181,13 @@ def is_costly(block: Block) -> bool:
 
 
 def test_readme_prints_what_it_says(
-    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, loaded: Loaded
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    loaded: Loaded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # it draws a figure
     full = request.config.getoption("--real-train") >= FULL
     namespace = {"matlens": matlens, "model": loaded.model}
     n_compared = 0
