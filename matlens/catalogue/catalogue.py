@@ -32,6 +32,7 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.places import locate
 from matlens.signatures import checked
+from matlens.stacks import Stack
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -80,7 +81,7 @@ class Catalogue:
     ----------
     name
         The model, as `matlens.load` takes it; one that is loaded already is read itself, without the cache.
-    device, dtype, revision, trust_remote_code
+    device, dtype, revision, trust_remote_code, stack
         As in `matlens.load`.
 
     Raises
@@ -97,16 +98,18 @@ class Catalogue:
         dtype: torch.dtype = torch.float32,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        stack: Stack | None = None,
     ) -> None:
         self._load: Callable[[], Any] = lambda: name
         self._place: _Place | None = None
         if isinstance(name, torch.nn.Module):
             return
         self._dtype, self._device = dtype, choose_device(device)
-        self._place = None if trust_remote_code else _place_of(name, revision, dtype)
+        self._place = None if trust_remote_code else _place_of(name, revision, dtype, stack)
         self._load = lambda: load(
-            name, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
-        )
+            name, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code,
+            stack=stack,
+        )  # fmt: skip
 
     @cached_property
     def model(self) -> TransformerBridge:
@@ -288,7 +291,9 @@ class _Matrices(Sequence[Tensor]):
         return self._read[layer]
 
 
-def _place_of(name: str | os.PathLike[str], revision: str | None, dtype: torch.dtype) -> _Place | None:
+def _place_of(
+    name: str | os.PathLike[str], revision: str | None, dtype: torch.dtype, stack: Stack | None
+) -> _Place | None:
     """Where the files of a model are on this machine; ``None`` where nothing can be kept of them."""
     cache = default_cache()
     folder, gguf, commit = locate(name, revision)
@@ -298,6 +303,7 @@ def _place_of(name: str | os.PathLike[str], revision: str | None, dtype: torch.d
     from importlib.metadata import version
 
     key: dict[str, Any] = {"layout": _LAYOUT, "dtype": str(dtype), "software": software()}
+    key |= {} if stack is None else {"stack": stack}
     key["software"] |= {package: version(package) for package in _SOFTWARE}
     if gguf is not None:
         of_model = model_key(cache, Path(folder, gguf))

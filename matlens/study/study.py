@@ -46,6 +46,7 @@ from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
+from matlens.stacks import ENCODER, stack_of
 from matlens.storage.files import require_writable
 from matlens.study import steps
 from matlens.study.output import MAPS
@@ -266,7 +267,7 @@ class Study:
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         resolve_pairs(self.pairs, self.n_layers)  # before the read-out, too
-        readout, _ = self.readout, self.maps
+        readout, _ = None if stack_of(self.model) == ENCODER else self.readout, self.maps
         return steps.evaluate_maps(self.model, self.folder, readout=readout)
 
     @property

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from plot_tables import assert_curve, assert_legible, methods_table, named, prediction_table
+from plot_tables import assert_curve, assert_legible, methods_table, named, prediction_table, result
 
-from matlens.plots.replacements import alternation, by_fitting, by_method
+from matlens.plots.replacements import alternation, by_fitting, by_method, transfer_heatmaps
 from matlens.plots.style import save
 
 FITTED, REPLACED = ("all", "not-first", "not-sink"), ("all", "not-first", "not-sink", "predicted")
@@ -121,3 +121,30 @@ def test_every_figure_says_what_it_shows_and_can_be_read_and_written(name: str, 
     assert figure.axes[-1].get_xlabel()
     assert "Precision@1" in figure.axes[0].get_ylabel()
     assert all(path.stat().st_size > 5_000 for path in save(figure, tmp_path, name))
+
+
+def test_matrices_have_a_row_for_each_corpus_fitted_on_and_a_column_for_each_judged_on() -> None:
+    corpora, metrics = ("news", "folder/wiki", "messages"), ("r2", "precision", "surprisal")
+    value = {
+        (metric, fitted, tested): 10 * i + 3 * j + k
+        for k, metric in enumerate(metrics)
+        for i, fitted in enumerate(corpora)
+        for j, tested in enumerate(corpora)
+    }
+    rows = [
+        result(f"mat of {fitted}", pd.NA, 3, metric, 1 if metric == "precision" else pd.NA, number, 0.0)
+        | {"corpus": tested}
+        for (metric, fitted, tested), number in value.items()
+    ]
+    rows += [row | {"k": 5, "value": 99.0} for row in rows if row["metric"] == "precision"]
+    figure = transfer_heatmaps(pd.DataFrame(rows))
+    assert [ax.get_title() for ax in figure.axes] == ["$r^2$", "Precision@1", "surprisal (nats)"]
+    for ax, metric in zip(figure.axes, metrics, strict=True):
+        (image,) = ax.images
+        shown = image.get_array()
+        for (i, fitted), (j, tested) in itertools.product(enumerate(corpora), enumerate(corpora)):
+            assert shown[i, j] == value[metric, fitted, tested]
+        assert [text.get_text() for text in ax.texts][:2] == [f"{float(shown[0, j]):.2f}" for j in (0, 1)]
+        assert [tick.get_text() for tick in ax.get_xticklabels()] == ["news", "wiki", "messages"]
+    assert figure.get_suptitle() == "model, means over layers"
+    assert_legible(figure)
