@@ -26,7 +26,6 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import stream_moments
-from matlens.agglomeration import Linkage, method_within
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
 from matlens.errors import InputError, printable
@@ -44,6 +43,7 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
 from matlens.models.places import locate
 from matlens.models.readout import Readout
+from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
