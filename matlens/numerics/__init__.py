@@ -1,4 +1,4 @@
-"""Computations on plain tensors: float64 products by float32, tokens on top by bounds, clusters of vectors."""
+"""Computations on plain tensors: float64 products by float32, tokens on top by bounds, clusters."""
 
 import lazy_loader
 
