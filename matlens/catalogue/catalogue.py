@@ -28,11 +28,11 @@ from matlens.catalogue.weights import DamagedWeights, NotInFiles, WeightFiles
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_tokens_of_all
 from matlens.ffn.values import ValueParts, ValueVectors
+from matlens.kinds.stacks import Stack
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.places import locate
 from matlens.signatures import checked
-from matlens.stacks import Stack
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
