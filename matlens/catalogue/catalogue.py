@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,7 @@ from matlens.arguments import require_choice, require_whole
 from matlens.cache.contents import hash_contents
 from matlens.cache.dequantized import MODEL, model_key, software
 from matlens.cache.entries import Cache, default_cache
-from matlens.catalogue.known import Known, describe
+from matlens.catalogue.known import Known, describe_or_say_why
 from matlens.catalogue.weights import DamagedWeights, NotInFiles, WeightFiles
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_tokens_of_all
@@ -214,7 +214,10 @@ class Catalogue:
 
     @cached_property
     def _known(self) -> Known | None:
-        """What is kept of the model; ``None`` the first time, when the model is built for it."""
+        """What is kept of the model; ``None`` the first time, when the model is built for it.
+
+        Also ``None`` where its parts are not in its files, such as the experts of a mixture.
+        """
         place = self._place
         if place is None:
             return None
@@ -222,6 +225,8 @@ class Catalogue:
         if entry is not None:
             try:
                 known = Known(entry.folder, place.weights(), self._dtype, self._device)
+                if known.reason is not None:
+                    return None
                 known.require_there()
                 return known
             except NotInFiles:  # the dequantized model is gone, and is made anew
@@ -229,10 +234,11 @@ class Catalogue:
             except (DamagedWeights, InputError, OSError, KeyError, TypeError, ValueError) as error:
                 place.cache.discard(entry.folder, f"{error}")
         model = self.model  # which keeps a dequantized model first
-        with suppress(NotInFiles, InputError):  # it is read off the model each time
+        with suppress(NotInFiles, InputError):  # the files are not kept: it is tried again the next time
             files = place.weights()
             about = {"what": "where value vectors lie", "of": place.name}
-            place.cache.keep(PARTS, place.key, lambda folder: describe(folder, files, model), about=about)
+            fill = partial(describe_or_say_why, files=files, model=model)
+            place.cache.keep(PARTS, place.key, fill, about=about)
         return None
 
     def _identity(self, known: Known) -> ModelIdentity:
