@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TRACE = "trace"  # what a folder of a trace says that it holds
 GROUPS = ("dominant", "random")
 REFERENCES = ("before", "final")
-_READOUT_ROWS = 512  # vectors that are read out together, of one layer or of several
+_READOUT_ROWS = 4096  # vectors that are read out together, of one layer or of several
 
 
 @checked
@@ -254,16 +254,19 @@ class _BatchReader:
                 "random": self._drawn[layer][torch.from_numpy(batch.index)],
             }
             tokens = {"before": columns["before"][:, layer, 0].long(), "final": final}
+            # All static scores are less work than bringing together the vectors of some of them.
+            vectors = self._values.layer(layer)
+            static = {
+                reference: (self._embedding[token.to(self._embedding.device)] @ vectors.T).cpu()
+                for reference, token in tokens.items()
+            }
             for group, of_group in index.items():
                 coefficient = m.gather(1, of_group)
                 columns[f"index.{group}"][:, layer] = of_group
                 columns[f"coefficient.{group}"][:, layer] = coefficient
-                scaled = scale[:, None] * coefficient
-                vectors = self._values.layer(layer)[of_group.to(self._values.device)]
-                for reference, token in tokens.items():
-                    e = self._embedding[token.to(self._embedding.device)]
-                    static = torch.einsum("nkd,nd->nk", vectors, e).cpu()
-                    columns[f"score.{group}.{reference}"][:, layer] = scaled * static
+                for reference, scores in static.items():
+                    of_reference = scale[:, None] * coefficient * scores.gather(1, of_group)
+                    columns[f"score.{group}.{reference}"][:, layer] = of_reference
         return {name: values.flatten(1) for name, values in columns.items()}
 
     @staticmethod

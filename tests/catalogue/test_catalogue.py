@@ -193,7 +193,7 @@ def test_a_damaged_entry_is_not_believed(
     assert loads == [folder]
 
 
-@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
 def test_what_is_not_in_the_files_is_looked_for_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

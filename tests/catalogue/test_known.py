@@ -47,7 +47,7 @@ def test_why_a_model_cannot_be_read_in_its_files_is_written_down(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The value vectors of a mixture of experts are in several tensors a layer."""
-    folder = model_folder("mixtral")
+    folder = model_folder("olmoe")
     files, model = WeightFiles(folder), matlens.load(folder, device="cpu")
     with pytest.raises(NotInFiles, match="one matrix of value vectors a layer"):
         describe(tmp_path, files, model)
