@@ -27,6 +27,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
+from matlens.models.weights import weights_at_rest
 from matlens.signatures import checked
 from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
@@ -201,8 +202,10 @@ class _BatchReader:
     """Reads the rows of a trace off batches of vectors, in the layout in which they are stored."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
-        self._values, self._readout, self._embedding = ValueVectors(model), Readout(model), unembedding(model)
-        self.model = ModelIdentity.from_model(model)
+        with weights_at_rest(model):
+            self._values, self._readout = ValueVectors(model), Readout(model)
+            self.model = ModelIdentity.from_model(model)
+        self._embedding = unembedding(model)
         self._k = require_count(k, self._values)
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]
