@@ -109,6 +109,22 @@ def require_writable(folder: Path) -> None:
         trial.unlink(missing_ok=True)  # who locks the folder removes such files too
 
 
+def require_file_name(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written.
+
+    Raises
+    ------
+    InputError
+        A folder stands there, or the system refuses a file in its place.
+    """
+    with system_errors(path):
+        if path.is_dir():
+            raise InputError(f"{path} is a folder. Expected the name of a file, such as {path / 'name'}.")
+        if not path.name:
+            raise InputError(f"{str(path)!r} is no name of a file.")
+    require_writable(path.parent)
+
+
 def nearest_existing(folder: Path) -> Path:
     """The folder itself or, where it is not there yet, the nearest one above it that is."""
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
