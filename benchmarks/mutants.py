@@ -78,7 +78,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "pruning/evaluation": ("tests/pruning/test_saving.py", "tests/pruning/test_comparison.py"),
     "pruning/comparison": (),
     "annotation/plausibility": (),
-    "study/steps": (),
+    "study/fits": (),
+    "study/results": (),
 }
 
 
