@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,16 @@ def _fifo(w: World) -> Path:
     return path
 
 
+def _device(w: World) -> Path:
+    """A device of its own: what replaces it replaces none that others need."""
+    path = w.fresh("device")
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:  # not as an ordinary user
+        os.mkfifo(path)
+    return path
+
+
 def _link(w: World, to: str) -> Path:
     path = w.fresh("link")
     path.symlink_to(to)
@@ -153,9 +164,10 @@ _READ_PATHS = [
 ]
 _WRITTEN_PATHS = [
     *_PATHS,
-    *_given(FILES, "/dev/null", "/dev/null/x"),
+    *_given(FILES, "/dev/null/x"),
     *_made(
         FILES,
+        a_device=_device,
         a_fifo=_fifo,
         a_loop=lambda w: _link(w, "link"),
         a_folder_of_others=_full,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from attack.targets_parts import PARTS
 from attack.targets_reading import READING
 from attack.targets_rooms import ROOMS
 from attack.targets_seeing import SEEING
-from matlens import metrics
 
 TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS]
 
@@ -39,6 +37,7 @@ EXEMPT = {
     "control.Detoxify": "needs weights that are downloaded",
     "control.ProfanityCheck": "takes nothing",
     "control.ProfanityCheck.grade": "needs a package that is no part of the installation",
+    "metrics.Estimate.without_interval": "made by the library",
     "linear.arrays_of": "what linear.convert_published calls",
     "linear.read_pickle": "what linear.convert_published calls",
     "linear.write_maps": "what MapSet.save and fit_maps call",
@@ -125,15 +124,24 @@ def _is_result(value: Any) -> bool:
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """Functions and classes of all faces."""
+    """Functions and classes of the package's face, and of the faces of the rooms that it names."""
     root = Path(matlens.__file__).parent
-    for face in (root / "__init__.pyi", *sorted(root.glob("*/__init__.pyi"))):
-        room = "" if face.parent == root else face.parent.name
-        module = importlib.import_module(f"matlens.{room}" if room else "matlens")
-        for name in re.findall(r"^from \S+ import \w+ as (\w+)", face.read_text(), flags=re.MULTILINE):
+    top = (root / "__init__.pyi").read_text()
+    rooms = re.findall(r"^from \. import (\w+) as", top, flags=re.MULTILINE)
+    for room in ("", *rooms):
+        face, module = root / room / "__init__.pyi", getattr(matlens, room) if room else matlens
+        listed = _names_on(face) if face.is_file() else _own_names(module)
+        for name in listed:
             value = getattr(module, name)
             if inspect.isfunction(value) or inspect.isclass(value):
                 yield f"{room}.{name}" if room else name, value
-    for name, value in vars(metrics).items():  # a floor of one module
-        if inspect.isfunction(value) and value.__module__ == metrics.__name__ and not name.startswith("_"):
-            yield f"metrics.{name}", value
+
+
+def _names_on(face: Path) -> list[str]:
+    return re.findall(r"^from \S+ import \w+ as (\w+)", face.read_text(), flags=re.MULTILINE)
+
+
+def _own_names(module: Any) -> list[str]:
+    """Public names of a floor of one module."""
+    own = {name: getattr(value, "__module__", "") for name, value in vars(module).items()}
+    return [name for name, home in own.items() if home == module.__name__ and not name.startswith("_")]

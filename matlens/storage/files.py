@@ -71,7 +71,15 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
     """Write several files whole or none of them, as the one that writes into their folders.
 
-    What is written is always a new file: where a link stands, the link is replaced and not followed.
+    What is written is always a new file: where a link stands, the link is replaced and not followed. A folder,
+    a pipe or a device is left where it is.
+
+    Raises
+    ------
+    InputError
+        A pipe, a socket or a device stands where a file is to be.
+    OSError
+        A folder does, or the system refuses the file.
     """
     partial: dict[Path, Path] = {}
     with ExitStack() as locks:
@@ -79,8 +87,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():
-                if path.is_dir():  # else the files before it would be replaced, and it could not be
-                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+                _require_replaceable(path)  # else the files before it would be replaced, and it could not be
                 temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
@@ -93,6 +100,13 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             for temporary in partial.values():
                 with suppress(OSError):
                     temporary.unlink()
+
+
+def _require_replaceable(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
+        raise InputError(f"{path} is a pipe, a socket or a device. Expected the name of a file.")
 
 
 def require_writable(folder: Path) -> None:
@@ -122,6 +136,7 @@ def require_file_name(path: Path) -> None:
             raise InputError(f"{path} is a folder. Expected the name of a file, such as {path / 'name'}.")
         if not path.name:
             raise InputError(f"{str(path)!r} is no name of a file.")
+        _require_replaceable(path)
     require_writable(path.parent)
 
 

@@ -69,7 +69,7 @@ def test_a_folder_knows_its_files_and_has_one_writer(pruned: pruning.Pruned, tmp
     content[-3] ^= 1
     weights.write_bytes(content)
     (verdict,) = verify(folder)
-    assert verdict.what == "pruned model, 5 files"
+    assert verdict.what == "pruned model, 6 files"
     assert "model.safetensors does not hold what was written" in str(verdict.damage)
     waiting = threading.Event()
     with reserved(tmp_path / "other") as work:
