@@ -22,9 +22,9 @@ WORKERS ?= 2
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
+LENS_TRAIN ?= 4000
 ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
-LENS_TRAIN ?= 4000
 JACOBIANS ?= 30
 STUDY_VAL ?= 3000
 PATCHED ?= 3000
@@ -36,8 +36,7 @@ PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
-LENS_TRAIN ?= 1000
-JACOBIANS ?= 0
+JACOBIANS ?= 6
 STUDY_VAL ?= 1000
 PATCHED ?= 120
 ALONE ?= 60
@@ -157,7 +156,7 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 	--prompt "He was born in [MASK] in the United States." \
 	--prompt "It was the first time that the [MASK] won the war."
 
-# A passage of all tokens of its own, and the tuned lens: ten minutes for 1,000 sentences. Jacobians take a minute each.
+# A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 
