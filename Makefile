@@ -22,7 +22,7 @@ WORKERS ?= 2
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
-LENS_TRAIN ?= 4000
+LENS_TRAIN ?= 2000
 ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
 JACOBIANS ?= 30
@@ -30,17 +30,19 @@ STUDY_VAL ?= 3000
 PATCHED ?= 3000
 ALONE ?= 3000
 HEADS ?= 3000
+EVERY ?= 1
 ALL ?= 9000
 SENTENCES ?= 10000
 PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
-JACOBIANS ?= 6
+JACOBIANS ?= 4
 STUDY_VAL ?= 1000
 PATCHED ?= 120
 ALONE ?= 60
 HEADS ?= 40
+EVERY ?= 10
 ALL ?= 1500
 SENTENCES ?= 2000
 PENALTIES ?= ridge-only
@@ -135,7 +137,7 @@ $(RESULTS)/%.csv: | install
 $(RESULTS)/paper_a_fig6_alternation.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
-$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every 5
+$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every $(EVERY)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
 

@@ -1,9 +1,9 @@
 """Keep of what analyses have written what the pages quote: ``python results/gather.py out/results``.
 
 Of each table that a section quotes, the CSV with numbers of six digits, without the columns that say the same
-in every row (the JSON beside it does) and, in that JSON, no path of this machine and no list of the hooks that
-sites were read at, which are the model's; of each figure that a page shows, the PNG with as many colours as it needs. Where the folder does not have a table or a figure, the old
-one stays.
+in every row (the JSON beside it does) and, in that JSON, no path of this machine and no list of the hooks at
+which sites are read; of each figure that a page shows, the PNG with as many colours as it needs. Where the
+folder does not have a table or a figure, the old one stays.
 """
 
 from __future__ import annotations

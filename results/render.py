@@ -145,7 +145,7 @@ class Results:
         return f"python analyses/{self.origin(name)['command']}"
 
     def costs(self) -> pd.DataFrame:
-        """What each command that made tables took, in ``seconds`` of a processor; NaN where it did not say."""
+        """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
         taken: dict[str, list[float]] = {}
         for path in sorted(self.folder.glob("*.json")):
             seconds = self.origin(path.stem).get("processor_seconds", math.nan)

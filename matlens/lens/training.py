@@ -235,8 +235,8 @@ def tune(
     steps
         Number of steps.
     passes
-        How many times each row is seen, which gives the rows of a step; by default twice, and less often where
-        that were more than 120,000 rows.
+        How many times each row is seen, which gives the rows of a step; by default twice, and less often
+        where that were more than 120,000 rows.
     rate
         The first step's size, as the package counts it: momentum is not counted twice.
 

@@ -223,9 +223,10 @@ def test_what_the_audit_names_is_there(name: str) -> None:
 
 
 def test_every_command_of_the_audit_is_there_and_every_analysis_in_it() -> None:
-    assert all((PROJECT / path).is_file() for path in AUDIT["script"])
+    scripts = {command.split()[0] for command in AUDIT["script"]}
+    assert all((PROJECT / path).is_file() for path in scripts)
     of_papers = {f"analyses/{path.name}" for path in (PROJECT / "analyses").glob("paper_*.py")}
-    assert of_papers - set(AUDIT["script"]) <= {"analyses/paper_b_removal.py"}  # of no item of the paper
+    assert of_papers - scripts <= {"analyses/paper_b_removal.py"}  # of no item of the paper
 
 
 def test_what_commands_took_is_the_most_that_their_tables_say(results: Path) -> None:
