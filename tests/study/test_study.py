@@ -23,7 +23,7 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
 from matlens.linearity.heads import head_outputs
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study.steps import typical_penalty
+from matlens.study.fits import typical_penalty
 from matlens.study.study import Study
 
 N_TRAIN, N_VALIDATION = 26, 12
@@ -91,7 +91,7 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
     def fits(*_: object, **__: object) -> None:
         raise AssertionError("the maps are fitted again")
 
-    monkeypatch.setattr("matlens.study.steps.fit_samples", fits)
+    monkeypatch.setattr("matlens.study.fits.fit_samples", fits)
     second = study()
     assert_same(second.maps, maps)
     assert torch.equal(second.validation[1], validation[1])
