@@ -325,7 +325,7 @@ class Study:
         """What enters attention and what its heads give, of the training and the validation sentences."""
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in head_pairs(anatomy) for site in pair})
-        examples, folder = make_examples(self.model, self.parts[0], seed=self.seed), self.folder / steps.TRAIN
+        examples, folder = make_examples(self.model, self.parts[0], seed=self.seed), self.folder / TRAIN
         there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
         if set(ends) <= set(there):
             train = collect(self.model, examples, there, folder=folder)
