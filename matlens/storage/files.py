@@ -71,8 +71,8 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
     """Write several files whole or none of them, as the one that writes into their folders.
 
-    What is written is always a new file: where a link stands, the link is replaced and not followed. A folder,
-    a pipe or a device is left where it is.
+    What is written is always a new file: where a link stands, the link is replaced and not followed. A
+    folder, a pipe or a device is left where it is.
 
     Raises
     ------
