@@ -38,7 +38,7 @@ from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
-from matlens.linearity.heads import head_pairs
+from matlens.linearity.heads import head_outputs, head_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
@@ -286,7 +286,7 @@ class Study:
     def submodule_samples(self) -> Activations:
         """Inputs and outputs of all sub-modules at the drawn positions of the training sentences.
 
-        Asked for before anything else, they are collected in one pass with the stream.
+        Asked for before anything else, they are collected in one pass with the stream and what heads give.
         """
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in submodule_pairs(anatomy) for site in pair})
@@ -297,7 +297,7 @@ class Study:
             if set(ends) <= set(collected):
                 return collect(self.model, examples, list(collected), folder=train)
             return collect(self.model, examples, ends, folder=self.folder / "train-submodules")
-        return collect(self.model, examples, [*anatomy.stream, *ends], folder=train)
+        return collect(self.model, examples, [*anatomy.stream, *ends, *head_outputs(anatomy)], folder=train)
 
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
         """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
@@ -324,12 +324,16 @@ class Study:
     @cached_property
     def head_samples(self) -> tuple[Activations, Activations]:
         """What enters attention and what its heads give, of the training and the validation sentences."""
-        ends = sorted({site for pair in head_pairs(Anatomy.from_model(self.model)) for site in pair})
-        examples = make_examples(self.model, self.parts[0], seed=self.seed)
-        train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
-        last = str(Anatomy.from_model(self.model).stream[-1])
+        anatomy = Anatomy.from_model(self.model)
+        ends = sorted({site for pair in head_pairs(anatomy) for site in pair})
+        examples, folder = make_examples(self.model, self.parts[0], seed=self.seed), self.folder / TRAIN
+        there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
+        if set(ends) <= set(there):
+            train = collect(self.model, examples, there, folder=folder)
+        else:
+            train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
         examples, folder = self.validation_examples, self.folder / "validation-heads"
-        return train, collect(self.model, examples, [*ends, last], folder=folder)
+        return train, collect(self.model, examples, [*ends, str(anatomy.stream[-1])], folder=folder)
 
     @cached_property
     def validation_examples(self) -> Examples:
