@@ -140,15 +140,36 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
-@checked
-def require_finite_weights(model: TransformerBridge) -> None:
-    """Refuse weights that are not finite.
+def require_in_memory(model: TransformerBridge) -> None:
+    """Refuse a model whose weights are brought in from elsewhere for each pass, as accelerate offloads them.
 
     Raises
     ------
     InputError
-        A parameter holds NaN or infinity; the message names it.
+        A parameter is on no device.
     """
+    parameters = model.original_model.named_parameters()
+    absent = next((name for name, tensor in parameters if tensor.is_meta), None)
+    if absent is not None:
+        absent = absent.replace("_original_component.", "")
+        raise InputError(
+            f"Weights of {model.cfg.model_name} are not in memory, {absent} among them: "
+            "they are offloaded to the disk or to the processor, where what is read off weights "
+            "cannot find them. Expected a model that is wholly on its devices: give it more of them "
+            "(device_map), or load it in half precision (dtype)."
+        )
+
+
+@checked
+def require_finite_weights(model: TransformerBridge) -> None:
+    """Refuse weights that are not finite, or not there.
+
+    Raises
+    ------
+    InputError
+        A parameter holds NaN or infinity; the message names it. Or it is on no device.
+    """
+    require_in_memory(model)
     for name, tensor in model.original_model.named_parameters():
         # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
         if not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
@@ -193,6 +214,7 @@ def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that a checkpoint holds."""
+    require_in_memory(model)
     yield from model.original_model.named_parameters()
     for place, module in model.original_model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES
+from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import matlens
+from matlens.errors import InputError
 from matlens.models import weights
 from matlens.models.identity import ModelIdentity
 from matlens.models.weights import fingerprint, rounded_fingerprints, weights_at_rest
@@ -238,3 +240,18 @@ def test_weights_at_rest_are_looked_at_once_and_afterwards_anew(
         changed = ModelIdentity.from_model(model)
         parameter.copy_(kept)
     assert changed.fingerprint != expected.fingerprint
+
+
+def test_weights_that_are_offloaded_are_refused_in_words() -> None:
+    """As accelerate leaves them between two passes: on no device."""
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    plain = transformers.LlamaForCausalLM(config).eval()
+    whole = matlens.wrap(build_bridge_from_module(plain, "LlamaForCausalLM", hf_config=config))
+    assert len(fingerprint(whole)) == 16
+    layer = whole.original_model.model.layers[1].mlp
+    layer.to("meta")
+    for read in (fingerprint, ModelIdentity.from_model, weights.require_finite_weights, matlens.wrap):
+        with pytest.raises(InputError, match=r"not in memory, model\.layers\.1\.mlp.* offloaded to the disk"):
+            read(whole)
