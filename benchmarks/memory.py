@@ -1,37 +1,44 @@
 """How the peak memory grows when there are ten times more sentences, in every way of going over them.
 
-Each size runs in a process of its own, since a peak never goes back. What writes to disk or keeps moments
-should grow by less than 5%; what keeps rows in memory by the rows alone.
+Each size runs in a process of its own, since a peak never goes back; all begin with what is imported. What
+writes to disk or keeps moments should grow by less than 5%; what keeps rows in memory by the rows alone.
 """
 
 from __future__ import annotations
 
+import os
 import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Measured, Out
+
+from matlens import collect
+from matlens.activations import stream, stream_moments
+from matlens.corpora import Examples
+from matlens.ffn import Trace
+from matlens.linear import fit_stream
+from matlens.models import Anatomy
+from matlens.patching import submodule_pairs
 
 _LAYERS, _WIDTH, _LENGTH = 6, 256, 24
 _SHARE = 0.05
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="The smaller number of sentences.")] = 1000,
+    sentences: Annotated[int, typer.Option(help="The smaller number of sentences.")] = 500,
     rounds: Annotated[int, typer.Option(help="Runs of each; the least peak counts.")] = 2,
-    mode: Annotated[str, typer.Option(hidden=True)] = "",
     out: Out = None,
 ) -> None:
     """Measure the growth of the peak in each mode."""
-    if mode:
-        print(_peak(sentences, mode))
-        return
+    torch.set_num_threads(1)  # threads do not survive a fork
     measured = Measured("memory", out, sentences=sentences, times=10, rounds=rounds)
     rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / 2**20
     for name in _MODES:
@@ -45,14 +52,24 @@ def main(
 
 
 def _measured(sentences: int, mode: str) -> float:
-    command = [sys.executable, __file__, "--sentences", str(sentences), "--mode", mode]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    """The peak of a process of its own, in MiB."""
+    reads, writes = os.pipe()
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            os.write(writes, str(_peak(sentences, mode)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writes)
+    with open(reads) as said:
+        peak = said.read()
+    if os.waitpid(pid, 0)[1]:
+        raise RuntimeError(f"{mode} of {sentences} sentences has failed.")
+    return float(peak)
 
 
 def _collected(model: Any, examples: Any, folder: Path, **how: Any) -> None:
-    from matlens import collect
-
     collect(model, examples, progress=False, **how)
 
 
@@ -69,15 +86,10 @@ def _all_positions(model: Any, examples: Any, folder: Path) -> None:
 
 
 def _moments(model: Any, examples: Any, folder: Path) -> None:
-    from matlens.activations import stream_moments
-
     stream_moments(model, examples, folder, progress=False)
 
 
 def _passing(model: Any, examples: Any, folder: Path) -> None:
-    from matlens.activations import stream
-    from matlens.linear import fit_stream
-
     sites = [f"h.{layer}" for layer in range(_LAYERS + 1)]
     rows = stream(model, examples, sites, positions="all", progress=False)
     for _ in fit_stream(rows, [(0, _LAYERS), (_LAYERS // 2, _LAYERS)]):
@@ -85,16 +97,10 @@ def _passing(model: Any, examples: Any, folder: Path) -> None:
 
 
 def _submodules(model: Any, examples: Any, folder: Path) -> None:
-    from matlens.activations import stream_moments
-    from matlens.models import Anatomy
-    from matlens.patching import submodule_pairs
-
     stream_moments(model, examples, folder, pairs=submodule_pairs(Anatomy.from_model(model)), progress=False)
 
 
 def _trace(model: Any, examples: Any, folder: Path) -> None:
-    from matlens.ffn import Trace
-
     Trace.run(model, examples, folder=folder, progress=False)
 
 
@@ -108,12 +114,6 @@ _MODES: dict[str, Callable[[Any, Any, Path], None]] = {
 
 
 def _peak(sentences: int, mode: str) -> float:
-    import torch
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from matlens.corpora import Examples
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000, hidden_size=_WIDTH, intermediate_size=512, num_hidden_layers=_LAYERS,

@@ -254,7 +254,7 @@ class _BatchReader:
             columns["scale"][:, layer, 0] = scale
             index = {
                 "dominant": contribution.topk(self._k).indices,
-                "random": self._drawn[layer][torch.from_numpy(batch.index)],
+                "random": self._drawn[layer][torch.from_numpy(batch.index)].long(),
             }
             tokens = {"before": columns["before"][:, layer, 0].long(), "final": final}
             # All static scores are less work than bringing together the vectors of some of them.
