@@ -143,7 +143,7 @@ $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
 
 # One text in several languages, beside Wikipedia and news: as many tokens of each.
-LANGUAGES := en de fr es ru tr id
+LANGUAGES := en de fr ru tr
 
 $(RESULTS)/paper_a_sec5_matrix_languages.csv: | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps weblate==5.14.3
