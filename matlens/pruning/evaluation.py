@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_whole
+from matlens.arguments import require_whole, short
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples, require_own_tokens
 from matlens.errors import InputError
@@ -144,9 +144,21 @@ def speed(model: Any, *, n_tokens: int = 32, rounds: int = 3) -> Speed:
         How many are written in a round.
     rounds
         How often; the quickest round counts.
+
+    Raises
+    ------
+    InputError
+        It is no model, or its context has no room for so many tokens.
     """
     require_whole(n_tokens, "n_tokens", least=1)
     require_whole(rounds, "rounds", least=1)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "device"):
+        raise InputError(f"model is {short(model)}. Expected a plain model of transformers.")
+    room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if room is not None and _PROMPT + n_tokens > room:
+        raise InputError(
+            f"n_tokens is {short(n_tokens)}. Expected at most {room - _PROMPT}: the context ends there."
+        )
     prompt = torch.arange(_PROMPT)[None].to(model.device) + 3
     seconds = []
     for _ in range(rounds):
