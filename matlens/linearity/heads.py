@@ -77,7 +77,8 @@ def head_outputs(anatomy: Anatomy) -> list[str]:
 
 def _require_all(anatomy: Anatomy, maps: MapSet, vectors: Activations) -> None:
     """Refuse maps and vectors that are not of every block's heads, or of different models."""
-    maps.provenance.require_same(vectors.provenance, ours="the maps", theirs="the vectors")
+    if maps.provenance.model is not None:
+        maps.provenance.require_same(vectors.provenance, ours="the maps", theirs="the vectors")
     for source, target in head_pairs(anatomy):
         absent = [site for site in (source, target) if site not in vectors]
         if absent:
