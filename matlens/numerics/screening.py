@@ -26,7 +26,8 @@ class Screen:
     def __init__(self, unembed: nn.Linear) -> None:
         self._weight = unembed.weight.detach()
         # TransformerLens gives a bias of zeros to a layer that has none.
-        self._bias = unembed.bias if unembed.bias is not None and bool(unembed.bias.any()) else None
+        biased = unembed.bias is not None and bool(unembed.bias.any())
+        self._bias = unembed.bias.detach() if biased else None
         self._state = _state(unembed)
         exact = self._weight.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         self._halved = exact and self._bias is None and _bfloat16_is_quicker(self._weight)
