@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from blocks import (
