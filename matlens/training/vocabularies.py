@@ -39,7 +39,7 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
     corpus
         The sentences.
     n_tokens
-        How many tokens there are: 256 bytes, the end of a text, and merges.
+        How many tokens there are at most: 256 bytes, the end of a text, and as many merges as the text has.
     longest
         The longest text that the model will read, in tokens.
     """

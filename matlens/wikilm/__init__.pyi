@@ -1,6 +1,4 @@
 from .adapter import register as register
-from .adaptive import AdaptiveInput as AdaptiveInput
-from .adaptive import AdaptiveSoftmax as AdaptiveSoftmax
 from .checkpoint import read_wikilm as read_wikilm
 from .checkpoint import write_wikilm as write_wikilm
 from .dictionary import WordDictionary as WordDictionary

@@ -68,8 +68,8 @@ class WikiLMAdapter(ArchitectureAdapter):
 def register() -> None:
     """Let TransformerLens and transformers know WikiLM; a second time changes nothing.
 
-    After it ``AutoModelForCausalLM.from_pretrained`` reads what a WikiLM's ``save_pretrained`` has written,
-    and ``TransformerBridge.boot_transformers(folder, hf_model=model)`` takes one.
+    After it ``AutoModelForCausalLM.from_pretrained`` and ``TransformerBridge.boot_transformers`` read the
+    folder that a WikiLM's ``save_pretrained`` and its tokenizer's have written.
     """
     architecture_adapter_factory.SUPPORTED_ARCHITECTURES[ARCHITECTURE] = WikiLMAdapter
     architecture_adapter_factory.ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, WikiLMAdapter)

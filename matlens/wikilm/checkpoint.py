@@ -161,10 +161,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         (_Inert, f"fairseq.{module}.{name}") for module in ("meters", "logging.meters") for name in _METERS
     ]
     try:
-        with open_regular(path) as file, torch.serialization.safe_globals(allowed):
+        file = open_regular(path)
+    except (OSError, ValueError) as error:
+        reason = printable(str(getattr(error, "strerror", None) or error), most=200)
+        raise InputError(f"The checkpoint {path} cannot be read: {reason}.") from error
+    try:
+        with file, torch.serialization.safe_globals(allowed):
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise InputError(f"The checkpoint {path} cannot be read: {error.strerror or error}.") from error
     except pickle.UnpicklingError as error:
         named = _NAMED.search(str(error))
         if named is not None:
@@ -173,8 +176,6 @@ def _read(path: Path) -> Mapping[str, Any]:
                 "so it is not read. Expected tensors and settings alone, as fairseq's own checkpoints hold."
             ) from error
         raise _damaged(path, error) from error
-    except InputError:
-        raise
     except Exception as error:  # readers of archives and pickles fail in too many ways to list
         raise _damaged(path, error) from error
     if not isinstance(content, Mapping):

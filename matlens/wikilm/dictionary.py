@@ -26,7 +26,7 @@ _MULTIPLE = 8  # dictionaries are filled up to a multiple of it
 _FILLER = "madeupword{:04d}"
 # WikiText writes 'well @-@ known', '1 @,@ 000' and '3 @.@ 5' for what stands between letters or digits.
 _JOINERS = ((r"(?<=\w)-(?=\w)", " @-@ "), (r"(?<=\d),(?=\d)", " @,@ "), (r"(?<=\d)\.(?=\d)", " @.@ "))
-_WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|\w+|[^\w\s]"
+_WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|^'(?:s|t|re|ve|ll|d|m)$|\w+|[^\w\s]"
 
 
 @checked
@@ -74,7 +74,10 @@ class WordDictionary:
             ``n_words`` leaves no room for words.
         """
         n_words = require_whole(n_words, "n_words", least=len(SPECIAL) + 1)
-        seen = {word: count for word, count in counts if word not in SPECIAL}
+        try:
+            seen = {str(word): int(count) for word, count in counts if word not in SPECIAL}
+        except (TypeError, ValueError) as error:
+            raise InputError(f"counts are {short(counts)}. Expected words, each with its count.") from error
         kept = sorted(seen.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]
         words, numbers = [*SPECIAL, *(word for word, _ in kept)], [0, 0, 0, 0, *(count for _, count in kept)]
         for i in range(-len(words) % _MULTIPLE):

@@ -157,18 +157,15 @@ def test_a_model_is_known_by_its_weights(model: Any, path: Path, tmp_path: Path)
         Provenance(first).require_same(matlens.models.ModelIdentity.from_model(other), ours="the maps")
 
 
-def test_transformer_lens_takes_it_from_outside(path: Path) -> None:
+def test_transformer_lens_reads_it_by_itself(path: Path, tmp_path: Path) -> None:
     register()
     plain, dictionary = read_wikilm(path)
-    bridge = TransformerBridge.boot_transformers(
-        str(path.parent), hf_model=plain, tokenizer=dictionary.tokenizer(), device="cpu"
-    )
-    wrapped = matlens.wrap(bridge)
+    plain.save_pretrained(tmp_path)
+    dictionary.tokenizer(longest=48).save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
     with torch.no_grad():
-        torch.testing.assert_close(
-            wrapped(torch.tensor([tokens_of(SENTENCES[0])]))[0], by_hand(SENTENCES[0])["logits"],
-            atol=1e-5, rtol=0,
-        )  # fmt: skip
+        logits = matlens.wrap(bridge)(torch.tensor([tokens_of(SENTENCES[0])]))[0]
+    torch.testing.assert_close(logits, by_hand(SENTENCES[0])["logits"], atol=1e-5, rtol=0)
 
 
 def test_a_norm_behind_the_last_block_is_part_of_the_readout(tmp_path: Path) -> None:
