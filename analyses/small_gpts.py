@@ -33,7 +33,7 @@ LONGEST, TRAINED = 128, 96  # tokens that the models read, and of a sentence tha
 def main(
     study: Study,
     report: Report,
-    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 1000,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 600,
     pieces: Annotated[int, typer.Option(min=258, help="Pieces of the vocabulary.")] = 4000,
     size: Annotated[
         list[int] | None, typer.Option(help="Layers of a model to train, 2, 4 or 8; by default all three.")

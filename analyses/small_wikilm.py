@@ -34,7 +34,7 @@ TRAINED = 64  # tokens of a sentence that are trained on
 def main(
     study: Study,
     report: Report,
-    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 2000,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 1200,
     words: Annotated[int, typer.Option(min=64, help="Words of the vocabulary.")] = 8000,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 8,
     width: Annotated[int, typer.Option(min=16, help="Width of the stream, a multiple of 16.")] = 128,

@@ -156,10 +156,17 @@ class Readout:
         Raises
         ------
         InputError
-            A token is not in the vocabulary.
+            A token is not in the vocabulary, or the features are of another width.
         """
         unembedding: Any = self._head[-1]
-        if isinstance(unembedding, AdaptiveSoftmax):  # each score depends on those of other tokens
+        adaptive = isinstance(unembedding, AdaptiveSoftmax)
+        width = unembedding.in_features if adaptive else unembedding.weight.shape[1]
+        if features.shape[-1] != width:
+            raise InputError(
+                f"The features have {features.shape[-1]} coordinates. Expected the {width} that "
+                "Readout.features gives."
+            )
+        if adaptive:  # each score depends on those of other tokens
             constants = {name: weight.detach() for name, weight in unembedding.named_parameters()}
             scores = self._scaled(torch.func.functional_call(unembedding, constants, (features,)))
             return scores if tokens is None else scores[..., self._require_tokens(tokens)]
