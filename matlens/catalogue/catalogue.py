@@ -31,7 +31,7 @@ from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.kinds.stacks import Stack
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
-from matlens.models.places import locate
+from matlens.models.places import CHECKPOINT, locate
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -311,6 +311,8 @@ def _place_of(
     key: dict[str, Any] = {"layout": _LAYOUT, "dtype": str(dtype), "software": software()}
     key |= {} if stack is None else {"stack": stack}
     key["software"] |= {package: version(package) for package in _SOFTWARE}
+    if gguf is not None and gguf.lower().endswith(CHECKPOINT):
+        return None  # it is read in less time than its parts would be
     if gguf is not None:
         of_model = model_key(cache, Path(folder, gguf))
         return _Place(cache, called, commit, {**key, "gguf": of_model}, None, of_model)
