@@ -17,8 +17,8 @@ import typer
 from torch import Tensor
 
 from matlens import Lens, Readout, collect, load, load_corpus, make_examples
-from matlens.judging import Judgement, judge_scores
-from matlens.lens import LayerMap, polish, tune
+from matlens.estimators import LayerMap, polish, tune
+from matlens.lens import Judgement, judge_scores
 
 _STEPS, _PASSES = 250, 2
 

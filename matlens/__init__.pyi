@@ -6,8 +6,10 @@ from . import cli as cli
 from . import commands as commands
 from . import control as control
 from . import corpora as corpora
+from . import estimators as estimators
 from . import explorer as explorer
 from . import ffn as ffn
+from . import hub as hub
 from . import inputs as inputs
 from . import judging as judging
 from . import lens as lens

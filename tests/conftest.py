@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import jaxtyping
 import numpy as np
 import pytest
 import shapes  # noqa: F401  # before matlens: says which of its functions are checked
 import torch
 import transformers
+from hub_stand_in import Hub, serving
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
@@ -341,6 +343,16 @@ def make_sentences() -> matlens.corpora.Corpus:
 def sentences() -> matlens.corpora.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A stand-in of the hub on this machine, to which the hub's client can be pointed."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    with serving() as stand_in:
+        yield stand_in
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
