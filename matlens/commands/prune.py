@@ -49,26 +49,26 @@ def prune(
     wanted = _blocks(blocks)
     if penalty is not None:
         require_number(penalty, "--penalty", least=0)
-    from matlens.pruning.saving import require_new, save_pruned
+    from matlens.pruning.saving import reserved, save_pruned
 
-    require_new(out)
-    model.check()
-    sentences = corpus.load()
-    print(sentences.report())
-    n_judged = max(1, len(sentences) // 10)
-    fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
-    from matlens.corpora.prompts import make_windows
-    from matlens.pruning.evaluation import compare_pruned, speed
-    from matlens.pruning.layouts import plain_copy
-    from matlens.pruning.pruned import prune as prune_model
+    with reserved(out):  # before the work, as the only one that does it
+        model.check()
+        sentences = corpus.load()
+        print(sentences.report())
+        n_judged = max(1, len(sentences) // 10)
+        fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
+        from matlens.corpora.prompts import make_windows
+        from matlens.pruning.evaluation import compare_pruned, speed
+        from matlens.pruning.layouts import plain_copy
+        from matlens.pruning.pruned import prune as prune_model
 
-    bridge = model.load()
-    pruned = prune_model(
-        bridge, make_windows(bridge, fitted_on, size=window, most=windows), wanted,
-        method=method, choice=choice, penalty=penalty,
-    )  # fmt: skip
-    table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
-    save_pruned(pruned, out, table)
+        bridge = model.load()
+        pruned = prune_model(
+            bridge, make_windows(bridge, fitted_on, size=window, most=windows), wanted,
+            method=method, choice=choice, penalty=penalty,
+        )  # fmt: skip
+        table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
+        save_pruned(pruned, out, table)
     rows = [
         (
             row["method"],

@@ -23,7 +23,7 @@ from matlens.estimators.trained import (
     require_method_names,
     train_maps,
 )
-from matlens.estimators.training import BATCH, PILOT, STEPS, TOKENS, steps_for
+from matlens.estimators.training import BATCH, PILOT, STEPS, TOKENS, passes_for, steps_for
 from matlens.judging.costs import closed_form_flops, jacobian_flops, training_flops
 from matlens.judging.report import Member
 from matlens.lens.lens import Lens
@@ -167,7 +167,7 @@ def _train(
             steps_for(n, STEPS, BATCH) * min(BATCH, n), d, min(TOKENS, vocabulary), pilot=pilot,
             d_vocab=vocabulary,
         ),
-        "tuned": training_flops(2 * n, d, vocabulary),
+        "tuned": training_flops(round(passes_for(n) * n), d, vocabulary),
     }[name] * len(layers)  # fmt: skip
     seconds = clock.seconds
     if name != "tuned" and start is not None:
