@@ -308,6 +308,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * scale)
 
 
+UNPACKED = Path(matlens.__file__).parents[1] / ".browser"  # where `make test` puts a registry's Chromium
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER_OPTIONS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -320,11 +321,16 @@ def browser() -> Iterator[Any]:
     """A Chromium without a window, which a session starts once."""
     from playwright.sync_api import sync_playwright
 
-    paths = [path for path in map(shutil.which, BROWSERS) if path]
+    paths = [*filter(None, map(shutil.which, BROWSERS)), *filter(os.path.exists, [UNPACKED / "chromium"])]
     if not paths:
         pytest.fail("There is no Chromium for the tests of pages. Install it: sudo apt-get install chromium")
+    libraries = (
+        {"LD_LIBRARY_PATH": str(UNPACKED / "al2023" / "lib")} if paths[0] == UNPACKED / "chromium" else {}
+    )
     with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=paths[0], args=list(BROWSER_OPTIONS))
+        chromium = driver.chromium.launch(
+            executable_path=paths[0], args=list(BROWSER_OPTIONS), env={**os.environ, **libraries}
+        )
         yield chromium
         chromium.close()
 

@@ -48,8 +48,10 @@ EXEMPT = {
     "processes.joined": "takes what torchrun says, with a limit of its own",
     "storage.number_text": "words of numbers that the library has computed",
     **dict.fromkeys(
-        ("Lens.push_to_hub", "Lens.from_pretrained", "hub.HubRepository.snapshot", "hub.HubRepository.download",
-         "hub.HubRepository.commit"),
+        (
+            "Lens.push_to_hub", "Lens.from_pretrained", "hub.HubRepository.snapshot",
+            "hub.HubRepository.download", "hub.HubRepository.commit",
+        ),
         "asks the hub, of which tests have a stand-in",
     ),
     "hub.HubRepository": "a name that the hub's client looks at",

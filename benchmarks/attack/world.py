@@ -17,7 +17,7 @@ import transformers
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import annotation, control, corpora, estimators, ffn, judging, linear, patching, pruning
+from matlens import annotation, control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
 from matlens.lens import as_substitute
 from matlens.study import Study
 

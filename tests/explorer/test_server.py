@@ -350,4 +350,4 @@ def test_the_page_shows_and_changes_a_prompt(
 
 def test_answers_are_json_whatever_is_in_them(live: LiveModel) -> None:
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "<script> \u202e w1"})
-    assert json.loads(answer.text).keys() == {"before", "after"}
+    assert json.loads(answer.text).keys() == {"before", "after", "page"}
