@@ -258,7 +258,15 @@ def test_what_waits_is_let_go_when_the_page_goes_and_its_turn_never_comes(
     live: LiveModel, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+    arrived: list[str] = []
     goes_on = threading.Event()
+    prompt_of = server_module._prompt
+
+    def noting(content: dict[str, Any]) -> str:
+        arrived.append(prompt_of(content))
+        return arrived[-1]
+
+    monkeypatch.setattr(server_module, "_prompt", noting)
 
     def standing(model: Any, prompt: str, *_: Any, **__: Any) -> Any:
         calls.append(prompt)
@@ -272,9 +280,12 @@ def test_what_waits_is_let_go_when_the_page_goes_and_its_turn_never_comes(
             while not calls:
                 time.sleep(0.005)
             for _ in range(3):
+                patience = httpx.Timeout(30, read=0.1)
                 with pytest.raises(httpx.ReadTimeout):
-                    httpx.post(f"{address}compare", json={"prompt": "w2"}, timeout=0.05)
-            while live._waiting > 1:  # they leave the queue while the first is still at work
+                    httpx.post(f"{address}compare", json={"prompt": "w2"}, timeout=patience)
+            while (
+                len(arrived) < 4 or live._waiting > 1
+            ):  # they leave the queue while the first is still at work
                 time.sleep(0.005)
         finally:
             goes_on.set()
