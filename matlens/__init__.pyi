@@ -12,12 +12,14 @@ from . import ffn as ffn
 from . import hub as hub
 from . import inputs as inputs
 from . import judging as judging
+from . import kinds as kinds
 from . import lens as lens
 from . import linear as linear
 from . import linearity as linearity
 from . import metrics as metrics
 from . import models as models
 from . import pages as pages
+from . import numerics as numerics
 from . import patching as patching
 from . import plots as plots
 from . import processes as processes

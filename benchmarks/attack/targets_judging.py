@@ -47,7 +47,12 @@ JUDGING: list[Target] = [
     Target("judging.default_methods"),
     Target("judging.default_layers"),
     *[
-        Target(f"judging.{name}", dict.fromkeys(sizes, "whole"), dict.fromkeys(sizes, lambda _: 64))
+        Target(
+            f"judging.{name}",
+            dict.fromkeys(sizes, "whole"),
+            dict.fromkeys(sizes, lambda _: 64),
+            takes={f"{size}=0": lambda _, n: n > 0 for size in ("rows", "pilot", "d_vocab")},
+        )
         for name, sizes in {
             "closed_form_flops": ("n", "d"),
             "jacobian_flops": ("tokens", "d", "parameters", "at_once"),
@@ -120,7 +125,10 @@ JUDGING: list[Target] = [
         {"name": "text", "text": "text", "words": "object"},
         {"words": lambda _: (("w1",),)},
         finish=lambda w, item: judging.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
-        takes={"name=''": lambda _, table: len(table) == 3},
+        takes={
+            "name=''": lambda _, table: len(table) == 3,
+            "words=[]": lambda _, table: table["value"].isna().all(),  # an item that cannot be scored
+        },
     ),
     Target(
         "judging.evaluate_lenses",
@@ -132,7 +140,12 @@ JUDGING: list[Target] = [
         {"folder": "path read", "names": "names"},
         {"folder": _evaluations, "names": lambda _: None},
     ),
-    Target("judging.word_tokens", {"spellings": "sentences"}, {"spellings": lambda _: ["w1", "w2"]}),
+    Target(
+        "judging.word_tokens",
+        {"spellings": "sentences"},
+        {"spellings": lambda _: ["w1", "w2"]},
+        takes={f"spellings={none}": lambda _, tokens: tokens == [] for none in ("{}", "[]")},
+    ),
     Target(
         "judging.compare_lenses",
         {
@@ -147,7 +160,6 @@ JUDGING: list[Target] = [
             "methods": lambda _: ["mat", "id"],
         },
         takes={
-            "longest": lambda _, comparison: comparison.cosines is None,  # nothing is cut without Jacobians
             "folder=a_folder_of_others": lambda _, comparison: len(comparison.report) > 0,
         },
     ),

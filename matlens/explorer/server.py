@@ -83,6 +83,11 @@ class LiveModel:
     token
         The secret in its address; by default a new one.
 
+    Raises
+    ------
+    InputError
+        A lens or the maps are of another model, or there is no such port.
+
     Attributes
     ----------
     address
@@ -104,8 +109,8 @@ class LiveModel:
         self._model, self._lenses, self._maps = model, list(lenses), list(maps)
         identity = ModelIdentity.from_model(model)
         self._name = identity.name
-        for of_set in self._maps:
-            of_set.provenance.require_same(identity, ours="the maps", theirs="the model")
+        for given in [*self._lenses, *self._maps]:
+            given.provenance.require_same(identity, ours="the maps", theirs="the model")
         self._token = token or secrets.token_urlsafe(24)
         self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self._worker = ThreadPoolExecutor(max_workers=1)

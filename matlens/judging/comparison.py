@@ -28,6 +28,7 @@ from matlens.judging.members import default_methods, fit_members, jacobian_membe
 from matlens.judging.report import Member, report_table
 from matlens.lens.lens import Lens
 from matlens.linear.fitting import fit_samples
+from matlens.models.sites import Site
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -129,7 +130,10 @@ def compare_lenses(
     masked, last = is_masked(model), int(model.cfg.n_layers)
     if masked and "jacobian" in names:
         raise InputError("A masked-LM model has no Jacobian lens. Expected methods without 'jacobian'.")
-    wanted = default_layers(last) if layers is None else sorted({int(layer) % (last + 1) for layer in layers})
+    require_whole(longest, "longest", least=1)
+    wanted = default_layers(last)
+    if layers is not None:
+        wanted = sorted({Site.parse(layer, last).layer for layer in layers})
     sites = sites_of_rows(names, wanted, last)
     place: Positions = "drawn" if masked else "all"
     train = collect(

@@ -8,6 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import metrics
+from matlens.arguments import require_rows
+from matlens.errors import InputError
 from matlens.lens.judgement import Scores
 from matlens.lens.lens import Lens
 from matlens.signatures import checked
@@ -44,6 +46,11 @@ def lens_r2(
     InputError
         Fewer than two rows are left.
     """
+    if len(h) != len(last):
+        raise InputError(
+            f"There are {len(h)} vectors of the layer and {len(last)} of the last. Expected pairs."
+        )
+    require_rows(rows, len(h), least=2)
     counted: Any = slice(None) if rows is None else rows
     h, last = h[counted], last[counted]
     truth = last if lens.norm is None else lens.norm(last.double())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from matlens.activations.activations import Activations
-from matlens.arguments import short
+from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
 from matlens.estimators.fitting import lens_moments
@@ -103,6 +103,7 @@ def fit_members(
         A name is none, the rows lack a layer, or ``jacobian`` has no prompts.
     """
     names = require_method_names(methods)
+    require_whole(longest, "longest", least=1)
     train.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     if JACOBIAN in names and prompts is None:
         raise InputError("The method 'jacobian' is fitted on prompts, and none are given. Expected a corpus.")

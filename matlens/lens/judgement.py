@@ -24,6 +24,7 @@ Scores = Callable[[slice], Float[Tensor, "rows d_vocab"]]
 Substitute = Callable[[slice], Float[Tensor, "rows d_model"]]
 
 
+@checked
 class Judgement(NamedTuple):
     """What is predicted at each token against what the model does.
 
@@ -101,11 +102,12 @@ def judge_scores(
     Raises
     ------
     InputError
-        There is no member, or its scores are not of all tokens; or those of ``h^L`` itself are not finite.
+        There is no member or no token, or its scores are not of all tokens; or those of ``h^L`` itself are
+        not finite.
     """
-    if not members:
-        raise InputError("There is nothing to judge. Expected one member or more.")
     n = len(truth)
+    if not members or not n:
+        raise InputError("There is nothing to judge. Expected one member or more, and one token or more.")
     judged = {
         key: Judgement(
             torch.empty(n, dtype=torch.long), torch.empty(n), torch.empty(n) if divergence else None
@@ -163,7 +165,7 @@ def judge_predictions(
     Raises
     ------
     InputError
-        There is no substitute.
+        There is no substitute, or no token.
     """
     members = {key: _scores_of(readout, substitute) for key, substitute in substitutes.items()}
     return judge_scores(readout, truth, members, divergence=False, progress=progress)
