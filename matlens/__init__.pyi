@@ -18,14 +18,16 @@ from . import linear as linear
 from . import linearity as linearity
 from . import metrics as metrics
 from . import models as models
-from . import pages as pages
 from . import numerics as numerics
+from . import pages as pages
 from . import patching as patching
 from . import plots as plots
 from . import processes as processes
 from . import pruning as pruning
 from . import storage as storage
 from . import study as study
+from . import training as training
+from . import wikilm as wikilm
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus
 from .corpora.examples import make_examples as make_examples
