@@ -31,6 +31,7 @@ from matlens.numerics import split_product
 from matlens.pages.trajectory import LensCells
 from matlens.patching import Scheme, r2_score
 from matlens.pruning.spans import angles
+from matlens.wikilm.modelling import SinusoidalPositions
 
 # What says so: the package to every user where it can, and otherwise the annotations to its tests.
 WRONG = (InputError, TypeCheckError)
@@ -118,6 +119,12 @@ def test_coefficients_of_experts_are_of_the_same_tokens() -> None:
     mixture = object.__new__(Mixture)  # shapes are looked at before it is
     with pytest.raises(WRONG):
         mixture.coefficients(torch.rand(4, 3), torch.zeros(5, 2, dtype=torch.long), torch.rand(4, 2))
+
+
+def test_positions_of_wikilm_are_a_row_a_text() -> None:
+    assert SinusoidalPositions(4, 1)(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 4)
+    with pytest.raises(WRONG):
+        SinusoidalPositions(4, 1)(torch.ones(5, dtype=torch.long))
 
 
 def test_every_room_that_has_arrays_is_tried() -> None:
