@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import signal
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -56,13 +58,24 @@ def main(
     torch.set_num_threads(1)
     out, page, beside = out.resolve(), page and page.resolve(), beside and beside.resolve()
     with make_world(seed=seed) as world, contextlib.chdir(world.fresh("here").parent):
-        judgements = [judge(case) for case in _cases(world, only, share, seed)]
-        judgements += [judge(case) for case in mutation_cases(world, mutations, seed, only)]
+        judgements: list[Judgement] = []
+        signal.signal(signal.SIGTERM, _end)
+        with contextlib.suppress(_Ended):  # what is known by then is reported
+            every = chain(_cases(world, only, share, seed), mutation_cases(world, mutations, seed, only))
+            judgements.extend(map(judge, every))
     clear = _report(judgements, out, beside, show=show)
     if page is not None:
         write_table(page, pd.read_csv(out / "attack.csv"))
     if not clear:
         raise typer.Exit(1)
+
+
+class _Ended(BaseException):
+    """The attack is to end."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
 
 
 def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
