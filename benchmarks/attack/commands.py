@@ -84,6 +84,8 @@ COMMANDS = (
     Command(
         ("lens", "convert"), lambda w: [str(kept("lens")(w)), str(w.fresh("lens.pt")), *_model(w)]
     ),
+    Command(("lens", "push"), lambda w: [str(kept("lens")(w)), "someone/lenses"]),
+    Command(("lens", "pull"), lambda w: ["someone/lenses", "--out", str(w.fresh("out"))]),
     Command(("lens", "report"), lambda w: [*_sampled(_SIZES[:4])(w), "--methods", "mat,id"]),
 )  # fmt: skip
 

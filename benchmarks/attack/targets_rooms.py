@@ -79,6 +79,7 @@ ROOMS: list[Target] = [
         {"kind": lambda _: "value", "which": lambda _: "L0D1"},
         finish=lambda w, change: explorer.compare_changes(w.model, "w1 w2", [change], n_tokens=2),
     ),
+    Target("explorer.offered_maps", {"maps": "object"}, {"maps": lambda w: [w.stream_maps]}),
     Target(
         "explorer.compare_changes",
         {"changes": "sentences", "prompt": "prompt", "proceed": "object"},

@@ -17,8 +17,8 @@ import transformers
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import annotation, control, corpora, ffn, judging, lens, linear, patching, pruning
-from matlens.lens import LensMoments, Trajectory, as_substitute
+from matlens import annotation, control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
+from matlens.lens import Trajectory, as_substitute
 from matlens.study import Study
 
 N_CLUSTERS = 20
@@ -175,9 +175,9 @@ class World:
         return matlens.Lens.from_maps(self.other_maps, model=self.load("weights"))
 
     @cached_property
-    def lens_moments(self) -> LensMoments:
+    def lens_moments(self) -> estimators.LensMoments:
         """What closed forms need of the sentences."""
-        return lens.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
+        return estimators.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
 
     @cached_property
     def trajectory(self) -> Trajectory:
