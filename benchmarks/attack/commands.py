@@ -165,6 +165,9 @@ def _right(command: Command, label: str) -> Callable[[Any], bool] | None:
     """An output folder may hold files of others that stay as they are, and any size is planned."""
     if command.words == ("plan",) and label.startswith(("val=", "tokens=")):
         return lambda done: "sentences, drawn positions" in done
+    window = f"window={_PAST['window'][-1][:30]!r}"  # or the context, where that is shorter
+    if command.words == ("prune",) and label in ("blocks='0'", "blocks='1,2,'", window):
+        return lambda done: "Judged on other text" in done
     if label != "out=full":
         return None
     return lambda done: done.endswith("others as they were")

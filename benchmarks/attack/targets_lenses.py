@@ -176,6 +176,7 @@ LENSES: list[Target] = [
         {"path": "file written", "colour": "choice", "positions": "numbers"},
         {"path": lambda w: w.fresh("figure.png")},
         lambda w: w.trajectory,
+        takes={"positions=[0, -1]": lambda _, figure: len(figure.axes) > 0},  # the first and the last
     ),
     Target(
         "lens.read_cells",

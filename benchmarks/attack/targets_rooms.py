@@ -43,8 +43,12 @@ def _jumped(world: World, live: explorer.LiveModel) -> explorer.LiveModel:
     return live
 
 
+def _fill(folder: Path) -> None:
+    (folder / "x").write_text("x")
+
+
 def _entry_folder(world: World) -> Path:
-    entry = _cache(world).keep("model", {"a": 1}, lambda folder: (folder / "x").write_text("x"))
+    entry = _cache(world).keep("model", {"a": 1}, _fill)
     assert entry is not None
     return entry.folder
 

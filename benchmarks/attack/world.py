@@ -18,7 +18,7 @@ import transformers
 import matlens
 from attack.models import WORDS, save_model
 from matlens import annotation, control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
-from matlens.lens import as_substitute
+from matlens.lens import Trajectory, as_substitute
 from matlens.study import Study
 
 N_CLUSTERS = 20
@@ -180,7 +180,7 @@ class World:
         return estimators.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
 
     @cached_property
-    def trajectory(self) -> lens.Trajectory:
+    def trajectory(self) -> Trajectory:
         """A prompt through the lens."""
         return self.lens.trajectory(self.sentences[0], k=3)
 

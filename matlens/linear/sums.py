@@ -82,6 +82,11 @@ class PairMoments:
         self._flush()
         return next(iter(self._moments.values())).n if self._moments else 0
 
+    @property
+    def settled(self) -> bool:
+        """Whether no samples wait; looking at what is kept then changes no bit of what comes of it."""
+        return not self._waiting
+
     def update(
         self, vectors: Mapping[str, Float[Tensor, "n d"]], *, weights: Float[Tensor, " n"] | None = None
     ) -> Self:
