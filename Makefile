@@ -71,7 +71,10 @@ RESULTS_A := \
 	paper_a_sec5_corpora_bert \
 	paper_a_table1_tokens_bert \
 	lens_report \
-	lens_report_bert
+	lens_report_bert \
+	linearity \
+	linearity_bert \
+	pruning
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \

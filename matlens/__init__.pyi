@@ -22,6 +22,7 @@ from . import processes as processes
 from . import pruning as pruning
 from . import storage as storage
 from . import study as study
+from . import trials as trials
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus
 from .corpora.examples import make_examples as make_examples

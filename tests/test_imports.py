@@ -24,7 +24,7 @@ FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "processes", "metrics", "agglomeration",
     "screening", "products", "experts", "stacks", "images", "storage", "pages", "cache", "models", "corpora",
     "inputs", "linear", "activations", "patching", "plots", "lens", "judging", "ffn", "catalogue", "control",
-    "linearity", "pruning", "annotation", "study", "explorer", "cli", "commands", "__main__",
+    "linearity", "pruning", "trials", "annotation", "study", "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -18,8 +19,9 @@ from matlens.models.identity import ModelIdentity
 from matlens.progress import Bar
 from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
+from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ PENALTY = 0.1  # of the refitted matrix, which has more numbers than calibration
 def usual_penalty(method: Method) -> float:
     """The penalty of a method unless another is given."""
     return PENALTY if method == Method.refit else 0.0
+
+
+class Healed(NamedTuple):
+    """What healing took, and the divergence from the whole model that is left, in nats."""
+
+    n_tokens: int
+    divergence: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class Calibration:
 
     layout: Layout
     streams: Streams
+    _order: list[int] = field(default_factory=list)  # blocks as they go one after the other
 
     @classmethod
     def run(cls, model: TransformerBridge, windows: Examples, *, fold: bool, progress: bool) -> Calibration:
@@ -76,7 +87,22 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        return choose_blocks(self.streams.beginning(CHOSEN_ON), n, choice, progress=progress)
+        beginning = self.streams.beginning(CHOSEN_ON)
+        if choice != Choice.greedy:
+            return choose_blocks(beginning, n, choice, progress=progress)
+        if n > len(self._order):
+            self._order[:] = greedy_order(beginning, n, progress=progress)
+        return tuple(sorted(self._order[:n]))
+
+    def heal(
+        self, pruned: Any, blocks: Sequence[int], n_tokens: int, *, seed: int = 0, progress: bool = True
+    ) -> Healed:
+        """Train the folded matrices of a model that `without` has made, in place."""
+        began = time.monotonic()
+        kept = [index for index in range(len(self.layout.blocks)) if index not in set(blocks)]
+        folded = [first - 1 for first, _ in spans_of(blocks)]
+        divergence = heal(self.streams, pruned, kept, folded, n_tokens, seed=seed, progress=progress)
+        return Healed(n_tokens, divergence, time.monotonic() - began)
 
     def without(
         self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from matlens.arguments import require_choice, require_number
+from matlens.arguments import require_choice, require_number, require_seed, require_whole
 from matlens.corpora.examples import Examples
+from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration, usual_penalty
 from matlens.pruning.choices import Choice, Method
@@ -57,6 +58,8 @@ def prune(
     method: str = Method.refit,
     choice: str = Choice.greedy,
     penalty: float | None = None,
+    heal: int = 0,
+    seed: int = 0,
     progress: bool = True,
 ) -> Pruned:
     """Leave blocks out of a model and fold maps into the weights before them (definitions, section 11).
@@ -80,6 +83,11 @@ def prune(
         `Choice`; on the first 2,048 tokens of the calibration text.
     penalty
         How much the folded map is held near what the model has; by default 0.1 for ``refit`` and 0 otherwise.
+    heal
+        On how many tokens of the text the folded matrices are then trained towards what the whole model says;
+        by default not at all. It takes some five times as long as reading so many tokens.
+    seed
+        Seed of the order in which texts are read then.
     progress
         Whether to show bars.
 
@@ -92,16 +100,25 @@ def prune(
     choice = Choice(require_choice(choice, Choice, "choice"))
     if penalty is not None:
         penalty = require_number(penalty, "penalty", least=0)
+    require_whole(heal, "heal", least=0)
+    require_seed(seed)
     given = None if isinstance(blocks, int) else read_blocks(blocks, model.cfg.n_layers)
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
     gone = calibration.choose(blocks, choice, progress=progress) if isinstance(blocks, int) else given
     assert gone is not None
-    details = {
+    if heal and (method == Method.out or not gone):
+        raise InputError(
+            "There is no folded matrix to heal. Expected blocks to leave out, and another method than out."
+        )
+    details: dict[str, Any] = {
         "blocks_left_out": list(gone), "method": method.value,
         "penalty": usual_penalty(method) if penalty is None else penalty,
         "choice": choice.value if isinstance(blocks, int) else "given",
         "n_tokens": calibration.streams.tokens.numel(),
     }  # fmt: skip
-    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     made = calibration.without(gone, method, penalty, progress=progress)
+    if heal:
+        healed = calibration.heal(made, gone, heal, seed=seed, progress=progress)
+        details["healed"] = {**healed._asdict(), "seed": seed}
+    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     return Pruned(made, model.tokenizer, gone, method, provenance)

@@ -93,6 +93,14 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
         f"{details.get('n_tokens', 0):,} tokens of `{visible(str(data.get('corpus', 'unnamed')))}`. "
         "All other weights are as they were.",
     ]  # fmt: skip
+    if healed := details.get("healed"):
+        lines += [
+            "",
+            f"These matrices alone were then trained on {healed['n_tokens']:,} tokens of the same text "
+            "towards what the whole model says. It took "
+            f"{healed['seconds']:,.0f} seconds, and the divergence was "
+            f"{healed['divergence']:.4g} nats a token in the end.",
+        ]
     if table is not None:
         lines += [
             "",

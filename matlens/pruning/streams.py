@@ -35,6 +35,8 @@ class Streams:
     ----------
     h
         ``h^0 .. h^L``.
+    rest
+        What blocks give behind their vectors, where they do.
     """
 
     def __init__(self, layout: Layout, tokens: Int[Tensor, "n length"], *, progress: bool = True) -> None:
@@ -48,7 +50,7 @@ class Streams:
                 "matlens.pruning.streams.MOST_BYTES."
             )
         self._step = max(1, _TOKENS // tokens.shape[1])
-        self._rest: tuple[Any, ...] | None = None  # what blocks give behind their vectors, where they do
+        self.rest: tuple[Any, ...] | None = None
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
         self.h: list[Tensor] = self._run(progress)
 
@@ -73,7 +75,7 @@ class Streams:
                     calls.append((args[1:], rest))
 
                 def after(_: nn.Module, __: Any, output: Any, seen: Any = seen) -> None:
-                    self._rest = output[1:] if isinstance(output, tuple) else None
+                    self.rest = output[1:] if isinstance(output, tuple) else None
                     seen.append(_first(output))
 
                 with ExitStack() as hooks:
@@ -145,22 +147,23 @@ class Streams:
         """The model's own read-out: the model, with one block that gives the stand-in for the last stream."""
         model, (parent, _, name) = self.layout.model, self.layout.path.rpartition(".")
         blocks, place = self.layout.blocks, self.layout.model.get_submodule(parent)
-        setattr(place, name, nn.ModuleList([_Giving(h.to(model.device), self._rest)]))
+        setattr(place, name, nn.ModuleList([Giving(h.to(model.device), self.rest)]))
         try:
             return model(tokens.to(model.device), use_cache=False).logits
         finally:
             setattr(place, name, blocks)
 
 
-class _Giving(nn.Module):
+class Giving(nn.Module):
     """A block that gives what it was made with."""
 
     def __init__(self, h: Tensor, rest: tuple[Any, ...] | None) -> None:
         super().__init__()
-        self._h, self._rest = h, rest
+        self._h, self.rest = h, rest
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self._h if self._rest is None else (self._h, *self._rest)
+        """Give it, whatever is given."""
+        return self._h if self.rest is None else (self._h, *self.rest)
 
 
 def _first(output: Any) -> Tensor:

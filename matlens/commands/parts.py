@@ -1,18 +1,63 @@
-"""The command that leaves blocks out of a model and writes a plain Hugging Face folder of the rest."""
+"""Commands about parts of a model: how linear each is, and a plain model without some of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from matlens.arguments import require_number
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
-from matlens.cli.options import Out
-from matlens.cli.printing import print_line, print_table
+from matlens.cli.options import Out, Seed
+from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
 from matlens.errors import InputError
 from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
+
+
+@grouped
+def linearity(
+    model: ModelOptions,
+    corpus: CorpusOptions,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
+    windows: Annotated[int, typer.Option(min=2, help="Most windows or sentences to fit maps on.")] = 160,
+    judged: Annotated[int, typer.Option(min=2, help="Most windows or sentences to take losses of.")] = 8,
+    seed: Seed = 0,
+    out: Out = Path("out"),
+) -> None:
+    """Say how linear every part of a model is, and what it costs to put its map in its place.
+
+    Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed goes on where it was.
+    """
+    model.check()
+    sentences = corpus.load()
+    print(sentences.report())
+    n_judged = max(1, len(sentences) // 10)
+    parts = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
+    from matlens import plots
+    from matlens.inputs.judged import make_judged_text
+    from matlens.linearity.atlas import ATLAS, linearity_atlas
+    from matlens.linearity.ranking import CORRELATIONS, rank_correlations
+    from matlens.models.identity import ModelIdentity
+    from matlens.storage.tables import write_results
+
+    bridge = model.load()
+    fitted_on, judged_on = (
+        make_judged_text(bridge, part, size=window, most=most, seed=seed)
+        for part, most in zip(parts, (windows, judged), strict=True)
+    )
+    table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas")
+    correlations = rank_correlations(table, seed=seed)
+    origin = {
+        "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
+        "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+    }  # fmt: skip
+    for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
+        write_results(out, name, written, origin)
+        print_line(out / f"{name}.csv")
+    print_figures(plots.save(plots.linearity_figure(table, correlations), out, ATLAS))
+    print_atlas(table, correlations)
 
 
 @grouped
@@ -38,6 +83,10 @@ def prune(
             min=0, help="How much it is held near what it was.", show_default="0.1 for refit, else 0"
         ),
     ] = None,
+    heal: Annotated[
+        int,
+        typer.Option(min=0, help="Train the folded matrices alone on so many tokens, minutes for 100,000."),
+    ] = 0,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window of running text.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Most windows to calibrate on.")] = 160,
     judged: Annotated[int, typer.Option(min=2, help="Most windows to judge both models on.")] = 40,
@@ -58,14 +107,14 @@ def prune(
     n_judged = max(1, len(sentences) // 10)
     fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
     from matlens.corpora.prompts import make_windows
-    from matlens.pruning.evaluation import compare_pruned, speed
     from matlens.pruning.layouts import plain_copy
     from matlens.pruning.pruned import prune as prune_model
+    from matlens.trials.evaluation import compare_pruned, speed
 
     bridge = model.load()
     pruned = prune_model(
         bridge, make_windows(bridge, fitted_on, size=window, most=windows), wanted,
-        method=method, choice=choice, penalty=penalty,
+        method=method, choice=choice, penalty=penalty, heal=heal,
     )  # fmt: skip
     table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
     save_pruned(pruned, out, table)
@@ -86,6 +135,11 @@ def prune(
         costs.append((name, *map(number_text, numbers)))
     heads = ("model", "ms a token", "MB of weights", "KB of cache a token")
     print_table("Writing tokens one by one", heads, costs)
+    if healed := pruned.provenance.details.get("healed"):
+        print_line(
+            f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "
+            f"{number_text(healed['divergence'])} nats a token from the whole model."
+        )
     print_line(f"Without the blocks {', '.join(map(str, pruned.blocks)) or 'none'}: {out}")
 
 

@@ -1,4 +1,4 @@
-"""The command `matlens prune`."""
+"""The commands `matlens prune` and `matlens linearity`."""
 
 from __future__ import annotations
 
@@ -60,3 +60,38 @@ def test_blocks_that_cannot_be_are_refused(
     assert outcome.code == 2
     assert message in " ".join(outcome.err.replace("│", " ").split())
     assert not (tmp_path / "pruned").exists()
+
+
+def test_an_atlas_is_written_and_drawn(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "linearity", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus,
+        "--window", "20",
+        "--windows", "20", "--judged", "3", "--out", tmp_path,
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Rank correlation" in outcome.out
+    assert "Parts replaced together" in outcome.out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "atlas", "linearity.csv", "linearity.json", "linearity.png", "linearity.pdf",
+        "linearity_correlations.csv", "linearity_correlations.json",
+    }  # fmt: skip
+    few = run_command([*asked[:-1], tmp_path / "few", "--windows", "2"], capsys)
+    assert few.code == 2
+    assert "Expected more tokens" in " ".join(few.err.split())
+    assert not (tmp_path / "few").exists() or not list((tmp_path / "few").glob("*.csv"))
+
+
+def test_healing_is_told(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--blocks", "1",
+        "--window", "24", "--heal", "48", "--out", tmp_path / "healed",
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Healed on 48 tokens" in outcome.out
+    assert "then trained on 48 tokens" in (tmp_path / "healed" / "README.md").read_text()
