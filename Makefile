@@ -22,26 +22,27 @@ WORKERS ?= 2
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
+LENS_TRAIN ?= 2000
 ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
-LENS_TRAIN ?= 4000
 JACOBIANS ?= 30
 STUDY_VAL ?= 3000
 PATCHED ?= 3000
 ALONE ?= 3000
 HEADS ?= 3000
+EVERY ?= 1
 ALL ?= 9000
 SENTENCES ?= 10000
 PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
-LENS_TRAIN ?= 1000
-JACOBIANS ?= 0
+JACOBIANS ?= 4
 STUDY_VAL ?= 1000
 PATCHED ?= 120
 ALONE ?= 60
 HEADS ?= 40
+EVERY ?= 10
 ALL ?= 1500
 SENTENCES ?= 2000
 PENALTIES ?= ridge-only
@@ -139,7 +140,7 @@ $(RESULTS)/%.csv: | install
 $(RESULTS)/paper_a_fig6_alternation.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/paper_a_fig10_submodules.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
-$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every 5
+$(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every $(EVERY)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
 
@@ -160,7 +161,7 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 	--prompt "He was born in [MASK] in the United States." \
 	--prompt "It was the first time that the [MASK] won the war."
 
-# A passage of all tokens of its own, and the tuned lens: ten minutes for 1,000 sentences. Jacobians take a minute each.
+# A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 

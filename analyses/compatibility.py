@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from matlens import InputError, load
 from matlens.cli import Report, run_study
+from matlens.kinds import STACKS, Stack
 from matlens.progress import Bar
-from matlens.stacks import STACKS, Stack
 from matlens.study import FEATURES, Study, compatibility
 
 NAME = "compatibility"

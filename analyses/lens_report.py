@@ -69,4 +69,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_study(main, train=1000, val=1000)
+    run_study(main, train=2000, val=1000)

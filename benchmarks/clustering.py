@@ -38,9 +38,8 @@ def main(
 
 
 def _measure(n: int, width: int, linkage: str, folder: Path) -> None:
-    import matlens.agglomeration
+    import matlens.numerics.agglomeration as agglomeration
 
-    agglomeration = matlens.agglomeration
     generator = np.random.default_rng(0)
     vectors = (
         generator.normal(size=(n, width)) + generator.normal(size=(n // 20 + 1, width))[np.arange(n) // 20]

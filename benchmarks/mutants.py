@@ -61,7 +61,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "control/baselines": ("tests/control/test_generation.py", "tests/control/test_perplexity.py"),
     "control/comparison": (),
     "annotation/plausibility": (),
-    "study/steps": (),
+    "study/fits": (),
+    "study/results": (),
 }
 
 

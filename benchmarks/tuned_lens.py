@@ -1,39 +1,42 @@
-"""Train the lens of the package tuned-lens itself, and set it beside `tuned` and `polished` of matlens.
+"""The lens of the package tuned-lens itself, trained and judged on the tokens of ``analyses/lens_report.py``.
 
-The package's own module maps and reads out the same rows; its training loop, which needs packages that are no
-longer kept, is written out here with its defaults. Install it with ``pip install --no-deps tuned-lens``.
+The package's own module maps and reads out; its training loop, which needs packages that are no longer kept,
+is written out here with its defaults, at 120,000 rows. What it saves is read by `Lens.from_tuned_lens` and
+judged as the report's members are. Given the report's ``--out``, it finds the report's vectors there.
 
-    python benchmarks/tuned_lens.py --layer 10 --train 2000
+    pip install --no-deps tuned-lens
+    python benchmarks/tuned_lens.py --train 2000 --val 1000 --out out/results
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from matlens import Lens, Readout, collect, load, load_corpus, make_examples
-from matlens.judging import Judgement, judge_scores
-from matlens.lens import LayerMap, polish, tune
+from matlens import Lens, Readout, collect, make_examples
+from matlens.cli import Report, print_members, run_study
+from matlens.judging import Member, lens_exit_sweep, report_table, training_flops
+from matlens.study import Study
 
-_STEPS, _PASSES = 250, 2
+NAME = "tuned_lens"
+METHOD = "tuned, by the package"
+_STEPS, _ROWS = 250, 120_000
 
 
-def train_package(model: Any, layer: int, h: Tensor, last: Tensor, readout: Readout) -> tuple[Any, float]:
-    """The package's lens, one layer of it trained as its command does by default; and the seconds."""
-    from tuned_lens.nn.lenses import TunedLens
-
-    lens = TunedLens.from_model(model.original_model)
+def train_layer(lens: Any, layer: int, h: Tensor, last: Tensor, readout: Readout) -> float:
+    """Train one layer of the package's lens as its command does by default; the seconds of a processor."""
     parts = list(lens[layer].parameters())
     optimiser = torch.optim.SGD(parts, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / _STEPS)
-    batch = -(-len(h) * _PASSES // _STEPS)
+    seen = min(2 * len(h), _ROWS)
+    batch = -(-seen // _STEPS)
     generator = torch.Generator().manual_seed(0)
-    order = torch.cat([torch.randperm(len(h), generator=generator) for _ in range(_PASSES + 1)])
+    order = torch.cat([torch.randperm(len(h), generator=generator) for _ in range(-(-seen // len(h)) + 1)])
     start = time.process_time()
     for step in range(_STEPS):
         rows = order[step * batch : (step + 1) * batch]
@@ -44,64 +47,39 @@ def train_package(model: Any, layer: int, h: Tensor, last: Tensor, readout: Read
         torch.nn.utils.clip_grad_norm_(parts, 1.0)
         optimiser.step()
         schedule.step()
-    return lens, time.process_time() - start
-
-
-def show(name: str, judged: Judgement, seconds: float) -> None:
-    """Print a line of the table."""
-    values = {key: estimate.value for key, estimate in judged.estimates().items()}
-    print(
-        f"{name:24} P@1 {values['precision', 1]:.3f}  P@10 {values['precision', 10]:.3f}  surprisal "
-        f"{values['surprisal', None]:.2f}  KL {values['kl', None]:.2f}  {seconds:7.1f} s",
-        flush=True,
-    )
+    return time.process_time() - start
 
 
 def main(
-    layer: Annotated[int, typer.Option(min=1)] = 10,
-    train: Annotated[int, typer.Option(min=10)] = 2000,
-    val: Annotated[int, typer.Option(min=10)] = 1000,
-    out: Path = Path("out/tuned-lens"),
+    study: Study,
+    report: Report,
+    layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
 ) -> None:
-    """Fit all on the same rows, and judge them on the same tokens."""
-    model = load("smollm2-135m")
-    parts = load_corpus("wikipedia-sample").split(n_train=train, n_validation=val, seed=0)
-    last = int(model.cfg.n_layers)
+    """Train the package's lens at some layers, and judge it as the report judges its members."""
+    from tuned_lens.nn.lenses import TunedLens
+
+    model, sixth = study.model, study.n_layers / 6
+    layers = sorted(layer or [round(sixth), round(2 * sixth), round(4 * sixth)])
+    last = study.n_layers
     rows = collect(
-        model, make_examples(model, parts[0]), [layer, last], positions="all", folder=out / f"rows-{layer}"
-    )
-    tokens = collect(model, make_examples(model, parts[1]), [layer, last], folder=out / f"tokens-{layer}")
-    h, h_last, x = rows[layer].clone(), rows[last].clone(), tokens[layer]
-    readout = Readout(model)
-
-    def judge(name: str, scores: Any, seconds: float) -> None:
-        show(name, judge_scores(readout, tokens[last], {name: scores}, progress=False)[name], seconds)
-
-    def time_map(name: str, fit: Any, norm: Any = None, before: float = 0.0) -> None:
-        start = time.process_time()
-        held: LayerMap = fit()
-        seconds = before + time.process_time() - start
-        judge(
-            name,
-            lambda part: held.scale * readout.logits(held(x[part] if norm is None else norm(x[part]))),
-            seconds,
-        )
-
-    start = time.process_time()
-    closed = Lens.fit(model, rows, method="normed+affine", layers=[layer], progress=False)
-    seconds = time.process_time() - start
-    judge("normed+affine", lambda part: closed.logits(x[part], layer), seconds)
-    time_map(
-        "polished",
-        lambda: polish(readout, closed.maps[layer], h, h_last, norm=closed.norm),
-        closed.norm,
-        seconds,
-    )
-    time_map("tuned, of matlens", lambda: tune(readout, h, h_last, steps=_STEPS, passes=_PASSES))
-    lens, seconds = train_package(model, layer, h, h_last, readout)
-    with torch.no_grad():
-        judge("tuned, of the package", lambda part: lens(x[part], layer), seconds)
+        model, make_examples(model, study.parts[0], seed=study.seed), [*layers, last], positions="all",
+        folder=study.folder / f"lens-rows-{'-'.join(map(str, layers))}",
+    )  # fmt: skip
+    examples = make_examples(model, study.parts[1], seed=study.seed)
+    validation = collect(model, examples, folder=study.folder / "lens-validation")
+    package = TunedLens.from_model(model.original_model)
+    h_last = rows[last].clone()
+    seconds = sum(train_layer(package, at, rows[at].clone(), h_last, study.readout) for at in layers)
+    folder = report.out / NAME
+    package.save(folder)
+    read = Lens.from_tuned_lens(folder, model)
+    lens = replace(read, maps={at: read.maps[at] for at in layers})
+    flops = training_flops(min(2 * rows.n_rows, _ROWS), int(model.cfg.d_model), study.readout.d_vocab)
+    members = {METHOD: Member(lens, seconds, flops * len(layers))}
+    table = report_table(members, validation, layers=layers)
+    print_members(table, lens_exit_sweep({METHOD: lens}, validation, layers=layers))
+    report.write(NAME, table, {**validation.provenance.to_json("model", "data"), "n_rows": rows.n_rows})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_study(main, train=2000, val=1000, figures=False)

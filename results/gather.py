@@ -1,9 +1,9 @@
 """Keep of what analyses have written what the pages quote: ``python results/gather.py out/results``.
 
 Of each table that a section quotes, the CSV with numbers of six digits, without the columns that say the same
-in every row (the JSON beside it does) and, in that JSON, no path of this machine; of each figure that a page
-shows, the PNG with as many colours as it needs. Where the folder does not have a table or a figure, the old
-one stays.
+in every row (the JSON beside it does) and, in that JSON, no path of this machine and no list of the hooks at
+which sites are read; of each figure that a page shows, the PNG with as many colours as it needs. Where the
+folder does not have a table or a figure, the old one stays.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def portable(origin: Any, folder: str) -> Any:
     """What a table was made from, as it is given in the project's folder wherever that is.
 
     The folder that is gathered, like any ``.../out/results``, is ``out/results``; a command says nothing of
-    where it wrote.
+    where it wrote, and the hooks of sites, hundreds of lines, are left out.
     """
     if isinstance(origin, dict):
-        parts = {key: portable(part, folder) for key, part in origin.items()}
+        parts = {key: portable(part, folder) for key, part in origin.items() if key != "hooks"}
         command = parts.get("command")
         return parts | ({"command": without_out(command)} if isinstance(command, str) else {})
     if isinstance(origin, list):

@@ -21,6 +21,8 @@ What a section can say, beside all that Jinja2 and pandas offer:
     What a comparison comes to, by a condition.
 ``claim(claim, paper, ours, verdict(...))``
     A line ``| claim | paper | ours | verdict |``; it also goes into the page's summary.
+``costs()``
+    What each command of the tables has taken: its ``command``, and ``seconds`` of a processor.
 ``section("paper-a/10-fit")``
     A section of another page: ``link`` to it and its ``verdicts``.
 ``rows_of("items.csv")``
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -141,6 +144,15 @@ class Results:
         """The command that made a table, as it is given in the project's folder."""
         return f"python analyses/{self.origin(name)['command']}"
 
+    def costs(self) -> pd.DataFrame:
+        """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
+        taken: dict[str, list[float]] = {}
+        for path in sorted(self.folder.glob("*.json")):
+            seconds = self.origin(path.stem).get("processor_seconds", math.nan)
+            taken.setdefault(self.command(path.stem), []).append(seconds)
+        rows = [(command, pd.Series(seconds).max()) for command, seconds in sorted(taken.items())]
+        return pd.DataFrame(rows, columns=["command", "seconds"])  # its last table says the most
+
     def claim(self, claim: str, paper: str, ours: str, verdict: Verdict) -> str:
         """Add a line to the page's summary, and give it for the section's own table."""
         if not isinstance(verdict, Verdict):
@@ -243,7 +255,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
     )  # fmt: skip
     environment.globals |= {
         "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
-        "command": quoted.command,
+        "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
         "judging": judging, "lens": lens, "linearity": linearity, "trials": trials,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),

@@ -25,7 +25,7 @@ from matlens.corpora.examples import (
     require_own_tokens,
 )
 from matlens.errors import InputError
-from matlens.images import is_visual
+from matlens.kinds.images import is_visual
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, require_raw

@@ -62,7 +62,7 @@ def run(
         print_results(samples.out)
         print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
         return
-    from matlens.study.steps import plot_results
+    from matlens.study.results import plot_results
 
     study = samples.study(model, corpus, **fit_arguments)
     _ = study.maps
@@ -93,8 +93,8 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
 def fit(folder: Folder, how: FitOptions) -> None:
     """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps."""
     fit_arguments = how.fit_arguments()
+    from matlens.study.fits import fit_maps
     from matlens.study.output import MAPS
-    from matlens.study.steps import fit_maps
 
     maps = fit_maps(folder, **fit_arguments)
     print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
@@ -123,7 +123,7 @@ def evaluate(
     """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
     from matlens.linear.mapsets import MapSet
     from matlens.study.output import MAPS, RESULTS
-    from matlens.study.steps import evaluate_maps
+    from matlens.study.results import evaluate_maps
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
@@ -142,7 +142,7 @@ def evaluate(
 @app.command()
 def plot(folder: Folder, title: Title = None) -> None:
     """Draw the figures of FOLDER/results.csv, as PNG and PDF."""
-    from matlens.study.steps import plot_results
+    from matlens.study.results import plot_results
 
     print_figures(plot_results(folder, title=title))
 

@@ -39,8 +39,8 @@ def merge(shards: Shards, out: Out, how: FitOptions) -> None:
     """Join the moments of all shards of a job, in OUT/moments, and fit maps on them, in OUT/maps."""
     arguments = how.fit_arguments()
     from matlens.activations.stored_moments import StoredMoments, merge_moments
+    from matlens.study.fits import fit_moments
     from matlens.study.output import MAPS, MOMENTS
-    from matlens.study.steps import fit_moments
 
     kept = StoredMoments(*shards)
     if how.pairs == "all":  # all that the shards have kept

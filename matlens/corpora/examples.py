@@ -20,10 +20,10 @@ from torch import Tensor
 from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
-from matlens.images import image_shape, is_visual
+from matlens.kinds.images import image_shape, is_visual
+from matlens.kinds.stacks import DECODER, ENCODER, inputs_of, stack_of
 from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
-from matlens.stacks import DECODER, ENCODER, inputs_of, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

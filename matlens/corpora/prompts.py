@@ -25,10 +25,10 @@ from matlens.corpora.examples import (
 from matlens.corpora.sources import json_rows, text_of_row
 from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
-from matlens.images import is_visual
+from matlens.kinds.images import is_visual
+from matlens.kinds.stacks import stack_of
 from matlens.models.tokenization import TextTokens, encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
-from matlens.stacks import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -20,7 +20,7 @@ from matlens.corpora.examples import (
     require_tokens,
 )
 from matlens.errors import InputError
-from matlens.stacks import DECODER, stack_of
+from matlens.kinds.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

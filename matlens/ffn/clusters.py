@@ -1,7 +1,7 @@
 """Clusters of value vectors that point the same way (section 5.2).
 
-Value vectors are clustered by agglomeration on their cosine distances (`matlens.agglomeration`): ``exact``
-while the distances of all pairs have room in memory or on the disk, else by ``neighbours``.
+Value vectors are clustered by agglomeration on their cosine distances (`matlens.numerics.agglomeration`):
+``exact`` while the distances of all pairs have room in memory or on the disk, else by ``neighbours``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens.agglomeration import (
+from matlens.arguments import require_number, require_whole, short
+from matlens.errors import InputError
+from matlens.ffn.projection import Projection
+from matlens.ffn.values import ValueName, ValueVectors
+from matlens.models.identity import Provenance
+from matlens.models.sites import require_finite
+from matlens.models.vocabulary import token_texts, visible
+from matlens.numerics.agglomeration import (
     EXACT,
     NEIGHBOURS,
     Linkage,
@@ -30,13 +37,6 @@ from matlens.agglomeration import (
     gib_on_disk,
     method_within,
 )
-from matlens.arguments import require_number, require_whole, short
-from matlens.errors import InputError
-from matlens.ffn.projection import Projection
-from matlens.ffn.values import ValueName, ValueVectors
-from matlens.models.identity import Provenance
-from matlens.models.sites import require_finite
-from matlens.models.vocabulary import token_texts, visible
 from matlens.progress import waiting
 from matlens.signatures import checked
 from matlens.storage.folders import reading_record

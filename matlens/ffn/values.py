@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_whole, short
 from matlens.errors import InputError
+from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS, POST_NORM
 from matlens.signatures import checked
-from matlens.stacks import ENCODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -11,7 +11,7 @@ from torch import Tensor
 from matlens.arguments import require_kind, require_whole, short
 from matlens.corpora.examples import Examples, end_to_end, require_model
 from matlens.errors import InputError
-from matlens.images import image_shape, is_visual, places_of_image
+from matlens.kinds.images import image_shape, is_visual, places_of_image
 from matlens.signatures import checked
 
 if TYPE_CHECKING:

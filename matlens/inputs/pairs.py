@@ -19,9 +19,9 @@ from matlens.corpora.examples import (
 from matlens.corpora.prompts import list_of_texts
 from matlens.corpora.token_examples import with_sources
 from matlens.errors import InputError
+from matlens.kinds.stacks import DECODER, stack_of
 from matlens.models.tokenization import encode_text, token_policy
 from matlens.signatures import checked
-from matlens.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

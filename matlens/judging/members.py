@@ -19,7 +19,7 @@ from matlens.lens.fitting import lens_moments
 from matlens.lens.lens import Lens
 from matlens.lens.maps import Standardisation
 from matlens.lens.methods import Method
-from matlens.lens.training import BATCH, PILOT, STEPS, TOKENS, polish, scale_map, steps_for, tune
+from matlens.lens.training import BATCH, PILOT, STEPS, TOKENS, passes_for, polish, scale_map, steps_for, tune
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.progress import Bar
@@ -205,7 +205,7 @@ def _train(
             steps_for(n, STEPS, BATCH) * min(BATCH, n), d, min(TOKENS, vocabulary), pilot=pilot,
             d_vocab=vocabulary,
         ),
-        "tuned": training_flops(2 * n, d, vocabulary),
+        "tuned": training_flops(round(passes_for(n) * n), d, vocabulary),
     }[name] * len(layers)  # fmt: skip
     seconds = clock.seconds
     if name != "tuned" and start is not None:

@@ -31,6 +31,7 @@ _SCALES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 # take singular values from 0.01 to 1 into 0.7 to 1.2 (Jordan, "Muon", 2024).
 _QUINTIC, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 TOKENS, STEPS, BATCH = 2048, 48, 1024
+TUNED = 120_000  # rows that the tuned lens is trained on at most, counted as often as they are seen
 
 
 @checked
@@ -216,7 +217,7 @@ def tune(
     last: Float[Tensor, "n d_model"],
     *,
     steps: int = 250,
-    passes: float = 2.0,
+    passes: float | None = None,
     rate: float = 1.0,
     seed: int = 0,
     progress: bool = False,
@@ -234,7 +235,8 @@ def tune(
     steps
         Number of steps.
     passes
-        How many times each row is seen, which gives the rows of a step.
+        How many times each row is seen, which gives the rows of a step; by default twice, and less often
+        where that were more than 120,000 rows.
     rate
         The first step's size, as the package counts it: momentum is not counted twice.
 
@@ -243,6 +245,7 @@ def tune(
     InputError
         As for `polish`.
     """
+    passes = passes_for(len(h)) if passes is None else passes
     passes = require_number(passes, "The number of passes", least=0, most=1000)
     steps = require_whole(steps, "The number of steps", least=1)
     steps = max(1, min(steps, math.ceil(len(h) * passes)))
@@ -358,6 +361,11 @@ def _require_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: 
 def steps_for(n: int, steps: int, batch: int) -> int:
     """How many steps see no row more than twice, and one at least."""
     return max(1, min(steps, 2 * n // batch))
+
+
+def passes_for(n: int) -> float:
+    """How often `tune` sees each row: twice, or as often as makes `TUNED` rows."""
+    return min(2.0, TUNED / max(1, n))
 
 
 def _batches(n: int, steps: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:

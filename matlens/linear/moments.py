@@ -19,7 +19,7 @@ from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import require_weights
 from matlens.models.identity import Provenance
-from matlens.products import split_product
+from matlens.numerics.products import split_product
 from matlens.signatures import checked
 
 _WIDEST = 2**31  # coordinates of a vector; no model is near

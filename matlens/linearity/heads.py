@@ -66,6 +66,14 @@ def head_pairs(anatomy: Anatomy) -> list[tuple[str, str]]:
     return pairs
 
 
+def head_outputs(anatomy: Anatomy) -> list[str]:
+    """What the heads give in every block; nothing where that cannot be seen."""
+    try:
+        return [target for _, target in head_pairs(anatomy)]
+    except InputError:
+        return []
+
+
 @checked
 def head_r2(
     anatomy: Anatomy,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_whole
 from matlens.errors import InputError
-from matlens.experts import Mixture, attached
-from matlens.images import is_visual, places_of_image, probe_images
+from matlens.kinds.experts import Mixture, attached
+from matlens.kinds.images import is_visual, places_of_image, probe_images
 from matlens.models.changes import changes_of, reading
 from matlens.models.sites import (
     COEFFICIENTS,

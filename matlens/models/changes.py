@@ -38,7 +38,7 @@ _BUILDERS = (
     "transformers.",
     "transformers_modules.",
     "accelerate.",
-    "matlens.experts",
+    "matlens.kinds.experts",
 )
 _PROCESS = secrets.token_hex(3)
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -15,6 +15,7 @@ import torch
 from matlens.arguments import require_choice, require_kind, short
 from matlens.cache.dequantized import read_kept
 from matlens.errors import InputError
+from matlens.kinds.stacks import STACKS, Stack, choose_stack, stack_of
 from matlens.models.changes import remember_parts
 from matlens.models.identity import require_raw
 from matlens.models.places import SMOLLM2, called, cause, locate
@@ -23,7 +24,6 @@ from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
 from matlens.processes.group import current
 from matlens.signatures import checked
-from matlens.stacks import STACKS, Stack, choose_stack, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

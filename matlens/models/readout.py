@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_kind, require_whole
 from matlens.errors import InputError
-from matlens.images import is_visual, probe_images
+from matlens.kinds.images import is_visual, probe_images
+from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import require_finite
 from matlens.models.weights import require_finite_weights
-from matlens.screening import Screen
+from matlens.numerics.screening import Screen
 from matlens.signatures import checked
-from matlens.stacks import ENCODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from matlens.arguments import require_kind
 from matlens.cache.entries import default_cache
 from matlens.errors import InputError
+from matlens.kinds.stacks import stack_of
 from matlens.signatures import checked
-from matlens.stacks import stack_of
 from matlens.storage.files import read_json, write_json
 
 if TYPE_CHECKING:

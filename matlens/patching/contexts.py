@@ -19,7 +19,8 @@ from torch import Tensor
 
 from matlens.arguments import short
 from matlens.errors import InputError
-from matlens.images import is_visual, places_of_image
+from matlens.kinds.images import is_visual, places_of_image
+from matlens.kinds.stacks import DECODER, stack_of
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import hanging, intervening
@@ -31,7 +32,6 @@ from matlens.patching.replacements import (
     resolve_replacements,
 )
 from matlens.signatures import checked
-from matlens.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

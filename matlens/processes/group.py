@@ -185,6 +185,15 @@ class Processes:
         key = f"left/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
+    def depart(self) -> None:
+        """Say that this process reads no other's words any more."""
+        with suppress(RuntimeError):
+            self._store.set(f"gone/{self.rank}", "")
+
+    def has_departed(self, rank: int) -> bool:
+        """Whether a process reads no other's words any more."""
+        return bool(self._store.check([f"gone/{rank}"]))
+
     # Inside
 
     def _next(self, what: str) -> str:

@@ -91,6 +91,7 @@ def joined(*, patience: float = PATIENCE) -> Iterator[Processes]:
                 raise
             finally:
                 processes.leave(failure)
+                processes.depart()
                 _wait_for_readers(processes)
     finally:
         progress.silence(False)
@@ -140,14 +141,14 @@ def _beating(processes: Processes) -> Iterator[None]:
 
 
 def _wait_for_readers(processes: Processes) -> None:
-    """Let the process that may keep the board stay until the others have left, or could have."""
+    """Let the process that may keep the board stay until the others have read it, or could have."""
     if not processes.leads:
         return
     waited = threading.Event()
     elapsed = 0.0
     while elapsed < min(_FAREWELL, processes._patience):
         try:
-            if all(processes.word_of(rank) is not None for rank in range(1, processes.size)):
+            if all(map(processes.has_departed, range(1, processes.size))):
                 return
         except RuntimeError:
             return

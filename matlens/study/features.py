@@ -16,8 +16,9 @@ from matlens.corpora.token_examples import make_token_examples
 from matlens.errors import InputError
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
-from matlens.images import is_visual
 from matlens.inputs.images import make_image_examples
+from matlens.kinds.images import is_visual
+from matlens.kinds.stacks import DECODER, stack_of
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy, probe_inputs
 from matlens.models.readout import Readout
@@ -25,7 +26,6 @@ from matlens.patching.contexts import patched
 from matlens.patching.replacements import jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import submodule_pairs
 from matlens.signatures import checked
-from matlens.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

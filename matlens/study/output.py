@@ -50,3 +50,8 @@ def require_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
     """
     require_writable(out)
     Workplace(out, _HOLDS[MOMENTS], {"provenance": provenance}).require_possible()
+
+
+def has_moments(folder: Path) -> bool:
+    """Whether the training part of a study is there as moments, and not as vectors."""
+    return (folder / MOMENTS / "config.json").is_file() and not (folder / TRAIN).is_dir()

@@ -26,7 +26,6 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import stream_moments
-from matlens.agglomeration import Linkage, method_within
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.examples import Examples, make_examples
 from matlens.errors import InputError, printable
@@ -38,18 +37,21 @@ from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
-from matlens.linearity.heads import head_pairs
+from matlens.linearity.heads import head_outputs, head_pairs
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import load
 from matlens.models.places import locate
 from matlens.models.readout import Readout
+from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
-from matlens.study import steps
-from matlens.study.output import MAPS
+from matlens.study.fits import chosen_ridge, fit_maps
+from matlens.study.output import MAPS, TRAIN
+from matlens.study.parts import collect_parts, sum_parts, training_positions
 from matlens.study.plan import require_room_for_fit
+from matlens.study.results import evaluate_maps, origin_of
 from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
@@ -207,7 +209,7 @@ class Study:
 
         Where positions are left open and a penalty is asked for, that is what few sentences are met with.
         """
-        return steps.collect_parts(
+        return collect_parts(
             self.model, self.parts, self.folder, seed=self.seed, positions=self._positions,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens,
         )  # fmt: skip
@@ -221,7 +223,7 @@ class Study:
         """The stream of the validation sentences; the training part is there as well then."""
         if self.keep_rows:
             return self.stream[1]
-        return steps.sum_parts(
+        return sum_parts(
             self.model, self.parts, self.folder, pairs=self.pairs, seed=self.seed, positions=self._positions,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens,
         )  # fmt: skip
@@ -229,7 +231,7 @@ class Study:
     def shard_moments(self, number: int, of: int) -> StoredMoments:
         """Moments of one of several parts of the training sentences, in the study's folder."""
         examples = make_examples(self.model, self.parts[0], seed=self.seed, draw_special=self.draw_special)
-        positions = steps.training_positions(
+        positions = training_positions(
             self.model, examples, self.folder, self.pairs, self._positions, draw_special=self.draw_special
         )
         return stream_moments(
@@ -244,7 +246,7 @@ class Study:
         if self.positions == "drawn" and not (self.folder / MAPS / "config.json").is_file():
             require_room_for_fit(self.sizes[0], self.model.cfg, wanted)
         _ = self.validation
-        return steps.fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
+        return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
     @cached_property
     def maps_without_sinks(self) -> MapSet:
@@ -252,7 +254,7 @@ class Study:
         samples = self.stream[0]
         rows, wanted = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
         n, intercept = int(rows.sum()), self.intercept
-        ridge = steps.chosen_ridge(self.ridge, samples, wanted, n_fitted=n)
+        ridge = chosen_ridge(self.ridge, samples, wanted, n_fitted=n)
 
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
             maps = fit_rows(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
@@ -267,12 +269,12 @@ class Study:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         resolve_pairs(self.pairs, self.n_layers)  # before the read-out, too
         readout, _ = self.readout, self.maps
-        return steps.evaluate_maps(self.model, self.folder, readout=readout)
+        return evaluate_maps(self.model, self.folder, readout=readout)
 
     @property
     def origin(self) -> dict[str, Any]:
         """What the study's numbers come from."""
-        return steps.origin_of(self.maps, self.validation)
+        return origin_of(self.maps, self.validation)
 
     @property
     def origin_of_weights(self) -> dict[str, Any]:
@@ -283,18 +285,18 @@ class Study:
     def submodule_samples(self) -> Activations:
         """Inputs and outputs of all sub-modules at the drawn positions of the training sentences.
 
-        Asked for before anything else, they are collected in one pass with the stream.
+        Asked for before anything else, they are collected in one pass with the stream and what heads give.
         """
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in submodule_pairs(anatomy) for site in pair})
         examples = make_examples(self.model, self.parts[0], seed=self.seed)
-        train = self.folder / steps.TRAIN
+        train = self.folder / TRAIN
         if (train / "config.json").is_file():
             collected = Activations.load(train)
             if set(ends) <= set(collected):
                 return collect(self.model, examples, list(collected), folder=train)
             return collect(self.model, examples, ends, folder=self.folder / "train-submodules")
-        return collect(self.model, examples, [*anatomy.stream, *ends], folder=train)
+        return collect(self.model, examples, [*anatomy.stream, *ends, *head_outputs(anatomy)], folder=train)
 
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
         """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
@@ -321,12 +323,16 @@ class Study:
     @cached_property
     def head_samples(self) -> tuple[Activations, Activations]:
         """What enters attention and what its heads give, of the training and the validation sentences."""
-        ends = sorted({site for pair in head_pairs(Anatomy.from_model(self.model)) for site in pair})
-        examples = make_examples(self.model, self.parts[0], seed=self.seed)
-        train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
-        last = str(Anatomy.from_model(self.model).stream[-1])
+        anatomy = Anatomy.from_model(self.model)
+        ends = sorted({site for pair in head_pairs(anatomy) for site in pair})
+        examples, folder = make_examples(self.model, self.parts[0], seed=self.seed), self.folder / TRAIN
+        there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
+        if set(ends) <= set(there):
+            train = collect(self.model, examples, there, folder=folder)
+        else:
+            train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
         examples, folder = self.validation_examples, self.folder / "validation-heads"
-        return train, collect(self.model, examples, [*ends, last], folder=folder)
+        return train, collect(self.model, examples, [*ends, str(anatomy.stream[-1])], folder=folder)
 
     @cached_property
     def validation_examples(self) -> Examples:

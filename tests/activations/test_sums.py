@@ -19,7 +19,7 @@ from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.linear.moments import Moments
 from matlens.storage.verification import verify
-from matlens.study import steps
+from matlens.study.fits import fit_moments, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
 QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}
@@ -73,8 +73,8 @@ def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Exampl
     rows = matlens.collect(model, few, positions="all", **QUIET)
     assert rows.n_rows < 2 * rows.provenance.identity.d_model
     kept = stream_moments(model, few, tmp_path / "m", pairs="last", **QUIET)
-    maps = steps.fit_moments(kept, tmp_path / "maps", ridge=None, progress=False)
-    expected = steps.typical_penalty(rows, ["h.0", "h.1", "h.2"])
+    maps = fit_moments(kept, tmp_path / "maps", ridge=None, progress=False)
+    expected = typical_penalty(rows, ["h.0", "h.1", "h.2"])
     assert maps.provenance.details["ridge"] == expected > 0
     reference = MapSet.fit(rows, ridge=expected, progress=False)
     for pair, linear in maps.items():
@@ -103,7 +103,7 @@ def test_shards_in_any_order_are_the_whole(
         ours, _ = joined.moments(source).solution(intercept=False, ridge=0.0)
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
     maps = [
-        steps.fit_moments(StoredMoments(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
+        fit_moments(StoredMoments(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
         for order in ((0, 1, 2), (2, 0, 1))
     ]
     for pair in maps[0]:

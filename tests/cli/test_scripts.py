@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,7 +132,9 @@ def test_a_report_is_a_table_its_origin_and_its_figure(
     report.write("first", table, {"seed": 1}, figure)
     assert figure.get_suptitle() == "A title"
     assert pd.read_csv(out / "first.csv").equals(table)
-    assert json.loads((out / "first.json").read_text())["seed"] == 1
+    origin = json.loads((out / "first.json").read_text())
+    assert origin["seed"] == 1
+    assert 0 < origin["processor_seconds"] <= sum(os.times()[:4]) + 0.05
     names = ["first.csv", "first.png", "first.pdf"]
     assert capsys.readouterr().out.split() == [str(out / name) for name in names]
     report.write("second", table, {})

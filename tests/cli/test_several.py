@@ -19,7 +19,6 @@ from matlens.cli.several import agreed, leading
 from matlens.commands import app
 from matlens.processes.group import Processes
 from matlens.processes.joining import joined
-from matlens.study import steps
 
 
 def of_a_command(*arguments: object) -> Callable[[], Any]:
@@ -43,7 +42,7 @@ def test_a_run_of_two_processes_is_that_of_one(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steps, "plot_results", lambda *_, **__: [])  # figures take longer than all else
+    monkeypatch.setattr("matlens.study.results.plot_results", lambda *_, **__: [])
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,

@@ -24,7 +24,9 @@ from safetensors.torch import load_file, save_file
 
 import matlens
 from matlens.activations import collecting
-from matlens.study import steps
+from matlens.study.fits import fit_maps
+from matlens.study.parts import collect_parts
+from matlens.study.results import evaluate_maps, plot_results
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
 N_TRAIN, N_VALIDATION = 70, 20
@@ -82,10 +84,10 @@ def _finished(
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
     parts = texts.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
-    steps.collect_parts(model, parts, out, progress=False)
-    steps.fit_maps(out, progress=False)
-    steps.evaluate_maps(model, out, progress=False)
-    steps.plot_results(out)
+    collect_parts(model, parts, out, progress=False)
+    fit_maps(out, progress=False)
+    evaluate_maps(model, out, progress=False)
+    plot_results(out)
     return out, files(out)
 
 
@@ -217,7 +219,7 @@ def test_running_again_does_no_work_for_what_is_finished(
         patch.setattr(collecting, "_run", worked)
         with pytest.raises(RuntimeError, match="work was done"):
             run_matlens("run", *inputs, "--out", tmp_path / "new")
-        patch.setattr(steps, "fit_samples", worked)
+        patch.setattr("matlens.study.fits.fit_samples", worked)
         assert run_matlens("run", *inputs, "--out", finished).code == 0
     (finished / "run.json").unlink()
     assert without_command(files(finished)) == content

@@ -12,7 +12,6 @@ from command_lines import Outcome, run_command
 from conftest import make_sentences
 
 import matlens
-from matlens.study import steps
 
 Matlens = Callable[..., Outcome]
 
@@ -25,7 +24,7 @@ def run_matlens(capsys: pytest.CaptureFixture[str]) -> Matlens:
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take longer than all else."""
-    monkeypatch.setattr(steps, "plot_results", lambda *_, **__: [])
+    monkeypatch.setattr("matlens.study.results.plot_results", lambda *_, **__: [])
 
 
 @pytest.fixture

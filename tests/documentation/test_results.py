@@ -123,7 +123,8 @@ def test_a_section_that_quotes_wrongly_is_refused(results: Path, section: str, m
 def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     out, images = tmp_path / "out", tmp_path / "images"
     command = f"fit.py --train 40 --out '{out}/a b' --val 2 --out=x"
-    write_fit(out, 2 / 3, seed="7", command=command, of={"maps": [f"{out}/small", f"{out}s", 7]})
+    of = {"maps": [f"{out}/small", f"{out}s", 7], "hooks": {"h.0": ["blocks.0.hook_in"]}}
+    write_fit(out, 2 / 3, seed="7", command=command, of=of)
     write_results(out, "unquoted", pd.DataFrame({"value": [1.0]}), {})
     images.mkdir()
     (results / "pages" / "page" / "20-more.md").write_text("![new](../images/new.png)")
@@ -222,9 +223,21 @@ def test_what_the_audit_names_is_there(name: str) -> None:
 
 
 def test_every_command_of_the_audit_is_there_and_every_analysis_in_it() -> None:
-    assert all((PROJECT / path).is_file() for path in AUDIT["script"])
+    scripts = {command.split()[0] for command in AUDIT["script"]}
+    assert all((PROJECT / path).is_file() for path in scripts)
     of_papers = {f"analyses/{path.name}" for path in (PROJECT / "analyses").glob("paper_*.py")}
-    assert of_papers - set(AUDIT["script"]) <= {"analyses/paper_b_removal.py"}  # of no item of the paper
+    assert of_papers - scripts <= {"analyses/paper_b_removal.py"}  # of no item of the paper
+
+
+def test_what_commands_took_is_the_most_that_their_tables_say(results: Path) -> None:
+    table = pd.DataFrame({"value": [1.0]})
+    for name, command, seconds in (("a", "two.py", 2.0), ("b", "two.py", 5.5), ("c", "one.py", 3.0)):
+        write_results(results, name, table, {"command": command, "processor_seconds": seconds})
+    taken = render.Results(results).costs()
+    assert list(taken["command"]) == [
+        "python analyses/fit.py --train 40 --val 2", "python analyses/one.py", "python analyses/two.py"
+    ]  # fmt: skip
+    assert taken["seconds"].fillna(0).tolist() == [0, 3.0, 5.5]  # the first does not say
 
 
 def test_a_section_of_another_page_is_linked_with_its_verdicts(results: Path) -> None:

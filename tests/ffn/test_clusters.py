@@ -26,10 +26,17 @@ from traces import make_clusters
 
 import matlens
 from matlens import InputError
-from matlens.agglomeration import EXACT, NEIGHBOURS, agglomerate, gib_in_memory, gib_on_disk, method_within
 from matlens.ffn.clusters import Clusters, cluster_table, compare_linkages
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
+from matlens.numerics.agglomeration import (
+    EXACT,
+    NEIGHBOURS,
+    agglomerate,
+    gib_in_memory,
+    gib_on_disk,
+    method_within,
+)
 from matlens.storage.files import sealed, write_json
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"

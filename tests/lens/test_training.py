@@ -13,7 +13,15 @@ from torch import Tensor
 
 from matlens import InputError, Readout
 from matlens.lens.maps import LayerMap, Standardisation
-from matlens.lens.training import VocabularySample, divergence, polish, scale_map, steps_for, tune
+from matlens.lens.training import (
+    VocabularySample,
+    divergence,
+    passes_for,
+    polish,
+    scale_map,
+    steps_for,
+    tune,
+)
 
 Models = Callable[[str], Any]
 
@@ -155,6 +163,7 @@ def test_no_row_is_seen_more_than_twice() -> None:
     assert steps_for(10_000, 48, 1024) == 19
     assert steps_for(100_000, 48, 1024) == 48
     assert steps_for(5, 48, 1024) == 1
+    assert [passes_for(n) for n in (5, 60_000, 96_000)] == [2, 2, 1.25]
 
 
 @pytest.mark.refused

@@ -30,7 +30,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import Provenance
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.processes.group import Processes, alone, current
-from matlens.study import steps
+from matlens.study.fits import fit_moments
 
 BATCH = 40  # tokens of a batch: about fifteen batches of the forty sentences
 PAIRS = [(0, 3), (1, 3), (0, 1)]
@@ -67,7 +67,7 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
             "streamed": weights(fit_stream(passing, PAIRS, ridge=0.5, divided=True)),
         }
     moments = stream_moments(model, examples, folder / "moments", pairs=PAIRS, **quiet)
-    steps.fit_moments(moments, folder / "maps", ridge=0.5, progress=False)
+    fit_moments(moments, folder / "maps", ridge=0.5, progress=False)
     return {
         "maps": maps,
         "written": weights(MapSet.load(folder / "maps")),

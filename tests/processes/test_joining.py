@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
-from several import free_port
+from several import free_port, run_ranks
 
 from matlens.errors import InputError
 from matlens.processes import joining
@@ -35,3 +39,18 @@ def test_others_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest
         pass
     with pytest.raises(InputError, match="patience"), joined(patience=0):
         pass
+
+
+def test_the_leading_process_stays_until_its_last_word_has_been_read(tmp_path: Path) -> None:
+    def work() -> Any:
+        words: list[str | None] = []
+        with suppress(InputError), joined(patience=20.0) as processes:
+            if processes.leads:
+                raise InputError("There is no such model.")
+            processes.leave(None)
+            time.sleep(0.5)
+            words.append(processes.word_of(0))
+        return words
+
+    first, second = run_ranks(2, work, tmp_path / "outcomes", join=False)
+    assert (first["result"], second["result"]) == ([], ["There is no such model."])

@@ -40,7 +40,7 @@ def _serve() -> None:
     # What every child needs.
     for module in (
         "matlens.commands.app",
-        "matlens.study.steps",
+        "matlens.study.results",
         "transformer_lens.model_bridge",
         "transformers",
     ):

@@ -21,8 +21,9 @@ from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
+from matlens.linearity.heads import head_outputs
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study.steps import typical_penalty
+from matlens.study.fits import typical_penalty
 from matlens.study.study import Study
 
 N_TRAIN, N_VALIDATION = 26, 12
@@ -90,7 +91,7 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
     def fits(*_: object, **__: object) -> None:
         raise AssertionError("the maps are fitted again")
 
-    monkeypatch.setattr("matlens.study.steps.fit_samples", fits)
+    monkeypatch.setattr("matlens.study.fits.fit_samples", fits)
     second = study()
     assert_same(second.maps, maps)
     assert torch.equal(second.validation[1], validation[1])
@@ -143,13 +144,23 @@ def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
     first = study()
     samples = first.submodule_samples
     assert sum(runs) == N_TRAIN
-    assert set(samples) == ENDS | set(STREAM)
+    heads = set(head_outputs(matlens.models.Anatomy.from_model(first.model)))
+    assert len(heads) == N_LAYERS
+    assert set(samples) == ENDS | set(STREAM) | heads
     _ = first.stream, first.maps
     assert sum(runs) == N_TRAIN + N_VALIDATION
     assert folders(first) == {"train", "validation", "maps"}
     again = study()
     _ = again.submodule_samples, again.maps
     assert sum(runs) == N_TRAIN + N_VALIDATION
+    train, validation = again.head_samples  # of the training sentences all is there
+    assert sum(runs) == N_TRAIN + 2 * N_VALIDATION
+    assert heads < set(train)
+    assert heads < set(validation)
+    kept = {site: train[site].clone() for site in heads}
+    shutil.rmtree(first.folder / "train")
+    alone = study().head_samples[0]
+    assert all(torch.equal(alone[site], vectors) for site, vectors in kept.items())
 
 
 def test_in_which_order_they_are_asked_for_changes_nothing(

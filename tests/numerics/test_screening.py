@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from matlens import screening
-from matlens.screening import Screen
+from matlens.numerics import screening
+from matlens.numerics.screening import Screen
 
 WIDTH = 48
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from matlens import InputError
 from matlens.linear import Moments
-from matlens.products import split_product
+from matlens.numerics.products import split_product
 
 
 def stream(n: int, width: int, seed: int) -> Tensor:

@@ -1,0 +1,2 @@
+from .stacks import STACKS as STACKS
+from .stacks import Stack as Stack

@@ -1,0 +1,135 @@
+"""What maps are worth on the validation part: ``results.csv`` with ``results.json`` beside it, figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from matlens import plots
+from matlens.activations.activations import Activations
+from matlens.activations.stored_moments import StoredMoments
+from matlens.errors import InputError
+from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
+from matlens.linear.mapsets import MapSet
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity
+from matlens.models.readout import Readout
+from matlens.signatures import checked
+from matlens.storage.tables import COLUMNS, read_table, write_results
+from matlens.study.output import MAPS, MOMENTS, RESULTS, TRAIN, VALIDATION
+from matlens.study.sizes import note_on_samples
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+@checked
+def evaluate_maps(
+    model: TransformerBridge,
+    folder: str | Path,
+    *,
+    readout: Readout | None = None,
+    same_precision: bool = True,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
+
+    Predictions are read from maps onto the last layer; where there are none, only r2 is evaluated.
+
+    Parameters
+    ----------
+    model, folder
+        The model, and the folder of the maps.
+    readout
+        The model's read-out, where it has been made already.
+    same_precision
+        Whether the model must run in the precision that the maps were fitted in. With ``False`` the same
+        weights may predict in another one.
+    progress
+        Whether to show bars.
+    """
+    folder = Path(folder)
+    maps = MapSet.load(folder / MAPS, same_precision=same_precision)
+    validation = Activations.load(folder / VALIDATION)
+    validation.provenance = replace(validation.provenance, same_precision=same_precision)
+    maps.provenance.require_same(ModelIdentity.from_model(model), ours="the maps")
+    sources = {
+        TRAIN: lambda: Activations.load(folder / TRAIN).provenance,
+        MOMENTS: lambda: StoredMoments(folder / MOMENTS).provenance,
+    }
+    for name in [name for name in sources if (folder / name / "config.json").is_file()][:1]:
+        fitted, there = maps.provenance.samples.to_json(), sources[name]().samples.to_json()
+        differing = [key for key in there if fitted.get(key) != there[key]]
+        if differing:
+            raise InputError(
+                f"The maps in {folder / MAPS} were fitted on other samples than {folder / name} holds "
+                f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
+                f"{folder / MAPS} and fit again."
+            )
+    readout = readout or Readout(model)
+    parts = [fit_quality(maps, validation, progress=progress)]
+    if any(target == str(Anatomy.from_model(model).stream[-1]) for _, target in maps):
+        parts.append(prediction_quality(readout, maps, validation, progress=progress))
+    results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
+    write_results(folder, RESULTS, results, origin_of(maps, validation))
+    return results
+
+
+@checked
+def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
+    """What maps were fitted on, whether that is enough for them, and what they were tested on."""
+    fit = maps.provenance.to_json()
+    validated = validation.provenance.to_json("data")["data"]
+    return {"maps": fit, "note": note_on_samples(fit), "validation": validated}
+
+
+@checked
+def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
+    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written.
+
+    Parameters
+    ----------
+    title
+        Title of both figures, instead of their own.
+    """
+    results = read_results(folder)
+    figures = (("r2", plots.r2_heatmaps, FIT), ("prediction", plots.prediction, PREDICTION))
+    written = []
+    for name, draw, experiment in figures:
+        part = results[results["experiment"] == experiment]
+        if not part.empty:
+            written += plots.save(draw(part), folder, name, title=title)
+            continue
+        for suffix in ("png", "pdf"):  # a figure of an earlier table
+            (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)
+    return written
+
+
+@checked
+def read_results(folder: str | Path) -> pd.DataFrame:
+    """Read the table that `evaluate_maps` has written.
+
+    Raises
+    ------
+    InputError
+        There is none, or its columns are others.
+    """
+    path = Path(folder) / f"{RESULTS}.csv"
+    numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
+        ("value", "low", "high"), "float64"
+    )
+    results = read_table(
+        path, dict.fromkeys(COLUMNS, "str") | numbers | {"k": "Int64"}, what="a table of results",
+        made_by="'matlens evaluate' writes it.", keep_default_na=True,
+    )  # fmt: skip
+    # Maps between other sites than the stream's have their sites in the name.
+    methods = {method for method in results["method"] if not method.startswith("mat ")}
+    if FIT not in set(results["experiment"]) or not methods <= {"mat", "id"}:
+        raise InputError(
+            f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "
+            "mat and id. 'matlens evaluate' writes it."
+        )
+    return results

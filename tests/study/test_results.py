@@ -1,0 +1,86 @@
+"""Maps evaluated and drawn: what is written, and which models and samples are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import matlens
+from matlens.models.weights import unembed_hash
+from matlens.study.fits import fit_maps
+from matlens.study.parts import collect_parts
+from matlens.study.results import evaluate_maps, plot_results, read_results
+
+
+def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], collected: Path) -> None:
+    fit_maps(collected, pairs="last", progress=False)
+    results = evaluate_maps(small_model("gpt2"), collected, progress=False)
+    assert results.to_csv(index=False) == (collected / "results.csv").read_text()
+    again = read_results(collected)
+    assert list(again.columns) == list(results.columns)
+    assert again.to_csv(index=False) == results.to_csv(index=False)
+    origin = json.loads((collected / "results.json").read_text())
+    assert origin["maps"]["model"]["fingerprint"] == matlens.models.fingerprint(small_model("gpt2"))
+    assert origin["maps"]["model"]["unembed_hash"] == unembed_hash(small_model("gpt2"))
+
+
+def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], collected: Path) -> None:
+    fit_maps(collected, pairs="last", progress=False)
+    with pytest.raises(matlens.InputError, match="The maps and this model do not belong together"):
+        evaluate_maps(small_model("gptj"), collected, progress=False)
+    assert not (collected / "results.csv").exists()
+
+
+def test_evaluate_refuses_vectors_of_another_model(
+    small_model: Callable[[str], Any], collect: Callable[..., Any], collected: Path, tmp_path: Path
+) -> None:
+    fit_maps(collected, pairs="last", progress=False)
+    collect(small_model("gptj"), tmp_path / "other")
+    shutil.rmtree(collected / "validation")
+    shutil.copytree(tmp_path / "other" / "validation", collected / "validation")
+    with pytest.raises(matlens.InputError, match="The maps and the activations do not belong together"):
+        evaluate_maps(small_model("gpt2"), collected, progress=False)
+    assert not (collected / "results.csv").exists()
+
+
+def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
+    fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
+    results = evaluate_maps(model, tmp_path, progress=False)
+    assert set(results["metric"]) == {"r2"}
+    assert sorted(path.name for path in plot_results(tmp_path)) == ["r2.pdf", "r2.png"]
+
+
+def test_maps_of_other_samples_are_not_evaluated(
+    small_model: Callable[[str], Any], collect: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
+    model = small_model("llama")
+    collect(model, tmp_path)
+    fit_maps(tmp_path, progress=False)
+    for part in ("train", "validation"):
+        shutil.rmtree(tmp_path / part)
+    collect(model, tmp_path, seed=1)
+    with pytest.raises(matlens.InputError, match="fitted on other samples"):
+        evaluate_maps(model, tmp_path, progress=False)
+
+
+def test_a_figure_of_an_earlier_table_does_not_stay(
+    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
+) -> None:
+    model = small_model("llama")
+    collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
+    for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):
+        shutil.rmtree(tmp_path / "maps", ignore_errors=True)
+        fit_maps(tmp_path, pairs=pairs, progress=False)
+        evaluate_maps(model, tmp_path, progress=False)
+        plot_results(tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == figures
