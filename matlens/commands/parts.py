@@ -66,11 +66,19 @@ def prune(
     corpus: CorpusOptions,
     out: Out,
     blocks: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--blocks", help="How many blocks to leave out, or which: 13,14,15.", show_default=False
         ),
-    ],
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            "--attention",
+            help="Instead: of how many blocks attention is left out, or of which.",
+            show_default=False,
+        ),
+    ] = None,
     method: Annotated[
         Method, typer.Option(help="What becomes of the FFN's output matrix before each span.")
     ] = Method.refit,
@@ -95,7 +103,11 @@ def prune(
 
     Nine tenths of the corpus are for calibration, the rest to judge on.
     """
-    wanted = _blocks(blocks)
+    if (blocks is None) == (attention is None) or (attention is not None and heal):
+        raise InputError(
+            "Expected --blocks or --attention, and one of them alone; --heal goes together with --blocks."
+        )
+    wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
     if penalty is not None:
         require_number(penalty, "--penalty", least=0)
     from matlens.pruning.saving import require_new, save_pruned
@@ -109,13 +121,17 @@ def prune(
     from matlens.corpora.prompts import make_windows
     from matlens.pruning.layouts import plain_copy
     from matlens.pruning.pruned import prune as prune_model
+    from matlens.pruning.pruned import prune_attention
     from matlens.trials.evaluation import compare_pruned, speed
 
     bridge = model.load()
-    pruned = prune_model(
-        bridge, make_windows(bridge, fitted_on, size=window, most=windows), wanted,
-        method=method, choice=choice, penalty=penalty, heal=heal,
-    )  # fmt: skip
+    calibration = make_windows(bridge, fitted_on, size=window, most=windows)
+    if attention is None:
+        pruned = prune_model(
+            bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
+        )
+    else:
+        pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
     table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
     save_pruned(pruned, out, table)
     rows = [
@@ -140,15 +156,17 @@ def prune(
             f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "
             f"{number_text(healed['divergence'])} nats a token from the whole model."
         )
-    print_line(f"Without the blocks {', '.join(map(str, pruned.blocks)) or 'none'}: {out}")
+    what = "attention of the blocks" if attention is not None else "blocks"
+    gone = pruned.blocks if attention is None else pruned.attention
+    print_line(f"Without the {what} {', '.join(map(str, gone)) or 'none'}: {out}")
 
 
-def _blocks(text: str) -> int | list[int]:
+def _blocks(option: str, text: str | None) -> int | list[int]:
     try:
-        numbers = [int(part) for part in text.removesuffix(",").split(",")]
+        numbers = [int(part) for part in str(text).removesuffix(",").split(",")]
     except ValueError:
         raise InputError(
-            f"--blocks {text[:40]!r}: expected how many, or their numbers with a comma behind each, "
+            f"{option} {str(text)[:40]!r}: expected how many, or their numbers with a comma behind each, "
             "such as 13,14,15 (one block alone: 13,)."
         ) from None
-    return numbers[0] if "," not in text else numbers
+    return numbers[0] if "," not in str(text) else numbers

@@ -175,11 +175,10 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
     ways = [("map", mode) for mode in modes] + [("left out", modes[0])]
     titles = {("map", mode): _ATLAS_WAYS.get(mode, literal(mode)) for mode in modes}
     rises = single[single["metric"] == "rise"]
-    figure = Figure(figsize=(3.6 * max(3, len(ways)), 6.4))
-    grid = figure.add_gridspec(2, 6 * len(ways), height_ratios=(1.15, 1))
-    above = [figure.add_subplot(grid[0, 6 * i : 6 * (i + 1)]) for i in range(len(ways))]
-    third = 2 * len(ways)
-    below = [figure.add_subplot(grid[1, third * i : third * (i + 1)]) for i in range(3)]
+    figure = Figure(figsize=(11, 6.6))
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1.1, 1))
+    above = upper.subplots(1, len(ways), squeeze=False)[0]
+    below = lower.subplots(1, 3)
     kinds = [kind for kind in _ATLAS_KINDS if kind in set(rises["kind"])]
     layers = range(int(rises["layer"].max()) + 1)
     norm = SymLogNorm(0.01, vmin=0, vmax=10)
@@ -192,8 +191,9 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
         ax.set_xticks(layer_ticks(len(layers) - 1))
         ax.set_xlabel("block, or the first of a jump")
         ax.set_title(titles.get((method, mode), "left out"))
-        ax.label_outer()
-    bar = figure.colorbar(image, ax=above, extend="both", ticks=[0, 0.01, 0.1, 1, 10])
+    for ax in above[1:]:
+        ax.set_yticklabels([])
+    bar = upper.colorbar(image, ax=list(above), extend="both", ticks=[0, 0.01, 0.1, 1, 10])
     bar.set_ticklabels(["0", "0.01", "0.1", "1", "10"])
     bar.set_label("rise of the loss, nats a token")
     mode = modes[-1]
@@ -211,7 +211,7 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
                 )  # fmt: skip
         ax.set_yscale("log")
         ax.set_xlabel(label)
-    below[0].set_ylabel("rise of the loss")
+    below[0].set_ylabel("rise of the loss with the map, nats")
     shown = correlations[(correlations["tokens"] == mode) & (correlations["method"] == "map")]
     shown = shown[shown["kind"] == "all kinds"].iloc[::-1]
     spread = [shown["value"] - shown["low"], shown["high"] - shown["value"]]

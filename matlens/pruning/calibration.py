@@ -12,16 +12,23 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples, is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
 from matlens.progress import Bar
+from matlens.pruning.attention import (
+    choose_attention,
+    fold_attention,
+    require_foldable_attention,
+    silence_all,
+)
 from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, read_blocks, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -73,6 +80,11 @@ class Calibration:
             raise InputError(
                 f"{model.cfg.architecture} predicts masked tokens, not the next one. Expected a decoder."
             )
+        if not hasattr(model, "unembed"):
+            raise InputError(
+                f"{model.cfg.architecture} has no head that predicts the next token. Expected a "
+                "...ForCausalLM checkpoint."
+            )
         changes = ModelIdentity.from_model(model).changes
         if changes:
             raise InputError(
@@ -93,6 +105,37 @@ class Calibration:
         if n > len(self._order):
             self._order[:] = greedy_order(beginning, n, progress=progress)
         return tuple(sorted(self._order[:n]))
+
+    def without_attention(
+        self,
+        attention: int | Sequence[int],
+        method: Method,
+        penalty: float | None = None,
+        *,
+        progress: bool = True,
+    ) -> tuple[Any, tuple[int, ...]]:
+        """A plain model in which the attention of some blocks writes nothing, and which these are.
+
+        Raises
+        ------
+        InputError
+            The FFNs do not read what attention adds, or the text has too few tokens for the method.
+        """
+        if method == Method.refit:
+            _require_enough(self.layout, self.streams.tokens)
+        if method != Method.out:
+            require_foldable_attention(self.layout)
+        n_layers = len(self.layout.blocks)
+        if isinstance(attention, int):
+            n = require_whole(attention, "The number of attentions to leave out", least=0, most=n_layers - 1)
+            layers = choose_attention(self.streams.beginning(CHOSEN_ON), n, progress=progress)
+        else:
+            layers = read_blocks(attention, n_layers)
+        penalty = usual_penalty(method) if penalty is None else penalty
+        matrices = fold_attention(self.streams, layers, method, penalty, progress=progress)
+        pruned = build(self.layout, (), matrices)
+        silence_all(replace(self.layout, model=pruned), layers)
+        return pruned, layers
 
     def heal(
         self, pruned: Any, blocks: Sequence[int], n_tokens: int, *, seed: int = 0, progress: bool = True

@@ -35,6 +35,8 @@ class Pruned:
         What became of the matrix before each span of them.
     provenance
         The whole model, the calibration text, and the settings.
+    attention
+        Numbers of the blocks whose attention writes nothing.
     """
 
     model: Any
@@ -42,6 +44,7 @@ class Pruned:
     blocks: tuple[int, ...]
     method: Method
     provenance: Provenance
+    attention: tuple[int, ...] = ()
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -122,3 +125,49 @@ def prune(
         details["healed"] = {**healed._asdict(), "seed": seed}
     provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     return Pruned(made, model.tokenizer, gone, method, provenance)
+
+
+@checked
+def prune_attention(
+    model: TransformerBridge,
+    windows: Examples,
+    attention: int | Sequence[int],
+    *,
+    method: str = Method.refit,
+    penalty: float | None = None,
+    progress: bool = True,
+) -> Pruned:
+    """Leave the attention of some blocks out, and fold a map in its place into the FFN before it.
+
+    Its output matrix becomes zero. A plain model has no block without attention, so what is left of it is
+    still computed and cached: neither time nor memory is saved until an engine skips it.
+
+    Parameters
+    ----------
+    model, windows, method, penalty, progress
+        See `prune`. A map can be folded where the FFN reads what attention adds: GPT-2, Llama and their like.
+    attention
+        How many, those without which the loss on the first 2,048 tokens rises least, each for itself; or the
+        numbers of the blocks, from 1 on.
+
+    Raises
+    ------
+    InputError
+        The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
+        or settings are not usable.
+    """
+    method = Method(require_choice(method, Method, "method"))
+    if penalty is not None:
+        penalty = require_number(penalty, "penalty", least=0)
+    if not isinstance(attention, int):
+        read_blocks(attention, model.cfg.n_layers)
+    calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
+    made, layers = calibration.without_attention(attention, method, penalty, progress=progress)
+    details: dict[str, Any] = {
+        "attention_left_out": list(layers), "method": method.value,
+        "penalty": usual_penalty(method) if penalty is None else penalty,
+        "choice": "loss" if isinstance(attention, int) else "given",
+        "n_tokens": calibration.streams.tokens.numel(),
+    }  # fmt: skip
+    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
+    return Pruned(made, model.tokenizer, (), method, provenance, layers)

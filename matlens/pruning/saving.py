@@ -63,6 +63,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
             pruned.tokenizer.save_pretrained(partial)
             request = {
                 "blocks_left_out": list(pruned.blocks),
+                "attention_left_out": list(pruned.attention),
                 "method": pruned.method.value,
                 "provenance": pruned.provenance.to_json(),
             }
@@ -93,6 +94,13 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
         f"{details.get('n_tokens', 0):,} tokens of `{visible(str(data.get('corpus', 'unnamed')))}`. "
         "All other weights are as they were.",
     ]  # fmt: skip
+    if pruned.attention:
+        lines += [
+            "",
+            f"The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its output "
+            "matrix is zero, and the FFN before each was changed by the same method. It is still computed "
+            "and cached.",
+        ]
     if healed := details.get("healed"):
         lines += [
             "",

@@ -16,7 +16,7 @@ from matlens.pruning.layouts import Layout
 
 _TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens on which a block's sum is tried
-_TOLERANCE = 1e-4  # of the largest number that a block gives
+TOLERANCE = 1e-4  # of the largest number that a block gives
 MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.streams.MOST_BYTES for more
 
 
@@ -170,6 +170,14 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+def tried_streams(layout: Layout) -> Streams:
+    """Streams of a few drawn tokens, on which sums are tried."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = layout.model.config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (1, _TRIED), generator=generator)
+    return Streams(layout, tokens, progress=False)
+
+
 def require_foldable(layout: Layout) -> None:
     """Refuse a model in whose blocks something stands between the FFN's output matrix and the stream.
 
@@ -181,10 +189,7 @@ def require_foldable(layout: Layout) -> None:
     InputError
         The sum does not hold in a block.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = layout.model.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (1, _TRIED), generator=generator)
-    streams = Streams(layout, tokens, progress=False)
+    streams = tried_streams(layout)
     for index, block in enumerate(layout.blocks):
         whole = streams.through(index, block, streams.h[index])
         silent = copy.deepcopy(block)
@@ -193,7 +198,7 @@ def require_foldable(layout: Layout) -> None:
         )
         rest = streams.through(index, silent, streams.h[index])
         error = (whole.h - whole.written - rest.h).abs().max()
-        if not bool(error <= _TOLERANCE * whole.h.abs().max()):
+        if not bool(error <= TOLERANCE * whole.h.abs().max()):
             raise InputError(
                 f"In block {index} of {type(layout.model).__name__} what the FFN's output matrix writes is "
                 "not added to the stream as it is (a norm or a factor stands between, as in Gemma 2 and 3, "

@@ -95,3 +95,19 @@ def test_healing_is_told(
     assert outcome.code == 0, outcome.err
     assert "Healed on 48 tokens" in outcome.out
     assert "then trained on 48 tokens" in (tmp_path / "healed" / "README.md").read_text()
+
+
+def test_attention_is_left_out(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--window", "24",
+        "--out", tmp_path / "fewer",
+    ]  # fmt: skip
+    for wrong in ([], ["--attention", "1", "--blocks", "1"], ["--attention", "1", "--heal", "9"]):
+        outcome = run_command([*asked, *wrong], capsys)
+        assert outcome.code == 2
+        assert "one of them alone" in " ".join(outcome.err.split())
+    outcome = run_command([*asked, "--attention", "1"], capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Without the attention of the blocks" in outcome.out
