@@ -33,22 +33,28 @@ from matlens.ffn import Clusters, Trace, ValueVectors
 Files = dict[str, bytes]
 _WORDS = [f"w{i}" for i in range(40)]
 _N_TRAIN, _N_VALIDATION = 60, 30
-_SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48, "--device", "cpu"]
+_SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48]
 _modules = {
     name: importlib.import_module(name)
     for name in (
         "matlens.commands.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
-        "matlens.linear.mapsets",
+        "matlens.linear.mapsets", "matlens.activations.sums", "matlens.lens.lens", "matlens.explorer.usage",
+        "matlens.explorer.value_pages", "matlens.pruning.evaluation", "matlens.pruning.saving",
     )
 }  # fmt: skip
 _PATIENCE = 900.0  # seconds after which a process counts as hanging
 
 
 class Command(NamedTuple):
-    """A command, and which others must have been run before it in the same folder."""
+    """A command, which others must have been run before it in the same folder, and what late ones are told.
+
+    A process that finds the work done by another says ``told`` and ends with code 2; by default it is
+    content.
+    """
 
     work: Callable[[], Any]
     after: tuple[str, ...] = ()
+    told: str = ""
 
 
 @dataclass
@@ -76,7 +82,8 @@ class Campaign:
     Attributes
     ----------
     commands
-        By name: ``collect, fit, evaluate, run, trace, cluster``.
+        By name: ``collect, fit, evaluate, run, trace, cluster, lens fit, shard, merge, values explore`` and
+        ``prune``.
     """
 
     def __init__(self, root: Path, draws: bool) -> None:
@@ -93,9 +100,13 @@ class Campaign:
         # Every process has the model already, and is too short for the usual time between two notes.
         setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
         setattr(_modules["matlens.storage.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
+        setattr(_modules["matlens.activations.sums"], "_KEPT_EVERY", 0.0)  # noqa: B010
+        setattr(_modules["matlens.activations.sums"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
+        setattr(_modules["matlens.explorer.usage"], "_CHUNK", 16)  # noqa: B010
         if not draws:
             setattr(Figure, "savefig", _write_instead)  # noqa: B010
-        main = ["--model", folder, "--corpus", corpus, *_SIZES, "--out", "out"]
+        data = ["--model", folder, "--corpus", corpus, "--device", "cpu", "--out", "out"]
+        main = [*data, *_SIZES]
         self.commands = {
             "collect": Command(_line("collect", *main)),
             "fit": Command(_line("fit", "out"), ("collect",)),
@@ -105,6 +116,13 @@ class Campaign:
                 lambda: Trace.run(model, examples, k=4, folder="out", batch_tokens=48, progress=False)
             ),
             "cluster": Command(lambda: Clusters.fit(values, 9, folder="out", progress=False)),
+            "lens fit": Command(
+                _line("lens", "fit", *main, "--method", "mat", "--method", "normed+affine without sinks")
+            ),
+            "shard": Command(_line("shard", "--shard", "1/1", *main)),
+            "merge": Command(_line("merge", "out", "--out", "merged"), ("shard",)),
+            "values explore": Command(_line("values", "explore", *data, "--neighbours", 2)),
+            "prune": Command(_line("prune", *data, "--blocks", "1,", "--window", 16), told="is not empty"),
         }
 
     def folder(self, name: str) -> Path:

@@ -16,8 +16,10 @@ def race(setting: Campaign, name: str, n: int, draw: random.Random) -> str | Non
     expected, seconds = setting.alone(name)
     folder = setting.folder(name)
     racing = [setting.start(name, folder, draw.uniform(0, 0.8 * seconds) if i else 0.0) for i in range(n)]
-    for process in racing:
-        if code := process.wait():
+    codes = [process.wait() for process in racing]
+    told = setting.commands[name].told
+    for process, code in zip(racing, codes, strict=True):
+        if code and not (code == 2 and told and told in process.log.read_text() and 0 in codes):
             return f"{name}, {n} processes: one ended with {code}:\n{process.log.read_text()[-3000:]}"
     wrong = differing(files(folder), expected)
     for process in racing:
@@ -34,14 +36,14 @@ def main(
 ) -> None:
     """Race every command, 50 times with two processes and 50 times with four, and print a table."""
     draw, failures = random.Random(seed), []
-    print(f"{'command':10} {'processes':>9} {'races':>6} {'identical':>9} {'seconds':>8}")
+    print(f"{'command':14} {'processes':>9} {'races':>6} {'identical':>9} {'seconds':>8}")
     with campaign(draws=draws) as setting:
         for name in command or list(setting.commands):
             for n in (2, 4):
                 begun = time.monotonic()
                 wrong = [failure for _ in range(repeats) if (failure := race(setting, name, n, draw))]
                 seconds = time.monotonic() - begun
-                print(f"{name:10} {n:9} {repeats:6} {repeats - len(wrong):9} {seconds:8.1f}", flush=True)
+                print(f"{name:14} {n:9} {repeats:6} {repeats - len(wrong):9} {seconds:8.1f}", flush=True)
                 failures += wrong
     for failure in failures[:5]:
         print(failure)

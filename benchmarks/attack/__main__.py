@@ -23,7 +23,8 @@ import torch
 import typer
 
 from attack.cases import VERDICTS, Case, Judgement, judge
-from attack.commands import command_cases
+from attack.commands import command_cases, untried_commands
+from attack.engines import engine_cases
 from attack.foreign import foreign_cases
 from attack.mutations import mutation_cases
 from attack.signatures import working
@@ -62,12 +63,13 @@ def main(
 
 def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
     chance = random.Random(seed)
-    for name in untried():
+    for name in (*untried(), *untried_commands()):
         print(f"untried: {name}")
     for case in (
         *_bad_arguments(world, only),
         *state_cases(world),
         *foreign_cases(world),
+        *engine_cases(world),
         *command_cases(world),
     ):
         if only in case.name and chance.random() < share:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from unittest import mock
 
 import matlens
 from attack.world import N_CLUSTERS, World
-from matlens import annotation, ffn, lens, study
-from matlens.storage import RowFiles
+from matlens import annotation, catalogue, explorer, ffn, lens, pruning, study
+from matlens.activations import StoredMoments, stream_moments, sums
+from matlens.explorer import value_pages
+from matlens.storage import RowFiles, verify
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def _write_clusters(n: int) -> Callable[[World, Path], Any]:
     return lambda world, folder: ffn.Clusters.fit(world.values, n, folder=folder, progress=False)
 
 
-class _BrokenOff(KeyboardInterrupt):
+class BrokenOff(KeyboardInterrupt):
     """Someone has stopped a job."""
 
 
@@ -109,7 +112,7 @@ def _half(write: Callable[[World, Path], Any], *, after: int = 3) -> Callable[[W
         with breaking_off(after):
             try:
                 write(world, folder)
-            except _BrokenOff:
+            except BrokenOff:
                 return
         raise AssertionError("the job was done before it was broken off")
 
@@ -125,7 +128,7 @@ def breaking_off(after: int) -> Iterator[None]:
         write(self, *arguments)
         count[0] += 1
         if count[0] >= after:
-            raise _BrokenOff
+            raise BrokenOff
 
     with mock.patch.object(RowFiles, "write", counting):
         yield
@@ -149,6 +152,110 @@ def _predictions(world: World, folder: Path) -> None:
     annotation.write_concept_sheets(world.sample, folder / "sheets")
 
 
+# What has come since
+
+
+def _lens(folder: Path) -> Any:
+    read = matlens.Lens.load(folder)
+    return {layer: held.parts for layer, held in read.maps.items()}, read.method, read.provenance
+
+
+def _stream_moments(model: str) -> Callable[[World, Path], Any]:
+    def write(world: World, folder: Path) -> Any:
+        bridge = world.load(model)
+        examples = matlens.make_examples(bridge, world.corpus)
+        return stream_moments(bridge, examples, folder, pairs="all", batch_tokens=100, progress=False)
+
+    return write
+
+
+def _moments(folder: Path) -> Any:
+    kept = StoredMoments(folder)
+    return {source: kept.moments(source).state for source in kept.targets}, kept.provenance
+
+
+def _half_of_moments(write: Callable[[World, Path], Any]) -> Callable[[World, Path], Any]:
+    """Moments of which a state is kept after every batch, broken off after the second."""
+
+    def written(world: World, folder: Path) -> None:
+        keep, count = sums._States.write, [0]
+
+        def counting(self: Any, *arguments: Any) -> None:
+            keep(self, *arguments)
+            count[0] += 1
+            if count[0] == 2:
+                raise BrokenOff
+
+        with (
+            mock.patch.object(sums._States, "are_due", return_value=True),
+            mock.patch.object(sums._States, "write", counting),
+            suppress(BrokenOff),
+        ):
+            write(world, folder)
+            raise AssertionError("the job was done before it was broken off")
+
+    return written
+
+
+def _write_pages(model: str) -> Callable[[World, Path], Any]:
+    def write(world: World, folder: Path) -> Any:
+        return explorer.write_value_pages(
+            world.load(model), folder, corpus=world.corpus, k=3, among=6, neighbours=2, n_best=2,
+            progress=False,
+        )  # fmt: skip
+
+    return write
+
+
+def _half_of_pages(write: Callable[[World, Path], Any]) -> Callable[[World, Path], Any]:
+    """Pages of which two layers of three are written."""
+
+    def written(world: World, folder: Path) -> None:
+        keep = value_pages.write_text
+
+        def writing(path: Path, text: str) -> None:
+            if path.name == "vectors-2-0.js":
+                raise BrokenOff
+            keep(path, text)
+
+        with mock.patch.object(value_pages, "write_text", writing), suppress(BrokenOff):
+            write(world, folder)
+            raise AssertionError("the job was done before it was broken off")
+
+    return written
+
+
+def _contents(folder: Path) -> Any:
+    """All files but what says when and by what they were made."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "config.json"}
+
+
+def _pruned(folder: Path) -> Any:
+    """A plain model, as transformers reads it, and what is said of it."""
+    for verdict in verify(folder):
+        if verdict.damage is not None:
+            raise matlens.InputError(verdict.damage)
+    model = matlens.load(str(folder), device="cpu")
+    return dict(model.original_model.state_dict()), json.loads((folder / "matlens.json").read_text())
+
+
+def _write_entries(model: str) -> Callable[[World, Path], Any]:
+    def write(world: World, folder: Path) -> Any:
+        return _entries(world, folder, model)
+
+    return write
+
+
+def _entries(world: World, folder: Path, model: str = "gpt2") -> Any:
+    """What is answered from a cache: what is damaged there is made anew."""
+    with mock.patch.dict("os.environ", {"MATLENS_CACHE": str(folder / "cache")}):
+        for _ in range(2):  # the second from the cache
+            opened = catalogue.Catalogue(str(world.model_folder(model)), device="cpu")
+            values, projection = opened.values, opened.projection()
+            top = opened.top_tokens(values, projection, k=3, progress=False)
+        return top.ids, top.scores, [values.layer(layer) for layer in range(values.n_layers)]
+
+
 ARTIFACTS = (
     Artifact(
         "maps", lambda w, f: w.stream_maps.save(f), lambda _, f: _maps(f), lambda w, f: w.other_maps.save(f)
@@ -161,6 +268,34 @@ ARTIFACTS = (
     Artifact("study", _run_study, _study),
     Artifact("unfinished activations", _half(_collect("gpt2")), _resumed(_collect("gpt2"), _activations)),
     Artifact("unfinished trace", _half(_write_trace("gpt2")), _resumed(_write_trace("gpt2"), _trace)),
+    Artifact("lens", lambda w, f: w.lens.save(f), lambda _, f: _lens(f), lambda w, f: w.other_lens.save(f)),
+    Artifact("moments", _stream_moments("gpt2"), lambda _, f: _moments(f), _stream_moments("weights")),
+    Artifact(
+        "unfinished moments",
+        _half_of_moments(_stream_moments("gpt2")),
+        _resumed(_stream_moments("gpt2"), _moments),
+        _half_of_moments(_stream_moments("weights")),
+    ),
+    Artifact(
+        "value pages",
+        _write_pages("gpt2"),
+        _resumed(_write_pages("gpt2"), _contents),
+        _write_pages("weights"),
+    ),
+    Artifact(
+        "unfinished value pages",
+        _half_of_pages(_write_pages("gpt2")),
+        _resumed(_write_pages("gpt2"), _contents),
+        _half_of_pages(_write_pages("weights")),
+    ),
+    Artifact(
+        "pruned model",
+        lambda w, f: pruning.save_pruned(w.pruned, f),
+        lambda _, f: _pruned(f),
+        lambda w, f: pruning.save_pruned(pruning.prune(w.model, w.windows, [2], progress=False), f),
+        plain=("README.md",),
+    ),
+    Artifact("cache", _write_entries("gpt2"), _entries, _write_entries("weights")),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,16 @@ def _fifo(w: World) -> Path:
     return path
 
 
+def _device(w: World) -> Path:
+    """A device of its own: what replaces it replaces none that others need."""
+    path = w.fresh("device")
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:  # not as an ordinary user
+        os.mkfifo(path)
+    return path
+
+
 def _link(w: World, to: str) -> Path:
     path = w.fresh("link")
     path.symlink_to(to)
@@ -153,9 +164,10 @@ _READ_PATHS = [
 ]
 _WRITTEN_PATHS = [
     *_PATHS,
-    *_given(FILES, "/dev/null", "/dev/null/x"),
+    *_given(FILES, "/dev/null/x"),
     *_made(
         FILES,
+        a_device=_device,
         a_fifo=_fifo,
         a_loop=lambda w: _link(w, "link"),
         a_folder_of_others=_full,
@@ -232,6 +244,35 @@ KINDS: Mapping[str, list[Bad]] = {
     "map": [*_OBJECTS, *_made(KIND, all_maps=lambda w: w.stream_maps)],
     "readout": [*_OBJECTS, *_made(KIND, model=lambda w: w.model)],
     "other readout": _made(OTHER, of_other_weights=lambda w: type(w.readout)(w.load("weights"))),
+    "lens": [*_OBJECTS, *_made(KIND, maps=lambda w: w.stream_maps)],
+    "other lens": _made(OTHER, of_other_weights=lambda w: w.other_lens),
+    "lenses": [
+        *_given(KIND, None, 3, "id", ["id"], {"mat": 3}),
+        *_made(KIND, one_lens=lambda w: w.lens),
+        *_given(EMPTY, {}),
+    ],
+    "other lenses": _made(OTHER, one_of_other_weights=lambda w: {"mat": w.lens, "other": w.other_lens}),
+    "methods": [
+        *_given(KIND, None, 3, 2.5, [3], [None], {}, b"mat"),
+        *_given(RANGE, "bogus", ["bogus"], ["mat", "ridge(-1)"], "narrow(0)", "mat+mat+mat", "ridge(nan)"),
+        *_given(HUGE, "narrow(" + "9" * 5000 + ")", "x" * 10**6, "+" * 10**5),
+        *_given(EMPTY, [], ""),
+    ],
+    "prompt": [
+        *_TEXTS,
+        *_given(EMPTY, "", " "),
+        *_given(HUGE, "w1 " * 10**4),
+        *_given(RANGE, "w1 \ud800"),
+    ],
+    "windows": [
+        *_OBJECTS,
+        *_made(KIND, corpus=lambda w: w.corpus, activations=lambda w: w.activations),
+        *_made(EMPTY, no_examples=lambda w: w.examples.head(0)),
+        *_made(
+            RANGE, tokens_past_the_vocabulary=lambda w: _without(w.windows, tokens=w.windows.tokens + 1000)
+        ),
+    ],
+    "pruned": [*_OBJECTS, *_made(KIND, model=lambda w: w.model, plain=lambda w: w.plain)],
     "values": [*_OBJECTS, *_made(KIND, model=lambda w: w.model)],
     "other values": _made(
         OTHER,

@@ -16,6 +16,7 @@ import typer
 
 import matlens
 from attack.cases import Case, Refused, Unnamed
+from attack.kept import kept
 from attack.world import World
 from matlens.commands import main
 
@@ -58,14 +59,65 @@ COMMANDS = (
     Command(("values", "search"), lambda w: ["w1", *_model(w)]),
     Command(("values", "promoting"), lambda w: ["w1", *_model(w)]),
     Command(("values", "cluster"), lambda w: [*_model(w), "--clusters", "20", "--out", str(w.fresh("out"))]),
-)
+    Command(
+        ("values", "explore"),
+        lambda w: [*_model(w), "--neighbours", "2", "--sentences", "20", "--out", str(w.fresh("out"))],
+    ),
+    Command(("verify",), lambda w: [str(kept("maps")(w))]),
+    Command(("plan",), lambda w: ["--model", str(w.model_folder("gpt2"))]),
+    Command(("shard",), lambda w: ["--shard", "1/2", *_sampled(_SIZES[:4])(w)]),
+    Command(("merge",), lambda w: [str(kept("moments")(w)), "--ridge", "1", "--out", str(w.fresh("out"))]),
+    Command(("explore",), lambda w: ["w1 w2 w3", *_model(w), "--out", str(w.fresh("page.html"))]),
+    Command(("serve",), lambda w: [*_model(w), "--lens", str(kept("lens")(w))]),
+    Command(
+        ("prune",),
+        lambda w: [
+            *_model(w), "--corpus", str(w.text), "--blocks", "1,", "--window", "16", "--out",
+            str(w.fresh("out")),
+        ],
+    ),
+    Command(
+        ("linearity",),
+        lambda w: [
+            *_model(w), "--corpus", str(w.text), "--window", "12", "--judged", "2", "--out",
+            str(w.fresh("out")),
+        ],
+    ),
+    Command(("cache", "show"), lambda w: []),
+    Command(("cache", "clear"), lambda w: []),
+    Command(("lens", "fit"), _sampled(_SIZES[:4])),
+    Command(("lens", "show"), lambda w: ["w1 w2 w3", *_model(w)]),
+    Command(("lens", "trajectory"), lambda w: ["w1 w2 w3", *_model(w), "--lens", str(kept("lens")(w))]),
+    Command(
+        ("lens", "convert"), lambda w: [str(kept("lens")(w)), str(w.fresh("lens.pt")), *_model(w)]
+    ),
+    Command(("lens", "report"), lambda w: [*_sampled(_SIZES[:4])(w), "--methods", "mat,id"]),
+)  # fmt: skip
+
+
+def untried_commands() -> Iterator[str]:
+    """Commands that nothing above tries."""
+    tried = {command.words for command in COMMANDS}
+    app: Any = typer.main.get_command(importlib.import_module("matlens.commands.app").app)
+    for words in _commands_of(app, ()):
+        if words not in tried:
+            yield "matlens " + " ".join(words)
+
+
+def _commands_of(click: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if hasattr(click, "commands"):
+        for name, command in click.commands.items():
+            yield from _commands_of(command, (*words, name))
+    else:
+        yield words
+
 
 _TEXTS = ("", "bogus", "\x1b[31mred", "x" * 10**5, "a\nb")
 _BAD: dict[str, tuple[str, ...]] = {
     "integer": ("x", "", "1.5", "nan", "1e3", "--", "0x10"),
     "float": ("x", "", "nan", "inf", "-inf", "1,5", "-1"),
     "choice": ("bogus", "", "ALL", "x" * 10**5),
-    "path": ("", "/dev/null", "/dev/null/x", "/proc/nothing/there", "x" * 5000),
+    "path": ("", "/dev/null/x", "/proc/nothing/there", "x" * 5000),
     "text": _TEXTS,
 }
 # Whole numbers that are past what an option allows, where it has a bound.
@@ -82,6 +134,22 @@ _PAST: dict[str, tuple[str, ...]] = {
     "model": ("/nowhere", ".", "/dev/null", "no/such model", "x" * 10**4, "a\nb"),
     "corpus": ("/nowhere.txt", ".", "/dev/null", "no/such dataset", "x" * 10**4, "a\nb"),
     "device": ("gpu", "cuda:99", "", "meta", "x" * 1000), "field": (), "split": (), "title": (),
+    "plot": ("x.svg", "/nowhere", "", "/dev/null/x.png"), "csv": _BAD["path"],
+    "lens": ("/nowhere", ".", "/dev/null", "", "x" * 10**4),
+    "token": ("absent", "", " ", "w1 w2", "x" * 10**5),
+    "pin": ("absent", "", " ", "w1 w2", "x" * 10**5), "last": ("0", "-1"),
+    "source": ("/nowhere", "/dev/zero", "."),
+    "target": ("/dev/null/x", "/dev/null/lens.pt"),
+    "port": ("0", "-1", "80", "65536", "1" + "0" * 40),
+    "blocks": ("0", "-1", "3", "99", "a", "", ",", "1,1", "0,1", "1,2,", "1.5", "1" + "0" * 40, "9" * 5000),
+    "penalty": ("-1", "nan", "inf"), "window": ("0", "1", "-1", "1" + "0" * 40), "windows": ("0", "-1"),
+    "judged": ("0", "1", "-1"), "sentences": ("0", "-1"), "neighbours": ("-1", "144", "1" + "0" * 40),
+    "methods": ("bogus", "", ",", "mat,bogus", "ridge(-1)", "x" * 10**5), "layers": ("99", "a", "0.5", "-99"),
+    "method": ("bogus", "", "ridge(-1)", "narrow(0)", "x" * 10**5), "against": ("bogus", "", "x" * 10**5),
+    "prompts": ("0", "1", "-1"), "longest": ("0", "-1"), "evaluations": ("/nowhere", ".", "/dev/null", ""),
+    "shard": ("0/2", "3/2", "1/0", "a/b", "1", "", "1/2/3", "-1/2", "1/1000000"),
+    "shards": ("/nowhere", ".", "/dev/null", ""), "width": ("0", "-1", "1" + "0" * 40), "mlp": ("0", "-1"),
+    "vocab": ("0", "-1", "1" + "0" * 40),
     "dtype": ("int8", "float64"), "revision": (), "install_completion": (), "out": _BAD["path"], "folder": (
         "/nowhere", ".", "/dev/null", "",
     ),
@@ -112,11 +180,13 @@ def _attempts(world: World, command: Command) -> Iterator[tuple[Callable[[], lis
     yield (lambda: [*command.words]), "(nothing)"
     yield (lambda: [*command.words, *command.given(world), "--bogus"]), "--bogus"
     yield (lambda: [*command.words, *command.given(world), "--model"]), "--model without a value"
+    arguments = [parameter for parameter in click.params if parameter.param_type_name == "argument"]
     for parameter in click.params:
+        place = arguments.index(parameter) if parameter in arguments else 0
         if parameter.name == "help" or getattr(parameter, "is_flag", False):
             continue
         for value in _bad(parameter):
-            yield _with(world, command, parameter, value), f"{parameter.name}={value[:30]!r}"
+            yield _with(world, command, parameter, value, place), f"{parameter.name}={value[:30]!r}"
         if parameter.param_type_name == "option" and parameter.name in ("out", "folder"):
             for kind in ("fifo", "text", "full"):
                 yield _with_path(world, command, parameter, kind), f"{parameter.name}={kind}"
@@ -131,13 +201,18 @@ def _bad(parameter: Any) -> tuple[str, ...]:
     return (*_BAD[by_kind], *listed)
 
 
-def _with(world: World, command: Command, parameter: Any, value: str) -> Callable[[], list[str]]:
+def _with(
+    world: World, command: Command, parameter: Any, value: str, place: int = 0
+) -> Callable[[], list[str]]:
+    """Give a parameter a value; an argument is in a place among the arguments."""
+
     def words() -> list[str]:
         given = command.given(world)
         if parameter.param_type_name == "argument":
-            return [*command.words, *given[1:], "--", value] if given[0][0] != "-" else [
-                *command.words, *given, "--", value
-            ]  # fmt: skip
+            n = next((i for i, word in enumerate(given) if word.startswith("-")), len(given))
+            leading = given[:n]
+            leading[place : place + 1] = [value]
+            return [*command.words, *given[n:], "--", *leading]
         return [*command.words, *given, parameter.opts[0], value]
 
     return words
@@ -187,10 +262,15 @@ def invoke(world: World, arguments: list[str]) -> tuple[int, str, str]:
         return whole(name, **options)
 
     out, err = io.StringIO(), io.StringIO()
+    environment = {
+        "COLUMNS": "200", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1",
+        "MATLENS_CACHE": str(world.root / "cache-of-commands"),
+    }  # fmt: skip
     with (
         mock.patch("matlens.models.loading.load", load),
         mock.patch.object(sys, "argv", ["matlens", *arguments]),
-        mock.patch.dict("os.environ", {"COLUMNS": "200", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}),
+        mock.patch("matlens.explorer.server.run_server", return_value=None),
+        mock.patch.dict("os.environ", environment),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pandas import DataFrame, read_csv
 
 import matlens
 from attack.world import World
-from matlens import annotation, ffn, linear, models, patching, plots
+from matlens import activations, annotation, ffn, linear, models, patching, plots
 
 
 def run_in(world: World, context: Any) -> Any:
@@ -55,7 +58,28 @@ def kept(kind: str) -> Any:
             annotation.make_plausibility_sheet(w.table_of_predictions).assign(plausible="1"),
         ),
         "prompts": lambda w: prompts_file(w),
+        "lens": lambda w: saved(w, "lens", lambda folder: w.lens.save(folder)),
+        "moments": lambda w: saved(
+            w, "moments",
+            lambda folder: activations.stream_moments(
+                w.model, w.examples, folder, pairs=[("h.0", "h.3")], positions="drawn", progress=False
+            ),
+        ),
+        "published": lambda w: saved(w, "published", published),
     }[kind]  # fmt: skip
+
+
+def published(folder: Path) -> None:
+    """A map as the authors of paper A publish it."""
+    folder.mkdir(parents=True)
+    (folder / "0_3.pickle").write_bytes(pickle.dumps(np.eye(32, dtype=np.float32)))
+
+
+def once(world: World, name: str, make: Callable[[], Any]) -> Any:
+    """What takes a while to be made, made once."""
+    if name not in world.made:
+        world.made[name] = make()
+    return world.made[name]
 
 
 def saved(world: World, name: str, save: Any) -> Path:

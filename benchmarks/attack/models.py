@@ -27,6 +27,11 @@ _T5: dict[str, Any] = {
     "pad_token_id": 1, "decoder_start_token_id": 1,
 }  # fmt: skip
 
+_VIT: dict[str, Any] = {
+    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4,
+    "intermediate_size": D_MLP, "image_size": 12, "patch_size": 4,
+}  # fmt: skip
+
 
 def save_model(name: str, folder: Path) -> Path:
     """Write a small model and its tokenizer, as ``save_pretrained`` does.
@@ -36,7 +41,8 @@ def save_model(name: str, folder: Path) -> Path:
     name
         ``gpt2``, or what differs from it: ``weights`` are others, ``tokens`` have a beginning in front,
         ``layers`` are fewer, ``wide`` is of another width, ``nan`` has a weight that is no number,
-        ``untokenized`` lacks its tokenizer; ``bert`` is masked, ``t5`` has an encoder and a decoder.
+        ``untokenized`` lacks its tokenizer; ``bert`` is masked, ``t5`` has an encoder and a decoder,
+        ``vit`` reads images.
     folder
         Where the model is written.
     """
@@ -48,7 +54,7 @@ def save_model(name: str, folder: Path) -> Path:
         if name == "nan":
             next(model.parameters())[5] = torch.nan
     model.save_pretrained(folder)
-    if name != "untokenized":
+    if name not in ("untokenized", "vit"):
         _tokenizer(name).save_pretrained(folder)
     return folder
 
@@ -56,6 +62,8 @@ def save_model(name: str, folder: Path) -> Path:
 def _model(name: str) -> Any:
     if name == "bert":
         return transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**_BERT))
+    if name == "vit":
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**_VIT))
     if name == "t5":
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5))
     changes = {"layers": {"n_layer": 2}, "wide": {"n_embd": 2 * D_MODEL}}.get(name, {})

@@ -26,7 +26,7 @@ def _files(folder: Path, suffix: str = "") -> list[Path]:
     return sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file() and path.suffix in _READ)
 
 
-_READ = (".json", ".npy", ".safetensors", ".csv", "")
+_READ = (".json", ".jsonl", ".npy", ".safetensors", ".csv", ".js", ".html", "")
 
 
 def _any(chance: random.Random, folder: Path, suffix: str = "") -> Path | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from attack.kept import MAPS, READOUT, STREAM_MAPS, draw
+from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
 from attack.signatures import Target
 from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
-from matlens import control, ffn, lens, linearity
+from matlens import annotation, control, ffn, lens, linearity
 
 ACTIVATIONS = "activations, other activations"
 _CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]
@@ -51,6 +51,22 @@ def _comparison(world: World) -> Any:
 @cache
 def _events(world: World) -> Any:
     return ffn.event_tables(world.trace, world.model)
+
+
+def _positions(world: World) -> Any:
+    stand_ins = dict.fromkeys(("all", "not-first", "not-sink"), world.maps)
+    return once(
+        world,
+        "positions",
+        lambda: linearity.submodule_positions(
+            world.readout, world.model, world.maps, stand_ins, world.activations.head(6), every=3
+        ),
+    )
+
+
+def _exits(world: World) -> Any:
+    judged = {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
+    return ffn.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
 
 
 def _confidence(world: World) -> Any:
@@ -279,6 +295,34 @@ COMPARING: list[Target] = [
             "alternation": _schemes,
             "by_method": _submodules,
             "toxicity_against_perplexity": lambda w: _comparison(w).table,
+            "by_fitting": lambda w: linearity.rows_of_replacement(_positions(w), "mat_ffn"),
+            "costs_figure": lambda w: once(
+                w, "costs", lambda: linearity.exit_costs(w.readout, w.model, w.stream_maps, w.activations)
+            ),
+            "exits_figure": _exits,
+            "removal_figure": lambda w: once(
+                w, "removal", lambda: ffn.removal_table(w.model, w.examples.head(4), n_tokens=5)
+            ),
+            "shares_by_layer": lambda w: once(
+                w, "dominance", lambda: ffn.dominance(w.model, w.examples, progress=False)
+            ),
+            "concept_shares": lambda w: annotation.tally_concepts(w.sample, annotations_of(w)),
         }.items()
     ],
+    Target(
+        "plots.pattern_sizes",
+        {"size": "whole"},
+        {
+            "size": lambda _: 2,
+            "results": lambda w: annotation.pattern_shares(w.patterns, model_name="m", corpus="c", k=5),
+        },
+        finish=draw,
+    ),
+    Target(
+        "plots.extremes_figure",
+        {"clusters": "table"},
+        {"clusters": lambda w: w.activity.assign(sub_updates="extreme", read="score")},
+        finish=draw,
+        takes={"title=''": lambda _, nothing: nothing is None},
+    ),
 ]

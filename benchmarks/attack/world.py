@@ -17,7 +17,7 @@ import transformers
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import annotation, control, corpora, ffn, lens, linear, patching
+from matlens import annotation, control, corpora, ffn, judging, lens, linear, patching, pruning
 from matlens.lens import as_substitute
 from matlens.study import Study
 
@@ -49,6 +49,7 @@ class World:
     def __init__(self, root: Path, *, seed: int = 0) -> None:
         self.root, self.seed = root, seed
         self._loaded: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
         self.forwards = 0  # passes through any model
 
     def model_folder(self, name: str) -> Path:
@@ -162,6 +163,51 @@ class World:
                 matlens.LinearMap(weight, linear_map.bias, *pair, provenance=self.stream_maps.provenance)
             )
         return matlens.MapSet(spoilt, provenance=self.stream_maps.provenance)
+
+    @cached_property
+    def lens(self) -> matlens.Lens:
+        """A lens on the model."""
+        return matlens.Lens.from_maps(self.stream_maps, model=self.model)
+
+    @cached_property
+    def other_lens(self) -> matlens.Lens:
+        """A lens on another model of the same shape."""
+        return matlens.Lens.from_maps(self.other_maps, model=self.load("weights"))
+
+    @cached_property
+    def lens_moments(self) -> lens.LensMoments:
+        """What closed forms need of the sentences."""
+        return lens.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
+
+    @cached_property
+    def trajectory(self) -> lens.Trajectory:
+        """A prompt through the lens."""
+        return self.lens.trajectory(self.sentences[0], k=3)
+
+    @cached_property
+    def members(self) -> dict[str, judging.Member]:
+        """The lens and the logit lens as members of a report."""
+        return {"mat": judging.Member(self.lens), "id": judging.Member(matlens.Lens.identity(self.model))}
+
+    @cached_property
+    def report(self) -> pd.DataFrame:
+        """The report of the members."""
+        return judging.report_table(self.members, self.activations, against="id", progress=False)
+
+    @cached_property
+    def windows(self) -> corpora.Examples:
+        """The sentences as running text."""
+        return corpora.make_windows(self.model, self.corpus, size=16)
+
+    @cached_property
+    def pruned(self) -> pruning.Pruned:
+        """The model without its second block."""
+        return pruning.prune(self.model, self.windows, [1], progress=False)
+
+    @cached_property
+    def pair_moments(self) -> linear.PairMoments:
+        """Sums of a pair of layers."""
+        return linear.PairMoments([("h.0", "h.3")]).update(dict(self.activations))
 
     @cached_property
     def values(self) -> ffn.ValueVectors:

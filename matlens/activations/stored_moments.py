@@ -16,7 +16,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.linear.pairs import by_source
-from matlens.linear.sums import MomentsOfPairs
+from matlens.linear.sums import MomentsOfPairs, require_source
 from matlens.models.identity import Provenance
 from matlens.processes.group import current
 from matlens.signatures import checked
@@ -142,6 +142,7 @@ class StoredMoments:
         return self._read(source)[1]
 
     def _read(self, source: str) -> tuple[Moments, Tensor | None]:
+        require_source(source, self.targets)
         whole: Moments | None = None
         norms: list[Tensor] = []
         for folder, config in self._folders:

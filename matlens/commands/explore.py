@@ -11,7 +11,7 @@ import typer
 from matlens.cli.groups import ModelOptions, grouped
 from matlens.cli.options import Dominant, Out
 from matlens.cli.printing import print_line
-from matlens.errors import InputError
+from matlens.storage.files import require_file_name
 
 _OTHERS = 2  # sentences that a split of a corpus leaves out at least
 Lenses = Annotated[
@@ -51,8 +51,7 @@ def explore(
 
     Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
     """
-    if out.is_dir():
-        raise InputError(f"{out} is a folder. Expected the name of the page, such as {out / 'page.html'}.")
+    require_file_name(out)
     model.check()
     from matlens.explorer.exploration import explore as explore_prompt
     from matlens.explorer.exploration import load_lens

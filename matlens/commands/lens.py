@@ -13,6 +13,7 @@ from matlens.cli.options import BatchTokens, Out, Seed, Train, Val
 from matlens.cli.printing import print_line, print_table
 from matlens.commands.lens_report import report
 from matlens.errors import InputError
+from matlens.storage.files import require_file_name, require_writable, system_errors
 from matlens.storage.numbers import number_text
 
 if TYPE_CHECKING:
@@ -78,7 +79,12 @@ def fit(
     from matlens.study.sizes import fitting_sizes
     from matlens.study.study import slug
 
-    require_methods(method)  # before the work, not after it
+    names = list(require_methods(method))  # before the work, not after it
+    folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
+    from matlens.lens.files import require_lens_folder
+
+    for name, folder in folders.items():
+        require_lens_folder(folder, name)
     model.check()
     sentences = corpus.load()
     wanted = sizes_of(train, val)
@@ -93,7 +99,7 @@ def fit(
         bridge, part, method=list(method), positions=positions.value, seed=seed, batch_tokens=batch_tokens
     )
     for name, lens in lenses.items():
-        folder = out if len(lenses) == 1 else out / slug(name)
+        folder = folders[name]
         lens.save(folder)
         samples = "" if lens.n_samples is None else f", fitted on {lens.n_samples:,} tokens"
         print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
@@ -143,6 +149,12 @@ def trajectory(
     """Follow the prediction after the prompt through the layers, and draw all tokens and layers."""
     from matlens.models.vocabulary import visible
 
+    for path in filter(None, (csv, plot)):  # before the work, not after it
+        require_file_name(path)
+    if plot is not None:
+        from matlens.plots.style import require_figure_name
+
+        require_figure_name(plot)
     read = _lens(model, lens).trajectory(prompt)
     words = list(token or ())
     table = read.to_dataframe(words)
@@ -163,8 +175,9 @@ def trajectory(
         from matlens.storage.files import write_text
         from matlens.storage.tables import csv_text
 
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        write_text(csv, csv_text(table))
+        with system_errors(csv):
+            csv.parent.mkdir(parents=True, exist_ok=True)
+            write_text(csv, csv_text(table))
         print_line(f"Table in {csv}.")
     if plot is not None:
         read.plot(plot, colour=colour.value)
@@ -188,8 +201,13 @@ def convert(
     model: ModelOptions,
 ) -> None:
     """Turn a lens of TransformerLens or tuned-lens into a folder of matlens, or a folder into their file."""
-    if not source.exists():
-        raise InputError(f"There is no {source}. Expected a folder of a lens, or a .pt file.")
+    with system_errors(source):
+        if not source.exists():
+            raise InputError(f"There is no {source}. Expected a folder of a lens, or a .pt file.")
+    if target.suffix == ".pt":
+        require_file_name(target)
+    else:
+        require_writable(target)
     bridge = model.load()
     from matlens.lens.lens import Lens
 

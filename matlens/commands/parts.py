@@ -110,30 +110,30 @@ def prune(
     wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
     if penalty is not None:
         require_number(penalty, "--penalty", least=0)
-    from matlens.pruning.saving import require_new, save_pruned
+    from matlens.pruning.saving import reserved, save_pruned
 
-    require_new(out)
-    model.check()
-    sentences = corpus.load()
-    print(sentences.report())
-    n_judged = max(1, len(sentences) // 10)
-    fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
-    from matlens.corpora.prompts import make_windows
-    from matlens.pruning.layouts import plain_copy
-    from matlens.pruning.pruned import prune as prune_model
-    from matlens.pruning.pruned import prune_attention
-    from matlens.trials.evaluation import compare_pruned, speed
+    with reserved(out):  # before the work, as the only one that does it
+        model.check()
+        sentences = corpus.load()
+        print(sentences.report())
+        n_judged = max(1, len(sentences) // 10)
+        fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
+        from matlens.corpora.prompts import make_windows
+        from matlens.pruning.layouts import plain_copy
+        from matlens.pruning.pruned import prune as prune_model
+        from matlens.pruning.pruned import prune_attention
+        from matlens.trials.evaluation import compare_pruned, speed
 
-    bridge = model.load()
-    calibration = make_windows(bridge, fitted_on, size=window, most=windows)
-    if attention is None:
-        pruned = prune_model(
-            bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
-        )
-    else:
-        pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
-    table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
-    save_pruned(pruned, out, table)
+        bridge = model.load()
+        calibration = make_windows(bridge, fitted_on, size=window, most=windows)
+        if attention is None:
+            pruned = prune_model(
+                bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
+            )
+        else:
+            pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
+        table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
+        save_pruned(pruned, out, table)
     rows = [
         (
             row["method"],

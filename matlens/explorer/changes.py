@@ -14,7 +14,7 @@ from matlens.arguments import require_choice, require_number, require_whole, sho
 from matlens.control.control import Value, controlled
 from matlens.control.generation import continue_prompts
 from matlens.errors import InputError
-from matlens.ffn.values import ValueName
+from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokenization import encode_text
@@ -98,9 +98,13 @@ def compare_changes(
     """
     require_whole(k, "k", least=1, most=model.cfg.d_vocab_out)
     wanted = [_replacement(model, change, maps) for change in changes if change.kind != "value"]
-    coefficients: dict[ValueName, Value] = {
-        change.which: change.value for change in changes if change.kind == "value"
-    }
+    coefficients: dict[ValueName, Value] = {}
+    for change in changes:
+        if change.kind == "value":
+            vector = ValueVector.parse(change.which)
+            if vector in coefficients:
+                raise InputError(f"The coefficient of {vector} is set twice. Expected one value for each.")
+            coefficients[vector] = change.value
     outcomes = []
     for changed in (False, True):
         with ExitStack() as stack:

@@ -7,6 +7,8 @@ are hundreds of times as large as all others and say nothing of it.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.progress import Bar
 from matlens.signatures import checked
-from matlens.storage.files import write_bytes
+from matlens.storage.files import content_hash, open_regular, system_errors, write_bytes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -37,6 +39,7 @@ LONGEST = 64  # tokens of a sentence that are read
 _CHUNK = 256  # sentences between two times that what is known is kept
 _STEPS = 127  # of a coefficient, against the largest of its sentence that counts
 _BATCH_TOKENS = 512
+_SEAL, _JOB = "sha256", "job"  # in a checkpoint: the hash of all else in it, and what it is of
 
 
 @checked
@@ -110,7 +113,8 @@ def find_usage(
     k
         How many sub-updates of a token count as dominant.
     checkpoint
-        A file in which what is known is kept from time to time, so that a later call goes on from there.
+        A file in which what is known is kept from time to time, so that a later call goes on from there; one
+        that is damaged is written anew.
     progress
         Whether to show a bar over the sentences.
 
@@ -118,7 +122,7 @@ def find_usage(
     ------
     InputError
         ``n_best`` or ``k`` is less than 1, or ``k`` more than there are; the value vectors are of another
-        model; there is no sentence, or a longer one.
+        model; there is no sentence, or a longer one; or the checkpoint is of another job, or cannot be used.
     """
     require_whole(n_best, "n_best", least=1)
     require_count(k, values)
@@ -130,7 +134,13 @@ def find_usage(
             "cuts those that are longer."
         )
     path = None if checkpoint is None else Path(checkpoint)
-    state = _State.resumed(path, values, n_best)
+    job = content_hash(
+        {"values": values.identity.to_json(), "examples": examples.fingerprint, "n_best": n_best, "k": k}
+    )
+    state = _State(values.n_layers, n_best, values.d_mlp)
+    if path is not None:
+        with system_errors(path):
+            state.resume(path, job)
     with Bar(total=len(examples), initial=state.n_done, desc="sentences", disable=not progress) as bar:
         while state.n_done < len(examples):
             end = min(state.n_done + _CHUNK, len(examples))
@@ -138,7 +148,8 @@ def find_usage(
             bar.update(end - state.n_done)
             state.n_done = end
             if path is not None:
-                state.keep(path)
+                with system_errors(path):
+                    state.keep(path, job)
     n_tokens = int((examples.lengths - 1).sum())
     return Usage(state.sentence, state.peak, state.coefficients, state.dominant, n_tokens)
 
@@ -165,28 +176,39 @@ class _State:
         self.coefficients = torch.zeros(*shape, LONGEST, dtype=torch.int8)
         self.dominant = torch.zeros(n_layers, d_mlp, dtype=torch.int64)
 
-    @classmethod
-    def resumed(cls, path: Path | None, values: ValueVectors, n_best: int) -> _State:
-        """What a file says, or nothing where there is none that is whole."""
-        state = cls(values.n_layers, n_best, values.d_mlp)
-        try:
-            kept = load(path.read_bytes()) if path is not None else {}
-        except (OSError, SafetensorError):
-            return state
-        parts = ("sentence", "peak", "coefficients", "dominant")
-        if all(part in kept and kept[part].shape == getattr(state, part).shape for part in parts):
-            for part in parts:
-                setattr(state, part, kept[part])
-            state.n_done = int(kept["n_done"])
-        return state
+    def resume(self, path: Path, job: str) -> None:
+        """Take over what a file says of the job, if there is one that is whole.
 
-    def keep(self, path: Path) -> None:
+        Raises
+        ------
+        InputError
+            It is of another job, or no plain file.
+        """
+        try:
+            with open_regular(path) as file:
+                parts = load(file.read())
+        except (FileNotFoundError, SafetensorError):
+            return
+        seal, of_job = parts.pop(_SEAL, None), parts.pop(_JOB, None)
+        if seal is None or of_job is None or not torch.equal(seal, _digits(_hash_of(parts, job))):
+            if of_job is None or torch.equal(of_job, _digits(job)):
+                return
+            raise InputError(
+                f"The checkpoint {path} is of another model, corpus or number of sentences. Choose another "
+                "file, or remove this one."
+            )
+        self.sentence, self.peak = parts["sentence"], parts["peak"]
+        self.coefficients, self.dominant = parts["coefficients"], parts["dominant"]
+        self.n_done = int(parts["n_done"])
+
+    def keep(self, path: Path, job: str) -> None:
         """Write what is known, whole or not at all."""
         parts = {
             "sentence": self.sentence, "peak": self.peak, "coefficients": self.coefficients,
             "dominant": self.dominant, "n_done": torch.tensor(self.n_done),
         }  # fmt: skip
-        write_bytes(path, save(parts))
+        seal = {_SEAL: _digits(_hash_of(parts, job)), _JOB: _digits(job)}
+        write_bytes(path, save({**parts, **seal}))
 
     def read(self, model: TransformerBridge, examples: Examples, values: ValueVectors, k: int) -> None:
         """Run more sentences, which follow those that are done."""
@@ -230,3 +252,11 @@ class _State:
         scale = best.values[slot, vector].abs().clamp(min=1e-30)[:, None]
         steps = (taken / scale * _STEPS).round().clamp(-_STEPS, _STEPS)
         self.coefficients[layer][slot, vector] = steps.to(torch.int8)
+
+
+def _hash_of(parts: Mapping[str, Tensor], job: str) -> str:
+    return hashlib.sha256(job.encode() + save(dict(parts))).hexdigest()
+
+
+def _digits(digest: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,10 @@ from matlens.pages.values import (
 )
 from matlens.progress import Bar
 from matlens.signatures import checked
+from matlens.storage.arrays import describe_file, require_hash, require_record
 from matlens.storage.files import write_bytes, write_text
-from matlens.storage.folders import Workplace
+from matlens.storage.folders import Workplace, read_config
+from matlens.storage.notes import Notes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -60,7 +63,7 @@ def write_value_pages(
 ) -> Path:
     """Write the pages of all value vectors of a model; open ``index.html`` in the folder.
 
-    A killed call goes on where it was; a finished folder is left as it is.
+    A killed call goes on where it was; a finished folder is looked through and left as it is.
 
     Parameters
     ----------
@@ -94,7 +97,7 @@ def write_value_pages(
     ------
     InputError
         The model has no value vectors or no unembedding, the clusters are of another model, a number is out
-        of range, or the folder belongs to another job.
+        of range, the folder belongs to another job, or a file in it is not what was written.
     """
     values, plain = ValueVectors(model), Projection.from_model(model)
     d_vocab = len(plain.unembedding)
@@ -118,7 +121,16 @@ def write_value_pages(
             pages = _Pages(place.folder, model, values, plain, k, among, neighbours, progress)
             pages.write(corpus, clusters, n_best)
             place.finish()
+        else:
+            _require_whole(place.folder)
     return place.folder / INDEX
+
+
+def _require_whole(folder: Path) -> None:
+    """Refuse a finished folder of which a file is gone or damaged."""
+    config = read_config(folder, HOLDS)
+    for name in config["files"]:
+        require_hash(folder / name, require_record(config, folder, name))
 
 
 class _Pages:
@@ -134,6 +146,7 @@ class _Pages:
         if hasattr(model, "ln_final"):
             self._projections["norm"] = Projection.after_norm(model)
         self._d_vocab = len(plain.unembedding)
+        self._notes = Notes(folder)
 
     def write(self, corpus: Corpus | None, clusters: Clusters | None, n_best: int) -> None:
         examples = None if corpus is None else shortened(make_examples(self._model, corpus))
@@ -172,16 +185,37 @@ class _Pages:
         layers = range(self._values.n_layers)
         for layer in Bar(layers, desc="value vectors", unit="layer", disable=not self._progress):
             kept = self._kept(layer)
-            if not kept.is_file():
-                top = self._layer(layer, usage, lengths, units)
-                write_bytes(kept, save({"top": top.int().contiguous()}))
+            if not self._is_written(layer):
+                files = self._layer(layer, usage, lengths, units)
+                for path in (*files, kept):  # the last says that all are there
+                    self._notes.add({"layer": layer, "file": path.name, "record": describe_file(path)})
             yield load(kept.read_bytes())["top"].numpy().astype(np.int64)
+
+    def _is_written(self, layer: int) -> bool:
+        """Whether all files of a layer are there, as they were noted.
+
+        Raises
+        ------
+        InputError
+            One is not what was written.
+        """
+        records = {note["file"]: note["record"] for note in self._notes.records if note.get("layer") == layer}
+        paths = {self._folder / name: record for name, record in records.items()}
+        if self._kept(layer) not in paths or not all(map(os.path.lexists, paths)):
+            return False
+        for path, record in paths.items():
+            require_hash(path, record)
+        return True
 
     def _units(self) -> Tensor:
         rows = [self._values.layer(layer) for layer in range(self._values.n_layers)]
         return torch.nn.functional.normalize(torch.cat(rows), dim=1)
 
-    def _layer(self, layer: int, usage: Usage | None, lengths: np.ndarray, units: Tensor | None) -> Tensor:
+    def _layer(
+        self, layer: int, usage: Usage | None, lengths: np.ndarray, units: Tensor | None
+    ) -> list[Path]:
+        """Write the files of a layer, and its top tokens beside."""
+        files = []
         vectors = self._values.layer(layer)
         lists = {name: self._extremes(projection, vectors) for name, projection in self._projections.items()}
         near, cosines = self._near(layer, units)
@@ -204,8 +238,11 @@ class _Pages:
                 }
             block = VectorBlock(tokens, scores, norms[part], near[part], cosines[part], **used)
             text = vector_shard(layer, number, block, lengths)
-            write_text(self._folder / f"vectors-{layer}-{number}.js", text)
-        return lists["plain"]["top"][0]
+            files.append(self._folder / f"vectors-{layer}-{number}.js")
+            write_text(files[-1], text)
+        top = lists["plain"]["top"][0]
+        write_bytes(self._kept(layer), save({"top": top.int().contiguous()}))
+        return files
 
     def _extremes(self, projection: Projection, vectors: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Ids and scores of the tokens at both ends, of scores that are made once."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -87,6 +87,18 @@ def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_la
     return of_layer[np.arange(trace.n_layers)[:, None], index]
 
 
+def require_fitted(rule: Any, attribute: str) -> None:
+    """Refuse to ask what has not been fitted.
+
+    Raises
+    ------
+    InputError
+        It has not.
+    """
+    if not hasattr(rule, attribute):
+        raise InputError(f"This {type(rule).__name__} is not fitted yet. Call its fit first.")
+
+
 @checked
 class OverlapRule:
     """The rule that leaves where active clusters look like those of saturation events (section 6.2).
@@ -145,7 +157,18 @@ class OverlapRule:
             The active clusters of all examples, see `active_clusters`.
         rows
             Rows of the examples that are asked about.
+
+        Raises
+        ------
+        InputError
+            Nothing has been fitted, or on other layers.
         """
+        require_fitted(self, "active_")
+        if active.shape[1:] != self.active_.shape[1:]:
+            raise InputError(
+                f"The active clusters have the shape {active.shape}, and those that were fitted on "
+                f"{self.active_.shape}. Expected as many layers and clusters."
+            )
         signals = np.zeros((len(rows), active.shape[1]), dtype=bool)
         for layer in range(active.shape[1]):
             inside = self.made_at_ == layer

@@ -13,7 +13,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from matlens.errors import InputError
-from matlens.ffn.early_exit import ExampleSplit
+from matlens.ffn.early_exit import ExampleSplit, require_fitted
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -136,7 +136,18 @@ class ExitClassifiers:
             Features of all examples, layer by layer.
         rows
             Rows of the examples that are asked about.
+
+        Raises
+        ------
+        InputError
+            Nothing has been fitted, or on other layers.
         """
+        require_fitted(self, "models_")
+        if len(features) != len(self.models_):
+            raise InputError(
+                f"There are features of {len(features)} layers, and classifiers of {len(self.models_)}. "
+                "Expected those of the same layers."
+            )
         signals = np.zeros((len(rows), len(features)), dtype=bool)
         classifiers = zip(features, self.models_, self.thresholds_, strict=True)
         for layer, (x, model, threshold) in enumerate(classifiers):

@@ -31,7 +31,15 @@ from matlens.storage.arrays import (
     require_record,
     require_tensor,
 )
-from matlens.storage.files import damaged, open_regular, read_json, system_errors, write_bytes
+from matlens.storage.files import (
+    damaged,
+    nearest_existing,
+    open_regular,
+    read_json,
+    require_writable,
+    system_errors,
+    write_bytes,
+)
 from matlens.storage.folders import Workplace, read_config, reading_record
 
 if TYPE_CHECKING:
@@ -41,6 +49,18 @@ _HOLDS = "lens"
 _JACOBIAN = "jacobian_lens"  # what is kept in a provenance of such a file
 _OWN = "matlens"  # what is kept in such a file of a provenance
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def require_lens_folder(folder: Path, method: str) -> None:
+    """Refuse, before any work, a folder in which a lens of a method could not be kept.
+
+    Raises
+    ------
+    InputError
+        It holds something else, or cannot be made or written into.
+    """
+    Workplace(folder, _HOLDS, {"method": method}).require_possible()
+    require_writable(nearest_existing(folder))
 
 
 def write_lens(folder: str | Path, lens: LensParts) -> None:

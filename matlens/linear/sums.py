@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments, require_finite
@@ -105,21 +106,42 @@ class PairMoments:
         return self
 
     def moments(self, source: str) -> Moments:
-        """What is kept of a source and all of its targets."""
+        """What is kept of a source and all of its targets.
+
+        Raises
+        ------
+        InputError
+            It is none of the sources, or there are no samples.
+        """
+        require_source(source, self.targets)
         self._flush()
         if source not in self._moments:
             raise InputError("There are no samples to fit maps on.")
         return self._moments[source]
 
     def norms(self, source: str) -> Float[Tensor, " n"] | None:
-        """Squared norms of the samples of a source, in float64, where they are kept."""
+        """Squared norms of the samples of a source, in float64, where they are kept.
+
+        Raises
+        ------
+        InputError
+            It is none of the sources.
+        """
+        require_source(source, self.targets)
         self._flush()
         if self._norms is None:
             return None
         return torch.cat([torch.zeros(0, dtype=torch.float64), *self._norms[source]])
 
     def restore(self, source: str, moments: Moments, norms: Tensor | None) -> None:
-        """Put back what was kept of a source in an earlier run."""
+        """Put back what was kept of a source in an earlier run.
+
+        Raises
+        ------
+        InputError
+            It is none of the sources.
+        """
+        require_source(source, self.targets)
         self._moments[source] = moments
         if self._norms is not None and norms is not None:
             self._norms[source] = [norms]
@@ -148,6 +170,20 @@ class PairMoments:
             self._moments[source].update(vectors[source], blocks, weights=weights)
             if self._norms is not None:
                 self._norms[source].append(vectors[source].double().square().sum(1).cpu())
+
+
+def require_source(source: str, targets: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what no moments are kept of.
+
+    Raises
+    ------
+    InputError
+        It is none of the sources.
+    """
+    if source not in targets:
+        raise InputError(
+            f"No moments are kept of {short(source)}. Expected one of the sources {', '.join(targets)}."
+        )
 
 
 def chunk_size(x: Tensor) -> int:

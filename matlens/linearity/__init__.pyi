@@ -9,9 +9,6 @@ from .heads import head_ablation as head_ablation
 from .heads import head_pairs as head_pairs
 from .heads import head_r2 as head_r2
 from .heads import head_replacements as head_replacements
-from .parts import JUMPS as JUMPS
-from .parts import Part as Part
-from .parts import model_parts as model_parts
 from .ranking import GROUPS as GROUPS
 from .ranking import added_rise as added_rise
 from .ranking import atlas_summary as atlas_summary

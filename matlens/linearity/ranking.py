@@ -24,6 +24,7 @@ GROUPS = {"norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": 
 """Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
 FIRST = 3
 _COLUMNS = ("method", "layer", "target", "metric", "value", "kind", "tokens")
+_WORDS = ("method", "metric", "kind", "tokens")
 _RESAMPLES = 999
 _FEWEST = 6  # parts of which a correlation is told
 _EVERY = "all kinds"
@@ -46,8 +47,9 @@ def first_parts(
     tokens
         ``all``, or ``no sinks``.
     """
-    require_columns(table, _COLUMNS, what="the table of linearity.linearity_atlas")
+    _require_atlas(table)
     require_whole(n, "n", least=1)
+    require_choice(tokens, ("all", "no sinks"), "tokens")
     kinds = GROUPS[require_choice(group, tuple(GROUPS), "group")]
     rows = table[
         (table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)
@@ -74,7 +76,8 @@ def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float
     tokens
         ``all``, or ``no sinks``.
     """
-    require_columns(table, _COLUMNS, what="the table of linearity.linearity_atlas")
+    _require_atlas(table)
+    require_choice(tokens, ("all", "no sinks"), "tokens")
     rows = table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
     alone = rows[rows["layer"].notna()]
     names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
@@ -94,7 +97,7 @@ def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
     table
         The table of `linearity_atlas`.
     """
-    require_columns(table, ("model", "corpus", *_COLUMNS), what="the table of linearity.linearity_atlas")
+    _require_atlas(table, "model", "corpus")
     single = table[~table["kind"].str.startswith("together")]
     rows = []
     for (kind, tokens, method, metric), part in single.groupby(
@@ -137,8 +140,8 @@ def rank_correlations(table: pd.DataFrame, *, seed: int = 0, resamples: int = _R
     InputError
         It is no such table.
     """
-    require_columns(table, ("model", "corpus", *_COLUMNS), what="the table of linearity.linearity_atlas")
-    require_whole(resamples, "resamples", least=9)
+    _require_atlas(table, "model", "corpus")
+    require_whole(resamples, "resamples", least=9, most=100_000)
     require_seed(seed)
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(
@@ -200,3 +203,16 @@ def spearman(
     ).confidence_interval  # fmt: skip
     low, high = float(found.low), float(found.high)
     return value, low if math.isfinite(low) else math.nan, high if math.isfinite(high) else math.nan
+
+
+def _require_atlas(table: pd.DataFrame, *more: str) -> None:
+    """Refuse what is no table of the atlas."""
+    what = "the table of linearity.linearity_atlas"
+    require_columns(table, (*more, *_COLUMNS), what=what)
+    words = all(isinstance(cell, str) for column in _WORDS for cell in table[column])
+    layers = pd.to_numeric(table["layer"], errors="coerce")
+    numbers = pd.api.types.is_numeric_dtype(table["value"]) and bool(
+        (layers.isna() == table["layer"].isna()).all()
+    )
+    if not words or not numbers:
+        raise InputError(f"The table has cells of other kinds than {what} has. Expected that table.")

@@ -99,14 +99,25 @@ def save_as(figure: Figure, path: str | Path) -> Path:
         The name ends in neither ``.png`` nor ``.pdf``, or the file cannot be written.
     """
     path = Path(path)
-    if path.suffix not in (".png", ".pdf"):
-        raise InputError(f"{path} is no name of a figure. Expected one that ends in .png or .pdf.")
+    require_figure_name(path)
     content = io.BytesIO()
     with system_errors(path), style_sheet():
         figure.savefig(content, format=path.suffix[1:])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_together({path: content.getvalue()})
     return path
+
+
+def require_figure_name(path: Path) -> None:
+    """Refuse a name that is of no figure.
+
+    Raises
+    ------
+    InputError
+        It ends in neither ``.png`` nor ``.pdf``.
+    """
+    if path.suffix not in (".png", ".pdf"):
+        raise InputError(f"{path} is no name of a figure. Expected one that ends in .png or .pdf.")
 
 
 # Titles and other text

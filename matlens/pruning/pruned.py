@@ -18,6 +18,8 @@ from matlens.signatures import checked
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_MOST_HEALED = 10**9  # tokens
+
 
 @dataclass(frozen=True)
 class Pruned:
@@ -103,7 +105,7 @@ def prune(
     choice = Choice(require_choice(choice, Choice, "choice"))
     if penalty is not None:
         penalty = require_number(penalty, "penalty", least=0)
-    require_whole(heal, "heal", least=0)
+    require_whole(heal, "heal", least=0, most=_MOST_HEALED)
     require_seed(seed)
     given = None if isinstance(blocks, int) else read_blocks(blocks, model.cfg.n_layers)
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError
 from matlens.models.vocabulary import visible
 from matlens.signatures import checked
-from matlens.storage.files import nearest_existing, require_writable, system_errors, write_json, write_text
-from matlens.storage.folders import make_config
+from matlens.storage.arrays import describe_file
+from matlens.storage.files import (
+    nearest_existing,
+    require_writable,
+    sealed,
+    system_errors,
+    write_json,
+    write_text,
+)
+from matlens.storage.folders import BESIDE, make_config
+from matlens.storage.locks import locked
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from matlens.pruning.pruned import Pruned
 
-RECORD, CARD = "matlens.json", "README.md"
+CARD = "README.md"
+_MODEL = "model"  # what is written before it is moved to its place
 
 
 def require_new(folder: Path) -> None:
@@ -30,9 +41,41 @@ def require_new(folder: Path) -> None:
     InputError
         It holds files, is no folder, or cannot be made.
     """
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} is not empty. Expected a new or empty folder for the pruned model.")
-    require_writable(nearest_existing(folder))
+    with system_errors(folder):
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder} is not empty. Expected a new or empty folder for the pruned model.")
+        require_writable(nearest_existing(folder))
+
+
+@contextmanager
+def reserved(folder: Path) -> Iterator[Path]:
+    """Be the one that makes a new folder, which is there whole or not at all.
+
+    What is given is an empty folder beside it, to be filled and moved to its place. Another process that
+    wants the same waits, and then finds it made. What a killed one has left there is removed.
+
+    Raises
+    ------
+    InputError
+        The folder holds files, is no folder, or cannot be made.
+    """
+    require_new(folder)
+    place = folder.with_name(f".{folder.name}.unfinished")
+    work = place / _MODEL
+    try:
+        with ExitStack() as lock:
+            with system_errors(folder):
+                lock.enter_context(locked(place))
+                require_new(folder)
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir()
+            try:
+                yield work
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    finally:
+        with suppress(OSError):  # somebody else is at work there
+            place.rmdir()
 
 
 @checked
@@ -46,7 +89,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     folder
         A new or empty folder.
     table
-        What was measured, for the card; see `matlens.pruning.compare_pruned`.
+        What was measured, for the card; see `matlens.trials.compare_pruned`.
 
     Raises
     ------
@@ -54,26 +97,21 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         The folder is not empty, or cannot be written.
     """
     folder = Path(folder)
-    require_new(folder)
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
-    with system_errors(folder):
-        partial.mkdir(parents=True)
-        try:
-            pruned.model.save_pretrained(partial)
-            pruned.tokenizer.save_pretrained(partial)
-            request = {
-                "blocks_left_out": list(pruned.blocks),
-                "attention_left_out": list(pruned.attention),
-                "method": pruned.method.value,
-                "provenance": pruned.provenance.to_json(),
-            }
-            write_json(partial / RECORD, make_config("pruned model", request))
-            write_text(partial / CARD, model_card(pruned, table))
-            if folder.is_dir():
-                folder.rmdir()
-            partial.replace(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with reserved(folder) as work, system_errors(folder):
+        pruned.model.save_pretrained(work)
+        pruned.tokenizer.save_pretrained(work)
+        write_text(work / CARD, model_card(pruned, table))
+        request = {
+            "blocks_left_out": list(pruned.blocks),
+            "attention_left_out": list(pruned.attention),
+            "method": pruned.method.value,
+            "provenance": pruned.provenance.to_json(),
+        }
+        files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
+        write_json(work / BESIDE, sealed({**make_config("pruned model", request), "files": files}))
+        if folder.is_dir():
+            folder.rmdir()
+        work.replace(folder)
     return folder
 
 

@@ -71,7 +71,15 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
     """Write several files whole or none of them, as the one that writes into their folders.
 
-    What is written is always a new file: where a link stands, the link is replaced and not followed.
+    What is written is always a new file: where a link stands, the link is replaced and not followed. A
+    folder, a pipe or a device is left where it is.
+
+    Raises
+    ------
+    InputError
+        A pipe, a socket or a device stands where a file is to be.
+    OSError
+        A folder does, or the system refuses the file.
     """
     partial: dict[Path, Path] = {}
     with ExitStack() as locks:
@@ -79,8 +87,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():
-                if path.is_dir():  # else the files before it would be replaced, and it could not be
-                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+                _require_replaceable(path)  # else the files before it would be replaced, and it could not be
                 temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
@@ -95,6 +102,13 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                     temporary.unlink()
 
 
+def _require_replaceable(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
+        raise InputError(f"{path} is a pipe, a socket or a device. Expected the name of a file.")
+
+
 def require_writable(folder: Path) -> None:
     """Refuse, before any work, a folder that could not be made or written into.
 
@@ -107,6 +121,23 @@ def require_writable(folder: Path) -> None:
         trial = nearest_existing(folder) / f".trial.{secrets.token_hex(8)}.partial"
         os.close(create(trial))
         trial.unlink(missing_ok=True)  # who locks the folder removes such files too
+
+
+def require_file_name(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written.
+
+    Raises
+    ------
+    InputError
+        A folder stands there, or the system refuses a file in its place.
+    """
+    with system_errors(path):
+        if path.is_dir():
+            raise InputError(f"{path} is a folder. Expected the name of a file, such as {path / 'name'}.")
+        if not path.name:
+            raise InputError(f"{str(path)!r} is no name of a file.")
+        _require_replaceable(path)
+    require_writable(path.parent)
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -24,6 +24,8 @@ from matlens.storage.notes import NOTES
 
 LAYOUT = 3  # of config.json and what lies beside it; a folder of another is refused
 CONFIG, UNFINISHED = "config.json", "unfinished.json"
+BESIDE = "matlens.json"
+"""What matlens says of a folder whose ``config.json`` is a model's."""
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 

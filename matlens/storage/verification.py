@@ -11,7 +11,7 @@ from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.arrays import read_header, require_hash, require_record
 from matlens.storage.files import open_regular, read_json
-from matlens.storage.folders import CONFIG, UNFINISHED, is_record, read_record
+from matlens.storage.folders import BESIDE, CONFIG, UNFINISHED, is_record, read_record
 from matlens.storage.notes import Notes
 from matlens.storage.rows import recorded_columns, require_noted
 from matlens.storage.tables import TABLE, require_described
@@ -67,12 +67,12 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
 
 def _verify_place(folder: Path, names: list[str]) -> Iterator[Verdict]:
     marker = next((name for name in (CONFIG, UNFINISHED) if name in names), None)
-    if marker is not None:
-        verdict = _verify_folder(folder, folder / marker)
+    for record in filter(None, (marker, BESIDE if BESIDE in names else None)):
+        verdict = _verify_folder(folder, folder / record)
         if verdict is not None:
             yield verdict
     for name in names:
-        if name.endswith(".json") and name not in (CONFIG, UNFINISHED):
+        if name.endswith(".json") and name not in (CONFIG, UNFINISHED, BESIDE):
             verdict = _verify_table(folder / name)
             if verdict is not None:
                 yield verdict

@@ -72,6 +72,7 @@ def pruning_table(
     of_choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
     for size in sizes:
         require_whole(size, "A number of blocks to leave out", least=1, most=model.cfg.n_layers - 1)
+    require_whole(heal, "heal", least=0, most=10**9)
     if not judged or not sizes or not of_methods or not of_choices:
         raise InputError(
             "There is nothing to compare: expected a text, a size, a method and a choice at least."

@@ -61,7 +61,11 @@ def test_missing_shards_are_named(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Shards 2/3, 3/3 of the job are missing"):
         merge_moments(some, tmp_path / "m")
     assert not (tmp_path / "m").exists()
-    assert StoredMoments(shards / "2-2", shards / "1-2").complete
+    both = StoredMoments(shards / "2-2", shards / "1-2")
+    assert both.complete
+    for read in (both.moments, both.norms):
+        with pytest.raises(InputError, match=r"No moments are kept of 'h.9'. Expected one of"):
+            read("h.9")
 
 
 def test_damage_is_refused_where_it_is_read_and_where_it_is_verified(shards: Path, tmp_path: Path) -> None:

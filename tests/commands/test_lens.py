@@ -95,3 +95,14 @@ def test_refusals_come_before_the_work(commands: FfnCommands, corpora: Path, tmp
     )  # fmt: skip
     assert "is no method of a lens" in said
     assert not (tmp_path / "o").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "other.txt").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matlens.models.loading.load", None)
+        said = commands.run(
+            "lens", "fit", "--corpus", corpora / "few.txt", "--out", tmp_path / "full", model="llama", code=2
+        )
+        assert "holds other files" in said
+        for option, path in (("--csv", tmp_path), ("--plot", tmp_path / "a.svg")):
+            said = commands.run("lens", "trajectory", PROMPT, option, path, model="llama", code=2)
+            assert "Expected" in said

@@ -122,6 +122,8 @@ def test_who_does_not_know_the_token_is_told_nothing(live: LiveModel) -> None:
         (b'{"prompt": "w1", "changes": [{"kind": "x", "which": "1"}]}', 422),
         (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L9D1"}]}', 422),
         (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L1D1", "value": 1e999}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L1D1"}, '
+         b'{"kind": "value", "which": "l1d1", "value": 3}]}', 422),
         (b'{"prompt": "w1", "changes": [{"kind": "jump", "which": "2-1"}]}', 422),
         (b'{"prompt": "w1", "changes": [{"kind": "ffn", "which": "3"}]}', 422),
         (b'{"prompt": "\\ud800"}', 400),

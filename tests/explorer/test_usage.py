@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,26 @@ def test_long_sentences_are_cut_and_keep_their_order(small_model: Callable[[str]
         whole = examples.tokens[examples.offsets[i] :][: cut.lengths[i]]
         assert cut.tokens[cut.offsets[i] : cut.offsets[i + 1]].tolist() == whole.tolist()
     assert cut.positions.tolist() == (cut.lengths - 1).tolist()
+
+
+def test_a_checkpoint_that_is_damaged_is_written_anew_and_one_of_another_job_refused(
+    small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    model, path = small_model("gpt2"), tmp_path / "kept.safetensors"
+    examples, values = shortened(make_examples(model, make_sentences())), ValueVectors(model)
+    whole = find_usage(model, examples, values, checkpoint=path, progress=False)
+    content = bytearray(path.read_bytes())
+    again = find_usage(model, examples, values, checkpoint=path, progress=False)
+    assert torch.equal(again.coefficients, whole.coefficients)
+    content[-40] ^= 1
+    path.write_bytes(content)
+    mended = find_usage(model, examples, values, checkpoint=path, progress=False)
+    for part in ("sentence", "peak", "coefficients", "dominant"):
+        assert torch.equal(getattr(mended, part), getattr(whole, part)), part
+    with pytest.raises(InputError, match="of another model, corpus"):
+        find_usage(model, examples.head(5), values, checkpoint=path, progress=False)
+    with pytest.raises(InputError, match="a folder, a pipe or a device"):
+        find_usage(model, examples, values, checkpoint=tmp_path, progress=False)
 
 
 @pytest.mark.refused

@@ -224,6 +224,38 @@ def test_a_killed_job_goes_on_and_gives_the_same(
         write_value_pages(small_model("llama"), tmp_path / "site", **options | {"k": 5})
 
 
+def test_files_that_are_gone_or_changed_are_made_again_or_named(
+    small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder, write = small_model("gpt2"), tmp_path / "site", value_pages.write_text
+    options: dict[str, Any] = {"neighbours": 0, "progress": False}
+    whole = write_value_pages(model, tmp_path / "whole", **options).parent
+
+    def dying(path: Path, text: str) -> None:
+        if path.name == "vectors-2-0.js":
+            raise KeyboardInterrupt
+        write(path, text)
+
+    monkeypatch.setattr("matlens.explorer.value_pages.write_text", dying)
+    with pytest.raises(KeyboardInterrupt):
+        write_value_pages(model, folder, **options)
+    monkeypatch.setattr("matlens.explorer.value_pages.write_text", write)
+    (folder / "vectors-0-0.js").unlink()
+    changed = folder / "vectors-1-0.js"
+    text = changed.read_text()
+    changed.write_text(text[:-9] + "A" + text[-8:])
+    with pytest.raises(InputError, match=r"vectors-1-0\.js does not hold what was written"):
+        write_value_pages(model, folder, **options)
+    assert [str(changed) in str(verdict.damage) for verdict in verify(folder)] == [True]
+    changed.write_text(text)
+    write_value_pages(model, folder, **options)
+    for path in whole.glob("*.js"):
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    (folder / "summary.js").unlink()
+    with pytest.raises(InputError, match=r"summary\.js cannot be read"):
+        write_value_pages(model, folder, **options)
+
+
 def test_without_corpus_clusters_and_neighbours_there_are_tokens_alone(
     browser: Any, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:

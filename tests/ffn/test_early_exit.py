@@ -244,6 +244,11 @@ def test_a_seed_without_a_right_example_has_no_layers_saved() -> None:
 def test_nothing_to_learn_from_or_to_sum_up_is_refused() -> None:
     with pytest.raises(InputError, match="no layers to learn from"):
         OverlapRule().fit(np.zeros((3, 0, 2), int), np.zeros(3, int), np.arange(3))
+    with pytest.raises(InputError, match="OverlapRule is not fitted yet"):
+        OverlapRule().signals(np.zeros((3, 2, 2), int), np.arange(3))
+    rule = OverlapRule().fit(np.zeros((3, 2, 2), int), np.zeros(3, int), np.arange(3))
+    with pytest.raises(InputError, match="as many layers and clusters"):
+        rule.signals(np.zeros((3, 1, 2), int), np.arange(3))
     judged = {"a": [JudgedExits(1, 1, 1, 1, 0)]}
     for n_layers in (0, -1, 2.0):
         with pytest.raises(InputError, match=r"n_layers .*is"):

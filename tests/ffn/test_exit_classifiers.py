@@ -219,6 +219,10 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
     made_at = np.where(x[:, 0] > 150, 0, -1)
     learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_examples(200), progress=False)
     assert len(learnt.penalties) == 1
+    with pytest.raises(InputError, match="features of 2 layers, and classifiers of 1"):
+        learnt.signals([x, x], np.arange(3))
+    with pytest.raises(InputError, match="not fitted yet"):
+        ExitClassifiers().signals([x], np.arange(3))
 
 
 @pytest.mark.parametrize("strengths", [[], [0.1, 0.0], [-1.0], [float("inf")], [float("nan")]], ids=str)

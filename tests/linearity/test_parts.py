@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from matlens import InputError
-from matlens.linearity import Part, model_parts
+from matlens.linearity.parts import Part, model_parts
 from matlens.models import Anatomy
 
 

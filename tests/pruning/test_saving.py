@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from conftest import WORDS
 
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
+from matlens.pruning.saving import reserved
+from matlens.storage.verification import verify
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
 
@@ -51,6 +54,40 @@ def test_a_folder_loads_to_the_same_logits(
     with pytest.raises(InputError, match="not empty"):
         pruning.save_pruned(pruned, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_knows_its_files_and_has_one_writer(pruned: pruning.Pruned, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    left = tmp_path / ".model.unfinished" / "model"  # by a killed process
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    pruning.save_pruned(pruned, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [verdict.damage for verdict in verify(folder)] == [None]
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 1
+    weights.write_bytes(content)
+    (verdict,) = verify(folder)
+    assert verdict.what == "pruned model, 6 files"
+    assert "model.safetensors does not hold what was written" in str(verdict.damage)
+    waiting = threading.Event()
+    with reserved(tmp_path / "other") as work:
+        second = threading.Thread(target=_reserve_too, args=(tmp_path / "other", waiting))
+        second.start()
+        assert not waiting.wait(0.1)
+        work.replace(tmp_path / "other")
+        (tmp_path / "other" / "a").touch()
+    second.join(10)
+    assert waiting.is_set()
+
+
+def _reserve_too(folder: Path, refused: threading.Event) -> None:
+    try:
+        with reserved(folder):
+            raise AssertionError("it is made twice")
+    except InputError:
+        refused.set()
 
 
 def test_what_is_measured_is_what_passes_by_hand_give(

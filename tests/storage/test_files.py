@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from matlens.storage.files import (
     create,
     open_regular,
     read_json,
+    require_file_name,
     require_seal,
     sealed,
     system_errors,
@@ -138,6 +140,18 @@ def test_a_folder_at_the_place_of_one_file_leaves_the_others_as_they_were(tmp_pa
 
 
 # Reading
+
+
+def test_a_pipe_at_the_place_of_a_file_is_refused_and_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for write in (lambda path: write_bytes(path, b"x"), require_file_name):
+        with pytest.raises(InputError, match="is a pipe, a socket or a device"):
+            write(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
+    with pytest.raises(InputError, match="is a folder"):
+        require_file_name(tmp_path)
+    require_file_name(tmp_path / "new" / "a.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:

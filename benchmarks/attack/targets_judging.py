@@ -1,0 +1,184 @@
+"""Targets of lenses that are judged against each other, and of figures of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attack.kept import saved
+from attack.signatures import Target
+from attack.world import World
+from matlens import judging, lens
+
+LENSES = "lenses, other lenses"
+ACTIVATIONS = "activations, other activations"
+ROWS: dict[str, Any] = {
+    "h": lambda w: w.activations[1],
+    "last": lambda w: w.activations[3],
+    "start": lambda _: lens.LayerMap(torch.eye(32)),
+}
+
+
+def evaluation_items(world: World) -> dict[str, list[judging.EvaluationItem]]:
+    """An evaluation of two questions."""
+    prompts = zip(world.sentences[:2], ("w1", "w2"), strict=True)
+    return {"multihop": [judging.EvaluationItem(text, text, ((word,),)) for text, word in prompts]}
+
+
+def _evaluations(world: World) -> Path:
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        items = [{"prompt": text, "intermediates": ["w1"]} for text in world.sentences[:2]]
+        (folder / "lens-eval-multihop.json").write_text(json.dumps({"items": items}))
+
+    return saved(world, "evaluations", write)
+
+
+def _judged(world: World) -> judging.Judgement:
+    scores = {"mat": judging.lens_scores(world.lens, world.activations[1], 1)}
+    return judging.judge_scores(world.readout, world.activations[3], scores, progress=False)["mat"]
+
+
+JUDGING: list[Target] = [
+    # Judging.
+    Target("judging.best_start"),
+    Target("judging.default_methods"),
+    Target("judging.default_layers"),
+    Target("judging.require_member_names"),
+    *[
+        Target(f"judging.{name}", dict.fromkeys(sizes, "whole"), dict.fromkeys(sizes, lambda _: 64))
+        for name, sizes in {
+            "closed_form_flops": ("n", "d"),
+            "jacobian_flops": ("tokens", "d", "parameters", "at_once"),
+            "training_flops": ("rows", "d", "tokens", "pilot", "d_vocab"),
+        }.items()
+    ],
+    Target(
+        "judging.fit_members",
+        {"train": ACTIVATIONS, "prompts": "corpus", "longest": "whole"},
+        {"train": lambda w: w.activations, "methods": lambda _: ["mat"]},
+        takes={"prompts": lambda _, members: {*members} == {"mat"}},  # of which Jacobians alone are taken
+    ),
+    Target(
+        "judging.Member",
+        {"lens": "lens", "seconds": "positive", "flops": "positive"},
+        takes={"lens=of_other_weights": lambda w, member: member.lens is w.other_lens},
+    ),
+    Target(
+        "judging.report_table",
+        {"members": "lenses", "validation": ACTIVATIONS, "against": "choice", "sinks": "marks"},
+    ),
+    Target("judging.report_by_member", good={"table": lambda w: w.report}),
+    Target("judging.lens_exit_sweep", {"lenses": LENSES, "validation": ACTIVATIONS}),
+    Target(
+        "judging.lens_savings",
+        {"precision": "positive"},
+        {"table": lambda w: judging.lens_exit_sweep({"mat": w.lens}, w.activations, progress=False)},
+    ),
+    Target(
+        "judging.lens_r2",
+        {"lens": "lens", "h": "vectors", "last": "vectors"},
+        ROWS,
+        takes={
+            f"last=with_{label}": lambda _, score: (
+                score.value != score.value or abs(score.value) == float("inf")
+            )
+            for label in ("nan", "infinity")
+        },
+    ),
+    Target(
+        "judging.lens_scores",
+        {"lens": "lens", "h": "vectors"},
+        {"h": lambda w: w.activations[1]},
+        finish=lambda _, scores: scores(slice(0, 3)),
+    ),
+    Target(
+        "judging.judge_scores",
+        {"members": "lenses"},
+        {"members": lambda w: {"mat": judging.lens_scores(w.lens, w.activations[1], 1)}},
+    ),
+    Target("judging.Judgement.differences", {"other": "object"}, {"other": _judged}, owner=_judged),
+    Target(
+        "judging.matrix_cosine",
+        {"first": "vectors", "second": "vectors"},
+        {"first": lambda w: w.activations[1], "second": lambda w: w.activations[3]},
+        takes={
+            f"{part}=with_{label}": lambda _, cosine: cosine != cosine
+            for part in ("first", "second")
+            for label in ("nan", "infinity")
+        },
+    ),
+    Target(
+        "judging.cosine_table",
+        {"lenses": LENSES, "halves": "lenses"},
+        {"lenses": lambda w: {"mat": w.lens, "again": w.lens}},
+        takes={"halves={}": lambda _, table: len(table) > 0},
+    ),
+    Target(
+        "judging.EvaluationItem",
+        {"name": "text", "text": "text", "words": "object"},
+        {"words": lambda _: (("w1",),)},
+        finish=lambda w, item: judging.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
+        takes={"name=''": lambda _, table: len(table) == 3},
+    ),
+    Target(
+        "judging.evaluate_lenses",
+        {"lenses": LENSES, "evaluations": "lenses"},
+        {"evaluations": evaluation_items},
+    ),
+    Target(
+        "judging.read_evaluations",
+        {"folder": "path read", "names": "names"},
+        {"folder": _evaluations, "names": lambda _: None},
+    ),
+    Target("judging.word_tokens", {"spellings": "sentences"}, {"spellings": lambda _: ["w1", "w2"]}),
+    Target(
+        "judging.compare_lenses",
+        {
+            "parts": "object",
+            "against": "choice",
+            "n_prompts": "whole",
+            "longest": "whole",
+            "evaluations": "lenses",
+        },
+        {
+            "parts": lambda w: w.corpus.split(n_train=40, n_validation=10),
+            "methods": lambda _: ["mat", "id"],
+        },
+        takes={
+            "longest": lambda _, comparison: comparison.cosines is None,  # nothing is cut without Jacobians
+            "folder=a_folder_of_others": lambda _, comparison: len(comparison.report) > 0,
+        },
+    ),
+    Target(
+        "judging.fit_jacobian",
+        {"longest": "whole", "skip": "whole", "at_once": "whole"},
+        {"skip": lambda _: 0, "layers": lambda _: [1], "prompts": lambda w: list(w.sentences[:1])},
+        takes={"skip=0": lambda _, fitted: fitted.layers == (1,)},
+    ),
+    # Plots of them.
+    Target(
+        "plots.lens_frontier",
+        good={"results": lambda w: w.report},
+        finish=lambda _, figure: figure.axes and None,
+    ),
+    Target(
+        "plots.lens_cosines",
+        good={
+            "results": lambda w: judging.cosine_table(
+                {"mat": w.lens, "jacobian": w.lens}, {"jacobian": (w.lens, w.lens)}
+            )
+        },
+        finish=lambda _, figure: figure.axes and None,
+    ),
+    Target(
+        "plots.trajectory_figure",
+        {"table": "table", "colour": "choice", "title": "text"},
+        {"table": lambda w: w.trajectory.to_dataframe()},
+        finish=lambda _, figure: figure.axes and None,
+        takes={"title=''": lambda _, nothing: nothing is None},
+    ),
+]

@@ -1,0 +1,363 @@
+"""Targets of plans, studies, heads, stored samples, and of parts of models, FFNs and control."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import matlens
+from attack.kept import MAPS, READOUT, draw, kept, once, patch_with, saved
+from attack.signatures import Target
+from attack.targets_comparing import ACTIVATIONS
+from attack.world import World
+from matlens import activations, control, ffn, linearity, models, storage
+from matlens import study as studies
+
+_ALL_ROWS: Any = {name: lambda _: torch.ones(60, dtype=torch.bool) for name in ("rows", "validation_rows")}
+
+
+def exported(world: World) -> Path:
+    """A folder that another engine has written."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        examples = world.prompts
+        vectors = matlens.collect(world.model, examples, ["h.0", "h.3"], positions="all", progress=False)
+        both = torch.stack([vectors["h.0"], vectors["h.3"]], 1)
+        for number, (start, end) in enumerate(zip(examples.offsets[:-1], examples.offsets[1:], strict=True)):
+            tensors = {
+                "token_ids": torch.from_numpy(examples.tokens[start:end].astype(np.int64)),
+                "hidden_states": both[start:end].contiguous(),
+            }
+            save_file(tensors, folder / f"{number}.safetensors")
+
+    return saved(world, "exported", write)
+
+
+def _stored(world: World) -> activations.StoredMoments:
+    return activations.StoredMoments(kept("moments")(world))
+
+
+def _anatomy(world: World) -> models.Anatomy:
+    return models.Anatomy.from_model(world.model)
+
+
+def _heads(world: World) -> Any:
+    return once(
+        world,
+        "heads",
+        lambda: world.collected(sites=[*sum(linearity.head_pairs(_anatomy(world)), ()), "h.3"]),
+    )
+
+
+def _head_maps(world: World) -> Any:
+    return matlens.MapSet.fit(
+        _heads(world), pairs=linearity.head_pairs(_anatomy(world)), ridge=1.0, progress=False
+    )
+
+
+def _identity(world: World) -> models.ModelIdentity:
+    return models.ModelIdentity.from_model(world.model)
+
+
+def _plan(_: World) -> studies.Plan:
+    return studies.plan_study(studies.Shape(n_layers=3, d_model=32), 100, 20)
+
+
+def _split() -> Any:
+    from matlens.ffn.early_exit import split_examples
+
+    return split_examples(60)
+
+
+def _classifiers() -> ffn.ExitClassifiers:
+    return ffn.ExitClassifiers(strengths=[0.01], kinds=[0], folds=2, fewest=2)
+
+
+def _features(world: World) -> Any:
+    return [world.activations[layer].numpy() for layer in range(1, 4)]
+
+
+def _fitted_rule(world: World) -> ffn.OverlapRule:
+    active = ffn.active_clusters(world.trace, world.clusters)
+    made_at = ffn.find_saturation(world.trace).layer.numpy()
+    return ffn.OverlapRule().fit(active, made_at, np.arange(30))
+
+
+PARTS: list[Target] = [
+    # Plans and studies.
+    Target(
+        "study.Shape",
+        dict.fromkeys(("n_layers", "d_model", "d_vocab", "parameter_bytes"), "whole")
+        | dict.fromkeys(("d_mlp", "n_parameters"), "seed"),
+        {"n_layers": lambda _: 3, "d_model": lambda _: 32},
+    ),
+    Target("study.Shape.from_model"),
+    Target(
+        "study.Shape.from_name",
+        {"name": "text", "parameter_bytes": "whole"},
+        {"name": lambda w: str(w.model_folder("gpt2"))},
+    ),
+    Target(
+        "study.plan_study",
+        {
+            "shape": "object",
+            "n_train": "whole",
+            "n_validation": "whole",
+            "positions": "choice",
+            "pairs": "choice",
+            "train_tokens": "whole",
+            "batch_tokens": "whole",
+        },
+        {"shape": lambda _: studies.Shape(n_layers=3, d_model=32)},
+        takes={"n_validation=0": lambda _, plan: plan.weights > 0},
+    ),
+    *[
+        Target(f"study.Plan.{name}", {"step": "text"}, {"step": lambda w: _plan(w).needs[0].step}, _plan)
+        for name in ("__getitem__", "memory")
+    ],
+    Target(
+        "study.Study.shard_moments",
+        {"number": "whole", "of": "whole"},
+        {"number": lambda _: 1, "of": lambda _: 2},
+        lambda w: w.make_study(w.fresh("study")),
+    ),
+    Target("study.Study.submodule_maps", {"fitted": "choice"}, owner=lambda w: w.study),
+    Target("study.Study.trace", owner=lambda w: w.make_study(w.fresh("study"))),
+    Target("study.Study.collect_validation", owner=lambda w: w.make_study(w.fresh("study"))),
+    Target(
+        "study.Study.clusters",
+        {"memory": "positive", "disk": "positive"},
+        {"n_clusters": lambda _: 20},
+        lambda w: w.make_study(w.fresh("study")),
+    ),
+    # Heads and costs.
+    Target("linearity.head_pairs", {"anatomy": "object"}, {"anatomy": _anatomy}),
+    Target(
+        "linearity.head_r2",
+        {"anatomy": "object", **MAPS, "validation": ACTIVATIONS, "rows": "rows"},
+        {"anatomy": _anatomy, "maps": _head_maps, "validation": _heads},
+    ),
+    Target(
+        "linearity.head_replacements",
+        {"anatomy": "object", "maps": "maps", "heads": "pairs"},
+        {"anatomy": _anatomy, "maps": _head_maps, "heads": lambda _: [(0, 1)]},
+        finish=patch_with,
+        takes={"heads=[]": lambda _, logits: logits is not None},
+    ),
+    Target(
+        "linearity.head_ablation",
+        {
+            **MAPS,
+            **READOUT,
+            "train": ACTIVATIONS,
+            "validation": ACTIVATIONS,
+            "every": "whole",
+            "patched": "whole",
+            "validation_rows": "rows",
+        },
+        {"maps": _head_maps, "train": _heads, "validation": _heads, **_ALL_ROWS},
+    ),
+    Target("linearity.Costs.from_model", READOUT),
+    Target(
+        "linearity.Costs.run",
+        {"first": "layer", "last": "layer", "n_tokens": "positive"},
+        {"first": lambda _: 0, "last": lambda _: 3, "n_tokens": lambda _: 4.0},
+        lambda w: linearity.Costs.from_model(w.model, w.readout),
+    ),
+    # Samples of others, and moments in folders.
+    Target(
+        "activations.read_exported",
+        {
+            "source": "path read",
+            "entries": "sites",
+            "positions": "choice",
+            "n_checked": "whole",
+            "name": "text",
+        },
+        {"source": exported, "entries": lambda _: ["h.0", "h.3"]},
+        takes={"name=''": lambda _, read: len(read) == 2},
+    ),
+    Target("activations.StoredMoments", {"folder": "path read"}, {"folder": kept("moments")}),
+    *[
+        Target(f"activations.StoredMoments.{name}", {"source": "site"}, {"source": lambda _: "h.0"}, _stored)
+        for name in ("moments", "norms")
+    ],
+    Target("activations.merge_moments", {"moments": "object"}, {"moments": _stored}),
+    Target(
+        "corpora.Examples.rows_of",
+        {"index": "object"},
+        {"index": lambda _: np.array([0, 1])},
+        lambda w: w.examples,
+        takes={"index=[]": lambda _, rows: len(rows[0]) == 0},
+    ),
+    Target(
+        "corpora.Examples.copies",
+        {"sentence": "row", "n": "whole"},
+        {"sentence": lambda _: 0},
+        lambda w: w.examples,
+    ),
+    Target(
+        "corpora.Examples.from_arrays",
+        {"arrays": "object", "data": "object"},
+        {"arrays": lambda w: w.examples.arrays, "data": lambda w: w.examples.provenance},
+        takes={"data={}": lambda _, examples: len(examples) == 60},
+    ),
+    # Models.
+    *[
+        Target(f"models.Anatomy.{name}", owner=_anatomy)
+        for name in ("written_at", "order", "write_order", "names")
+    ],
+    Target("models.Anatomy.start_of_block", {"layer": "layer"}, owner=_anatomy),
+    *[
+        Target(
+            f"models.ModelIdentity.{name}",
+            {"other": "object", "ours": "", "theirs": ""},
+            {"other": _identity, "ours": lambda _: "the maps", "theirs": lambda _: "the model"},
+            _identity,
+        )
+        for name in ("same_but_rounded", "require_same_changes", "difference")
+    ],
+    Target("models.Provenance.resolve", owner=lambda w: w.activations.provenance),
+    Target("models.Provenance.to_json", owner=lambda w: w.activations.provenance),
+    Target(
+        "models.Provenance.from_config",
+        {"config": "object"},
+        {"config": lambda w: storage.read_config(kept("activations")(w), "activations")},
+    ),
+    Target(
+        "models.Readout.require_same",
+        {"other": "object", "theirs": ""},
+        {"other": lambda w: w.stream_maps.provenance},
+        lambda w: w.readout,
+    ),
+    Target("models.Readout.features", owner=lambda w: w.readout),
+    Target(
+        "models.Readout.token_scores",
+        {"features": "any vectors", "tokens": "object"},
+        {"features": lambda w: w.readout.features(w.activations[3])},
+        lambda w: w.readout,
+        takes={
+            f"features=with_{label}": lambda _, s: not s.isfinite().all() for label in ("nan", "infinity")
+        },
+    ),
+    Target("models.Readout.top_ids", {"h": "vectors"}, owner=lambda w: w.readout),
+    Target(
+        "models.Readout.top_ids_and_ranks",
+        {"h": "vectors", "ids": "object"},
+        {"ids": lambda _: torch.full((60,), 5)},
+        lambda w: w.readout,
+    ),
+    # FFNs and control.
+    Target("ffn.Projection.through_head"),
+    Target("ffn.Projection.blocks", {"vectors": "vectors"}, owner=lambda w: w.projection),
+    Target(
+        "ffn.Projection.require_same",
+        {"other": "object", "theirs": ""},
+        {"other": lambda w: w.values.identity},
+        lambda w: w.projection,
+    ),
+    *[Target(f"ffn.ValueVectors.{name}", owner=lambda w: w.values) for name in ("matrix", "column")],
+    Target(
+        "ffn.ValueVectors.vector",
+        {"column": "row"},
+        {"column": lambda _: 1},
+        lambda w: w.values,
+        takes={"column=-1": lambda _, vector: vector.index == 47},
+    ),
+    Target(
+        "ffn.ValueVectors.scale",
+        {"outputs": "vectors"},
+        {"outputs": lambda w: w.activations[1]},
+        lambda w: w.values,
+        takes={"outputs": lambda _, scale: bool((scale == 1).all())},  # no norm follows these FFNs
+    ),
+    Target("ffn.Updates.scales", owner=lambda w: w.updates),
+    Target(
+        "ffn.EventTables.scores_of",
+        {"reading": "choice"},
+        {"reading": lambda _: "score"},
+        lambda w: once(w, "events", lambda: ffn.event_tables(w.trace, w.model)),
+    ),
+    Target(
+        "ffn.OverlapRule.signals",
+        {"active": "object", "rows": "numbers"},
+        {"active": lambda w: ffn.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
+        lambda w: _fitted_rule(w),
+    ),
+    Target(
+        "ffn.ExitClassifiers.fit",
+        {"features": "object", "made_at": "object", "split": "object"},
+        {
+            "features": lambda w: _features(w),
+            "made_at": lambda w: ffn.find_saturation(w.trace).layer.numpy(),
+            "split": lambda w: _split(),
+        },
+        lambda _: _classifiers(),
+    ),
+    Target(
+        "ffn.ExitClassifiers.signals",
+        {"features": "object", "rows": "numbers"},
+        {"features": lambda w: _features(w), "rows": lambda _: np.arange(30)},
+        lambda w: _classifiers().fit(
+            _features(w), ffn.find_saturation(w.trace).layer.numpy(), _split(), progress=False
+        ),
+    ),
+    Target(
+        "control.SelfDebiasing.reweighted",
+        {"plain": "any vectors", "likeliest": "any vectors"},
+        {"plain": lambda _: torch.rand(2, 60), "likeliest": lambda _: torch.rand(2, 60)},
+        lambda _: control.SelfDebiasing(),
+    ),
+    Target("control.SelfDebiasing.room", owner=lambda _: control.SelfDebiasing()),
+    Target(
+        "control.SelfDebiasing.__call__",
+        {"input_ids": "ids", "scores": "vectors"},
+        {"input_ids": lambda _: torch.ones(7, 3, dtype=torch.int64), "scores": lambda _: torch.rand(7, 60)},
+        lambda _: control.SelfDebiasing(),
+        takes={"input_ids": lambda _, scores: scores.shape == (7, 60)},  # of which nothing is read
+    ),
+    *[
+        Target(
+            f"control.ModelChange.{name}",
+            {"texts": "examples"},
+            {"texts": lambda w: w.examples.head(2)},
+            lambda _: control.ModelChange("control", 3.0, ("L0D1",)),
+        )
+        for name in ("applied", "losses")
+    ],
+    Target(
+        "control.Perspective.grade",
+        {"texts": "sentences"},
+        {"texts": lambda _: []},
+        lambda _: control.Perspective("k", ["toxicity"], url="http://127.0.0.1:9/", retries=1, backoff=0.0),
+    ),
+    # Figures.
+    Target(
+        "plots.attention_heads",
+        good={
+            "results": lambda w: once(
+                w,
+                "ablation",
+                lambda: linearity.head_ablation(
+                    w.readout,
+                    w.model,
+                    _head_maps(w),
+                    _heads(w),
+                    _heads(w),
+                    **{name: all_rows(w) for name, all_rows in _ALL_ROWS.items()},
+                ),
+            )
+        },
+        finish=draw,
+    ),
+    Target(
+        "plots.save_as",
+        {"figure": "object", "path": "path written"},
+        {"figure": lambda w: w.trajectory.plot(), "path": lambda w: w.fresh("figure.png")},
+    ),
+]
