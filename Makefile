@@ -72,10 +72,7 @@ RESULTS_A := \
 	paper_a_sec5_corpora_bert \
 	paper_a_table1_tokens_bert \
 	lens_report \
-	lens_report_bert \
-	linearity \
-	linearity_bert \
-	pruning
+	lens_report_bert
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -89,7 +86,10 @@ RESULTS_B := \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
 
-.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b pages docs install clean
+# Linear parts and what can be left out: an hour and a half more, so 'make results-c' is asked for by itself.
+RESULTS_C := linearity linearity_bert pruning
+
+.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-c pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -129,6 +129,11 @@ tables: $(RESULTS)/$(firstword $(RESULTS_A)).csv results-b results-a $(RESULTS)/
 results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
 
 results-b: $(RESULTS_B:%=$(RESULTS)/%.csv)
+
+results-c: install
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) $(RESULTS_C:%=$(RESULTS)/%.csv)
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
 
 # The pages alone, after a change of a section.
 pages: install

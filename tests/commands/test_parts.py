@@ -78,7 +78,7 @@ def test_an_atlas_is_written_and_drawn(
         "atlas", "linearity.csv", "linearity.json", "linearity.png", "linearity.pdf",
         "linearity_correlations.csv", "linearity_correlations.json",
     }  # fmt: skip
-    few = run_command([*asked[:-1], tmp_path / "few", "--windows", "2"], capsys)
+    few = run_command([*asked[:-1], tmp_path / "few", "--windows", "2", "--window", "12"], capsys)
     assert few.code == 2
     assert "Expected more tokens" in " ".join(few.err.split())
     assert not (tmp_path / "few").exists() or not list((tmp_path / "few").glob("*.csv"))
