@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,13 +191,16 @@ def spearman(
     a, b = np.asarray(x, float), np.asarray(y, float)
     value = float(stats.spearmanr(a, b).statistic)
 
-    def statistic(index: np.ndarray) -> float:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", stats.ConstantInputWarning)
-            return float(stats.spearmanr(a[index], b[index]).statistic)
+    def statistic(index: np.ndarray, axis: int = -1) -> np.ndarray:
+        index = np.moveaxis(index, axis, -1)
+        ranks, others = (stats.rankdata(values[index], axis=-1) for values in (a, b))
+        ranks, others = (each - each.mean(-1, keepdims=True) for each in (ranks, others))
+        with np.errstate(invalid="ignore"):  # a resample may have one part alone
+            product = (ranks * others).sum(-1)
+            return np.asarray(product / np.sqrt((ranks**2).sum(-1) * (others**2).sum(-1)))
 
     found = stats.bootstrap(
-        (np.arange(len(a)),), statistic, vectorized=False, n_resamples=resamples, method="percentile",
+        (np.arange(len(a)),), statistic, vectorized=True, n_resamples=resamples, method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
     low, high = float(found.low), float(found.high)

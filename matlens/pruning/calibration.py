@@ -99,7 +99,8 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        beginning = self.streams.beginning(CHOSEN_ON)
+        beginning, n_layers = self.streams.beginning(CHOSEN_ON), len(self.layout.blocks)
+        n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
         if choice != Choice.greedy:
             return choose_blocks(beginning, n, choice, progress=progress)
         if n > len(self._order):

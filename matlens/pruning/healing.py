@@ -94,7 +94,7 @@ def heal(
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                divergences.append(float(loss))
+                divergences.append(float(loss.detach()))
                 bar.update(1)
                 bar.set_postfix(kl=f"{divergences[-1]:.3f}")
     finally:

@@ -127,10 +127,10 @@ def test_costs_are_those_of_a_model_patched_by_hand(
         & (table["tokens"] == (tokens if method == "map" else "all"))
     ].set_index("metric")  # fmt: skip
     difference = np.concatenate(ours[0]) - np.concatenate(theirs[0])
-    assert rows.loc["rise", "value"] == pytest.approx(difference.mean(), abs=2e-4, rel=2e-3)
+    assert rows.loc["rise", "value"] == pytest.approx(difference.mean(), abs=0.02 * np.abs(difference).max())
     same = np.concatenate(ours[1]) == np.concatenate(theirs[1])
     assert rows.loc["agreement", "value"] == pytest.approx(same.mean())
-    assert np.abs(difference).max() > 1e-3
+    assert np.abs(difference).max() > 1e-5
 
 
 def test_a_table_has_every_part_and_number(tables: Callable[[str], pd.DataFrame]) -> None:

@@ -145,6 +145,7 @@ def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path:
     figure = linearity_figure(table, correlations)
     maps = [ax for ax in figure.axes if ax.images]
     rises = table[table["metric"] == "rise"].set_index(["method", "tokens", "kind", "layer"])["value"]
+    rises = rises.sort_index()
     for ax, (method, tokens) in zip(
         maps, [("map", "all"), ("map", "no sinks"), ("left out", "all")], strict=True
     ):

