@@ -59,11 +59,13 @@ def main(
     from tuned_lens.nn.lenses import TunedLens
 
     model, sixth = study.model, study.n_layers / 6
-    layers = sorted(layer or [round(sixth), round(2 * sixth), round(4 * sixth)])
+    of_report = [round(sixth), round(2 * sixth), round(4 * sixth)]
+    layers = sorted(layer or of_report)
+    collected = of_report if set(layers) <= {*of_report} else layers
     last = study.n_layers
     rows = collect(
-        model, make_examples(model, study.parts[0], seed=study.seed), [*layers, last], positions="all",
-        folder=study.folder / f"lens-rows-{'-'.join(map(str, layers))}",
+        model, make_examples(model, study.parts[0], seed=study.seed), [*collected, last], positions="all",
+        folder=study.folder / f"lens-rows-{'-'.join(map(str, collected))}",
     )  # fmt: skip
     examples = make_examples(model, study.parts[1], seed=study.seed)
     validation = collect(model, examples, folder=study.folder / "lens-validation")

@@ -86,6 +86,22 @@ def random_state(seed: Any) -> Any:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(number)))
 
 
+def require_rows(rows: Any, n: int, name: str = "rows", *, least: int = 1) -> None:
+    """Refuse truth values that are not one for each example, or of which too few are true; None is all.
+
+    Raises
+    ------
+    InputError
+        They are so.
+    """
+    if rows is not None and (tuple(rows.shape) != (n,) or int(rows.sum()) < least):
+        more = "two or more" if least == 2 else "one or more"
+        raise InputError(
+            f"{name} is {short(rows)}. Expected True or False for each of the {n} examples, and True for "
+            f"{more}."
+        )
+
+
 def require_kind(value: Any, kinds: type | tuple[type, ...], name: str, *, way: str) -> None:
     """Refuse an object of another kind.
 

@@ -220,7 +220,7 @@ def _kind(hint: Any) -> Kind | None:
     if origin in (Sequence, Iterable, list, tuple, Iterator):
         return _of_items(get_args(hint), keys=origin is Iterable)
     if origin is Mapping or hint is Mapping:
-        return Kind("a mapping, such as a dict", lambda value: isinstance(value, Mapping))
+        return _of_mapping(get_args(hint))
     if origin is Callable:
         return Kind("a function", callable)
     if inspect.isclass(hint) and getattr(hint, "_is_protocol", False):
@@ -251,7 +251,7 @@ def _of_protocol(protocol: Any) -> Kind:
 
 
 def _of_items(kinds: Sequence[Any], *, keys: bool) -> Kind:
-    item = _kind(kinds[0]) if kinds and (len(kinds) == 1 or kinds[1] is Ellipsis) else None
+    item = _of_item(kinds[0]) if kinds and (len(kinds) == 1 or kinds[1] is Ellipsis) else None
 
     def holds(value: Any) -> bool:
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
@@ -264,6 +264,37 @@ def _of_items(kinds: Sequence[Any], *, keys: bool) -> Kind:
 
     expected = f"a list, each entry {item.expected}" if item is not None else "a list"
     return Kind(expected, holds)
+
+
+def _of_item(hint: Any) -> Kind | None:
+    """What an entry of a list may be; of a tuple that is one, each place is looked at."""
+    places = get_args(hint)
+    if get_origin(hint) is not tuple or Ellipsis in places:
+        return _kind(hint)
+    kinds = [_kind(place) for place in places]
+    words = ", ".join("anything" if kind is None else kind.expected for kind in kinds)
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != len(kinds):
+            return False
+        return all(kind is None or kind.holds(part) for kind, part in zip(kinds, value, strict=True))
+
+    return Kind(f"a tuple of {len(kinds)} ({words})", holds)
+
+
+def _of_mapping(kinds: Sequence[Any]) -> Kind:
+    """A mapping; the values of a dict are looked at, those of others may be read when they are asked for."""
+    value_kind = _of_item(kinds[1]) if len(kinds) == 2 else None
+    if len(kinds) == 2 and hasattr(kinds[1], "array_type"):  # shapes are told apart by name, by functions
+        value_kind = _of_class(kinds[1].array_type.__name__)
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        return value_kind is None or type(value) is not dict or all(map(value_kind.holds, value.values()))
+
+    of = "" if value_kind is None else f", each value {value_kind.expected}"
+    return Kind(f"a mapping, such as a dict{of}", holds)
 
 
 def _of_array(hint: Any) -> Kind:

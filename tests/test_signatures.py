@@ -36,6 +36,7 @@ UNCHECKED = {
     "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
     "print_members", "Processes", "alone", "current", "joined", "started_by_many",
     "write_json", "write_results", "write_text", "write_together", "write_maps", "make_token_examples",
+    "agglomerate",
 }  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def taking(
     word: Literal["all", "last"] = "all",
     texts: Sequence[str] = (),
     named: Mapping[str, int] | None = None,
+    ends: Sequence[tuple[int, str]] = (),
     folder: str | Path = "here",
     maps: MapSet | None = None,
     table: pd.DataFrame | None = None,
@@ -96,6 +98,7 @@ GOOD: dict[str, list[Any]] = {
     "word": ["last"],
     "texts": [[], ["a"], ("a", "b"), np.array(["a"])],
     "named": [{}, {"a": 1}],
+    "ends": [[], [(1, "a")], [[1, "a"], (2, "b")]],
     "folder": ["out", Path("out")],
     "maps": [matlens.MapSet()],
     "table": [pd.DataFrame()],
@@ -115,7 +118,8 @@ BAD: dict[str, list[Any]] = {
     "truth": [None, "no", 1, []],
     "word": ["first", None, 3, ["all"]],
     "texts": ["ab", b"ab", None, 3, [3], [None], ["a", b"b"], {"a": 1}, [["a"]], torch.zeros(2, 2)],
-    "named": [[("a", 1)], "a", 3],
+    "named": [[("a", 1)], "a", 3, {"a": "b"}, {"a": 1, "b": None}],
+    "ends": [[(1,)], [(1, "a", 2)], [("a", 1)], ["1a"], [1], (1, "a")],
     "folder": [None, 3, "", "a\0b", "x" * 5000, b"x", ["out"]],
     "maps": [{}, [], "maps", 3, torch.zeros(2, 2)],
     "table": [{}, [], "table", pd.Series([1]), np.zeros((2, 2))],

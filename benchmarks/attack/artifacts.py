@@ -235,6 +235,8 @@ def _pruned(folder: Path) -> Any:
     for verdict in verify(folder):
         if verdict.damage is not None:
             raise matlens.InputError(verdict.damage)
+    if not (folder / "matlens.json").exists():  # a plain model, like others
+        return "without a record"
     model = matlens.load(str(folder), device="cpu")
     return dict(model.original_model.state_dict()), json.loads((folder / "matlens.json").read_text())
 

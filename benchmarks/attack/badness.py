@@ -175,6 +175,8 @@ _WRITTEN_PATHS = [
         below_a_text=lambda w: w.text / "folder",
     ),
 ]
+# A file is replaced, and so is a link: the link itself.
+_WRITTEN_FILES = [bad for bad in _WRITTEN_PATHS if bad.label not in ("a_text", "a_loop")]
 _MASKS = [
     *_given(KIND, 3, "all", ["a"], {}),
     *_made(
@@ -207,6 +209,7 @@ KINDS: Mapping[str, list[Bad]] = {
     "text": [*_TEXTS, *_given(EMPTY, "")],
     "path read": _READ_PATHS,
     "path written": _WRITTEN_PATHS,
+    "file written": _WRITTEN_FILES,
     "model": [
         *_OBJECTS,
         *_made(KIND, plain=lambda w: w.plain, examples=lambda w: w.examples, a_class=lambda w: type(w.model)),

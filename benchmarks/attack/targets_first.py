@@ -203,7 +203,13 @@ FIRST: list[Target] = [
         {"folder": lambda w: w.fresh("moments"), "positions": lambda _: "drawn"},
     ),
     Target(
-        "activations.shard_of", {"number": "whole", "of": "whole"}, {"number": lambda _: 1, "of": lambda _: 2}
+        "activations.shard_of",
+        {"number": "whole", "of": "whole"},
+        {"number": lambda _: 1, "of": lambda _: 2},
+        takes={  # what is in them is looked at where a model reads them
+            f"examples={label}": lambda _, part: part is not None
+            for label in ("tokens_past_the_vocabulary", "negative_tokens")
+        },
     ),
     Target("activations.outlying_rows", {"norms": "vectors"}, {"norms": lambda w: w.trace.norm}),
     Target("activations.sink_rows"),

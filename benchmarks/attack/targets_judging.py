@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attack.badness import _short
 from attack.kept import saved
 from attack.signatures import Target
 from attack.world import World
@@ -49,7 +50,12 @@ JUDGING: list[Target] = [
     Target("judging.default_layers"),
     Target("judging.require_member_names"),
     *[
-        Target(f"judging.{name}", dict.fromkeys(sizes, "whole"), dict.fromkeys(sizes, lambda _: 64))
+        Target(
+            f"judging.{name}",
+            dict.fromkeys(sizes, "whole"),
+            dict.fromkeys(sizes, lambda _: 64),
+            takes={f"{size}=0": lambda _, n: n > 0 for size in ("rows", "pilot", "d_vocab")},
+        )
         for name, sizes in {
             "closed_form_flops": ("n", "d"),
             "jacobian_flops": ("tokens", "d", "parameters", "at_once"),
@@ -122,7 +128,10 @@ JUDGING: list[Target] = [
         {"name": "text", "text": "text", "words": "object"},
         {"words": lambda _: (("w1",),)},
         finish=lambda w, item: judging.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
-        takes={"name=''": lambda _, table: len(table) == 3},
+        takes={
+            "name=''": lambda _, table: len(table) == 3,
+            "words=[]": lambda _, table: table["value"].isna().all(),  # an item that cannot be scored
+        },
     ),
     Target(
         "judging.evaluate_lenses",
@@ -134,7 +143,12 @@ JUDGING: list[Target] = [
         {"folder": "path read", "names": "names"},
         {"folder": _evaluations, "names": lambda _: None},
     ),
-    Target("judging.word_tokens", {"spellings": "sentences"}, {"spellings": lambda _: ["w1", "w2"]}),
+    Target(
+        "judging.word_tokens",
+        {"spellings": "sentences"},
+        {"spellings": lambda _: ["w1", "w2"]},
+        takes={f"spellings={none}": lambda _, tokens: tokens == [] for none in ("{}", "[]")},
+    ),
     Target(
         "judging.compare_lenses",
         {
@@ -149,7 +163,6 @@ JUDGING: list[Target] = [
             "methods": lambda _: ["mat", "id"],
         },
         takes={
-            "longest": lambda _, comparison: comparison.cosines is None,  # nothing is cut without Jacobians
             "folder=a_folder_of_others": lambda _, comparison: len(comparison.report) > 0,
         },
     ),
@@ -157,7 +170,10 @@ JUDGING: list[Target] = [
         "judging.fit_jacobian",
         {"longest": "whole", "skip": "whole", "at_once": "whole"},
         {"skip": lambda _: 0, "layers": lambda _: [1], "prompts": lambda w: list(w.sentences[:1])},
-        takes={"skip=0": lambda _, fitted: fitted.layers == (1,)},
+        takes={
+            "skip=0": lambda _, fitted: fitted.layers == (1,),
+            f"prompts={_short(['w1 ' * 10**4])}": lambda _, fitted: fitted.layers == (1,),  # it is cut
+        },
     ),
     # Plots of them.
     Target(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import matlens
+from attack.badness import _short
 from attack.kept import kept, saved
 from attack.signatures import Target
 from attack.world import World
@@ -62,7 +64,8 @@ LENSES: list[Target] = [
         "Lens.from_maps",
         {"maps": "maps, other maps", "method": "text"},
         {"maps": lambda w: w.stream_maps, "model": lambda w: w.model},
-        takes={"method=''": lambda _, made: made.method == ""},
+        finish=lambda w, made: made.logits(w.activations[0], 0),
+        takes={"method=''": lambda _, logits: logits.isfinite().all()},
     ),
     Target(
         "Lens.fit",
@@ -70,7 +73,6 @@ LENSES: list[Target] = [
         {"corpus": lambda w: w.activations},
         takes={  # whatever gives samples of the model
             "corpus=examples": lambda _, fitted: fitted.n_samples > 60,
-            "method=[]": lambda _, fitted: fitted == {},
         },
     ),
     Target(
@@ -82,10 +84,10 @@ LENSES: list[Target] = [
     with_lens("__call__", {"h": "any vectors", "layer": "site"}),
     with_lens("logits", {"h": "any vectors", "layer": "site", "gradients": "truth"}),
     with_lens("on", {"model": "model"}),
-    with_lens("trajectory", {"prompt": "prompt"}),
-    with_lens("top_tokens", {"prompt": "prompt"}),
+    with_lens("trajectory", {"prompt": "prompt"}, takes={"layers=[]": lambda _, read: read.layers == (3,)}),
+    with_lens("top_tokens", {"prompt": "prompt"}, takes={"layers=[]": lambda _, top: {*top} == {3}}),
     with_lens("save"),
-    with_lens("to_jacobian_lens", {"path": "path written"}, good={"path": lambda w: w.fresh("lens.pt")}),
+    with_lens("to_jacobian_lens", {"path": "file written"}, good={"path": lambda w: w.fresh("lens.pt")}),
     Target("Lens.load", {"folder": "path read", "model": "model"}, {"folder": kept("lens")}),
     Target("Lens.from_jacobian_lens", {"path": "path read"}, {"path": jacobian_file}),
     Target("Lens.from_tuned_lens", {"folder": "path read"}, {"folder": tuned_folder}),
@@ -117,6 +119,7 @@ LENSES: list[Target] = [
         "lens.Standardisation.__call__",
         owner=lambda _: lens.Standardisation("rms"),
         takes={  # of any width, and what is no number stays none
+            "h=no_columns": lambda _, out: out.shape[-1] == 0,
             "h=too_narrow": lambda _, out: out.shape[-1] == 31,
             "h=too_wide": lambda _, out: out.shape[-1] == 64,
             **{f"h=with_{label}": lambda _, out: not out.isfinite().all() for label in ("nan", "infinity")},
@@ -126,7 +129,6 @@ LENSES: list[Target] = [
         "lens.LensMoments",
         {"provenance": "object", "methods": "methods", "norm": "object"},
         {"provenance": lambda w: w.activations.provenance, "methods": lambda _: ["mat"]},
-        takes={"methods=[]": lambda _, moments: moments.methods == {}},
     ),
     Target(
         "lens.LensMoments.update",
@@ -148,8 +150,7 @@ LENSES: list[Target] = [
         {"data": "corpus", "methods": "methods", "positions": "choice"},
         {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
         takes={
-            "data=examples": lambda _, moments: moments.n > 60,
-            "methods=[]": lambda _, moments: moments.methods == {},
+            "data=examples": lambda _, moments: moments.solve("mat").provenance.details["n_fitted"] > 60,
         },
     ),
     # A prompt through it.
@@ -169,7 +170,7 @@ LENSES: list[Target] = [
     ],
     Target(
         "lens.Trajectory.plot",
-        {"path": "path written", "colour": "choice", "positions": "numbers"},
+        {"path": "file written", "colour": "choice", "positions": "numbers"},
         {"path": lambda w: w.fresh("figure.png")},
         lambda w: w.trajectory,
     ),
@@ -188,7 +189,7 @@ LENSES: list[Target] = [
         {"weights": "object"},
         {"weights": lambda _: torch.ones(60)},
         takes={  # all, where there are no more
-            f"n={n}": lambda _, sample: bool((sample.chances == 1).all()) for n in (10**6, f"10{'0' * 39}")
+            f"n={_short(n)}": lambda _, sample: bool((sample.chances == 1).all()) for n in (10**6, 10**40)
         },
     ),
     Target(
@@ -214,6 +215,9 @@ LENSES: list[Target] = [
                 "passes": "positive",
             },
             ROWS | {"steps": lambda _: 2},
+            takes={  # all, where there are no more
+                f"tokens={_short(n)}": lambda _, held: held.weight.isfinite().all() for n in (10**6, 10**40)
+            },
         )
         for name in ("polish", "scale_map", "tune")
     ],
@@ -227,6 +231,7 @@ LENSES: list[Target] = [
             "source": lambda _: "h.0",
             "target": lambda _: "h.1",
         },
+        finish=lambda _, made: matlens.MapSet([made])[made.source, made.target],
         takes={
             "bias=None": lambda _, made: made.bias is None,
             "weight=a_tensor": lambda _, made: torch.equal(made.weight, torch.zeros(2, 2)),
@@ -244,7 +249,18 @@ LENSES: list[Target] = [
         takes={f"{end}=''": lambda _, moments: moments.n == 60 for end in ("source", "target")},
     ),
     Target("linear.Moments.factors", {"centred": "truth"}, owner=lambda w: w.moments),
-    Target("linear.PairMoments", {"widths": "object", "norms": "truth"}),
+    Target(
+        "linear.PairMoments",
+        {"widths": "object", "norms": "truth"},
+        takes={  # a pair is named before a model is known
+            **{
+                f"pairs={pairs}": lambda _, moments: moments.n == 0
+                for pairs in ([(0, 99)], [(3, 0)], [(0, 0)])
+            },
+            "pairs=[('bogus.0', 'h.3')]": lambda _, moments: moments.n == 0,
+            "widths={}": lambda _, moments: moments.n == 0,
+        },
+    ),
     Target(
         "linear.PairMoments.update",
         {"vectors": "object"},
@@ -271,6 +287,7 @@ LENSES: list[Target] = [
         {"source": "site", "moments": "object", "norms": "object"},
         {"source": lambda _: "h.0", "moments": lambda w: w.moments, "norms": lambda _: None},
         lambda w: linear.PairMoments([("h.0", "h.3")]),
+        takes={"norms=None": lambda _, nothing: nothing is None},
     ),
     Target(
         "linear.update_bytes",

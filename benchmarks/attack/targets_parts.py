@@ -147,7 +147,7 @@ PARTS: list[Target] = [
         {"anatomy": "object", "maps": "maps", "heads": "pairs"},
         {"anatomy": _anatomy, "maps": _head_maps, "heads": lambda _: [(0, 1)]},
         finish=patch_with,
-        takes={"heads=[]": lambda _, logits: logits is not None},
+        takes={f"heads={heads}": lambda _, logits: logits.isfinite().all() for heads in ([], [(0, 0)])},
     ),
     Target(
         "linearity.head_ablation",
@@ -205,7 +205,7 @@ PARTS: list[Target] = [
         "corpora.Examples.from_arrays",
         {"arrays": "object", "data": "object"},
         {"arrays": lambda w: w.examples.arrays, "data": lambda w: w.examples.provenance},
-        takes={"data={}": lambda _, examples: len(examples) == 60},
+        takes={f"data={none}": lambda _, examples: len(examples) == 60 for none in ({}, None)},
     ),
     # Models.
     *[
@@ -222,7 +222,11 @@ PARTS: list[Target] = [
         )
         for name in ("same_but_rounded", "require_same_changes", "difference")
     ],
-    Target("models.Provenance.resolve", owner=lambda w: w.activations.provenance),
+    Target(
+        "models.Provenance.resolve",
+        owner=lambda w: w.activations.provenance,
+        takes={"site='bogus.1'": lambda _, site: site.kind == "bogus"},  # its layer is one of the model's
+    ),
     Target("models.Provenance.to_json", owner=lambda w: w.activations.provenance),
     Target(
         "models.Provenance.from_config",
@@ -327,6 +331,7 @@ PARTS: list[Target] = [
             {"texts": "examples"},
             {"texts": lambda w: w.examples.head(2)},
             lambda _: control.ModelChange("control", 3.0, ("L0D1",)),
+            takes={"texts=corpus": lambda _, losses: len(losses.total) == 60},
         )
         for name in ("applied", "losses")
     ],
@@ -335,6 +340,7 @@ PARTS: list[Target] = [
         {"texts": "sentences"},
         {"texts": lambda _: []},
         lambda _: control.Perspective("k", ["toxicity"], url="http://127.0.0.1:9/", retries=1, backoff=0.0),
+        takes={"texts=[]": lambda _, grades: len(grades["toxicity"]) == 0},
     ),
     # Figures.
     Target(
@@ -357,7 +363,7 @@ PARTS: list[Target] = [
     ),
     Target(
         "plots.save_as",
-        {"figure": "object", "path": "path written"},
+        {"figure": "object", "path": "file written"},
         {"figure": lambda w: w.trajectory.plot(), "path": lambda w: w.fresh("figure.png")},
     ),
 ]

@@ -35,6 +35,14 @@ def _cache(world: World) -> cache.Cache:
     return cache.Cache(world.root / "cache")
 
 
+def _jumped(world: World, live: explorer.LiveModel) -> explorer.LiveModel:
+    """Jump over blocks as a request would, with the maps that are given."""
+    explorer.compare_changes(
+        world.model, "w1 w2", [explorer.Change("jump", "0-3")], maps=live._maps, n_tokens=1
+    )
+    return live
+
+
 def _entry_folder(world: World) -> Path:
     entry = _cache(world).keep("model", {"a": 1}, lambda folder: (folder / "x").write_text("x"))
     assert entry is not None
@@ -57,12 +65,6 @@ def _pruning_table(world: World) -> Any:
             methods=["out", "replaceme"], progress=False,
         ),
     )  # fmt: skip
-
-
-def restored(world: World) -> bool:
-    """Write the sentences into their file again, which a page has replaced."""
-    del world.__dict__["text"]
-    return world.text.is_file()
 
 
 ROOMS: list[Target] = [
@@ -102,16 +104,16 @@ ROOMS: list[Target] = [
     ),
     Target(
         "explorer.Exploration.save",
-        {"path": "path written"},
+        {"path": "file written"},
         {"path": lambda w: w.fresh("page.html")},
         _shown,
-        takes={"path=a_text": lambda w, path: path == w.text and restored(w)},
     ),
     Target("explorer.load_lens", {"folder": "path read"}, {"folder": kept("lens")}),
     Target(
         "explorer.LiveModel",
         {"lenses": "object", "maps": "maps, other maps", "port": "whole", "token": "text"},
         {"maps": lambda w: w.stream_maps, "lenses": lambda w: [w.lens]},
+        finish=_jumped,
         takes={
             "lenses=[]": lambda _, live: live.port == 8765,
             "token=''": lambda _, live: len(live.address) > 40,  # a new one
@@ -126,6 +128,10 @@ ROOMS: list[Target] = [
         "explorer.shortened",
         {"longest": "whole"},
         {"longest": lambda _: 9},
+        takes={  # what is in them is looked at where a model reads them
+            f"examples={label}": lambda _, part: part is not None
+            for label in ("tokens_past_the_vocabulary", "negative_tokens")
+        },
     ),
     Target(
         "explorer.write_value_pages",
@@ -179,7 +185,6 @@ ROOMS: list[Target] = [
     Target(
         "pruning.save_pruned",
         {"table": "table"},
-        takes={"table=no_rows": lambda _, folder: (folder / "README.md").is_file()},
     ),
     Target("trials.compare_pruned"),
     Target(

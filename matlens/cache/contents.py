@@ -42,7 +42,7 @@ def hash_contents(cache: Cache, paths: Iterable[Path]) -> dict[str, str]:
     OSError
         One cannot be read.
     """
-    return {path.name: _hash(cache, Path(path)) for path in paths}
+    return {path.name: _hash(cache, path) for path in map(Path, paths)}
 
 
 def _hash(cache: Cache, path: Path) -> str:

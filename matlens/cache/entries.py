@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matlens.arguments import short
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
 from matlens.storage.files import (
@@ -44,7 +45,7 @@ _RECORD = "entry.json"
 HASHES = "hashes"  # the folder in which the hashes of the user's files are remembered
 _ENTRIES, _UNFINISHED, _LOCKS = "entries", "unfinished", "locks"
 _GONE = ".gone-"  # what folders are called that are being removed
-_KIND = re.compile(r"[a-z]+")
+_KIND, _ENTRY = re.compile(r"[a-z]+"), re.compile(r"[a-z]+-[0-9a-f]{32}")
 _ABANDONED = 24 * 3600.0  # seconds after which what nobody fills any more is swept up
 
 
@@ -202,7 +203,16 @@ class Cache:
         return sorted((entry for entry in read if entry is not None), key=lambda entry: -entry.used)
 
     def discard(self, folder: Path, damage: str) -> None:
-        """Remove an entry that is not what was written, and say so."""
+        """Remove an entry that is not what was written, and say so.
+
+        Raises
+        ------
+        InputError
+            The folder is none of this cache's entries.
+        """
+        folder = Path(folder)
+        if folder.parent != self.root / _ENTRIES or not _ENTRY.fullmatch(folder.name):
+            raise InputError(f"{folder} is no entry of the cache {self.root}. Expected the folder of one.")
         self._tell(f"An entry of the cache is damaged and made anew: {folder.name}, {damage}.")
         with suppress(OSError):
             _remove(folder)
@@ -324,7 +334,7 @@ def _limit() -> int:
 def _name(kind: str, key: Mapping[str, Any]) -> str:
     """The folder's name of a key."""
     if not _KIND.fullmatch(kind):
-        raise ValueError(f"{kind!r} is no kind of entries")
+        raise InputError(f"{short(kind)} is no kind of entries. Expected a word in small letters.")
     content = json.dumps([_LAYOUT, kind, key], sort_keys=True)
     return f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 

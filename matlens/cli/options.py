@@ -40,7 +40,7 @@ class DtypeChoice(StrEnum):
     float16 = "float16"
 
 
-def _folder(text: str | Path) -> Path:
+def folder_of(text: str | Path) -> Path:
     """A folder; an empty word, such as a variable of the shell that is not set, is not where one is now."""
     if not str(text).strip():
         raise typer.BadParameter("it is empty. Expected the path of a folder; '.' for this one.")
@@ -81,7 +81,7 @@ LinkageOption = Annotated[
 ]
 Out = Annotated[
     Path,
-    typer.Option("--out", parser=_folder, metavar="FOLDER", help="Folder for everything that is written."),
+    typer.Option("--out", parser=folder_of, metavar="FOLDER", help="Folder for everything that is written."),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the split and of the positions.")
@@ -132,7 +132,7 @@ Ridge = Annotated[
 Folder = Annotated[
     Path,
     typer.Argument(
-        parser=_folder,
+        parser=folder_of,
         metavar="FOLDER",
         help="The --out folder of 'matlens collect' or 'matlens run'.",
         show_default=False,

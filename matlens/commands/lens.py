@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
-from matlens.cli.options import BatchTokens, Out, Seed, Train, Val
+from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
 from matlens.cli.printing import print_line, print_table
 from matlens.commands.lens_report import report
 from matlens.errors import InputError
@@ -196,7 +196,13 @@ def convert(
         ),
     ],
     target: Annotated[
-        Path, typer.Argument(help="A .pt file for JacobianLens, or a folder of matlens.", show_default=False)
+        Path,
+        typer.Argument(
+            help="A .pt file for JacobianLens, or a folder of matlens.",
+            show_default=False,
+            parser=folder_of,
+            metavar="TARGET",
+        ),
     ],
     model: ModelOptions,
 ) -> None:

@@ -22,7 +22,10 @@ def plan(
     mlp: Annotated[
         int | None, typer.Option(min=1, help="Coefficients of an FFN.", show_default="4 x width")
     ] = None,
-    vocab: Annotated[int, typer.Option(min=1, help="Tokens of the vocabulary, with --layers.")] = 50_000,
+    vocab: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the vocabulary, with --layers.", show_default="50000"),
+    ] = None,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences that maps are fitted on.")] = 9000,
     val: Annotated[int, typer.Option(min=0, help="Sentences that they are evaluated on.")] = 3000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sentence.")] = 30,
@@ -40,7 +43,8 @@ def plan(
     from matlens.study.plan import PAIRS, Shape, free_memory, in_words, plan_study
 
     require_choice(pairs, PAIRS, "--pairs")
-    if (model is None) == (layers is None or width is None):
+    given = [number is not None for number in (layers, width, mlp, vocab)]
+    if any(given) if model is not None else not all(given[:2]):
         raise InputError(
             "Which model? Expected either --model, or its shape: --layers and --width, and --mlp and "
             "--vocab where they are known."
@@ -54,7 +58,7 @@ def plan(
             n_layers=layers or 0,
             d_model=width or 0,
             d_mlp=mlp or 0,
-            d_vocab=vocab,
+            d_vocab=vocab or 50_000,
             parameter_bytes=_BYTES[dtype],
         )
     kinds: tuple[Any, ...] = tuple(PAIRS)

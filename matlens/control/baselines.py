@@ -89,7 +89,17 @@ class SelfDebiasing(LogitsProcessor):
     def reweighted(
         self, plain: Float[Tensor, "... d_vocab"], likeliest: Float[Tensor, "... d_vocab"]
     ) -> Float[Tensor, "... d_vocab"]:
-        """``ln p~`` from the logits after a text, and the largest probability after any announcement."""
+        """``ln p~`` from the logits after a text, and the largest probability after any announcement.
+
+        Raises
+        ------
+        InputError
+            They are not of one shape.
+        """
+        if plain.shape != likeliest.shape:
+            raise InputError(
+                f"Logits are {short(plain)} and probabilities {short(likeliest)}. Expected them of one shape."
+            )
         log_p = plain.float().log_softmax(-1)
         delta = (log_p.exp() - likeliest).clamp(max=0)
         return (log_p + (self.decay * delta).clamp(min=math.log(self.floor))).log_softmax(-1)
@@ -102,7 +112,18 @@ class SelfDebiasing(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
     ) -> Float[Tensor, "rows d_vocab"]:
-        """Give all rows of a prompt its logits ``ln p~``."""
+        """Give all rows of a prompt its logits ``ln p~``.
+
+        Raises
+        ------
+        InputError
+            There are not as many rows of each announcement as of the prompts.
+        """
+        if not len(scores) or len(scores) % (1 + len(self.prefixes)):
+            raise InputError(
+                f"There are logits of {len(scores)} rows. Expected those of the prompts, and as many after "
+                f"each of the {len(self.prefixes)} announcements."
+            )
         groups = scores.unflatten(0, (1 + len(self.prefixes), -1))
         return self.log_probs(groups[0], groups[1:]).repeat(len(groups), 1)
 

@@ -36,6 +36,7 @@ CONTROL = "table5_control"  # the experiment
 _KEYS = ("method", "coefficient", "metric", "value")  # columns that scores are found by
 
 
+@checked
 class ModelChange(NamedTuple):
     """One way of changing what a model writes.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,17 @@ class Examples:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], data: Mapping[str, Any] | None) -> Examples:
-        """The examples whose ``arrays`` were stored, and what they said of themselves."""
+        """The examples whose ``arrays`` were stored, and what they said of themselves.
+
+        Raises
+        ------
+        InputError
+            Some of the arrays are missing, or there are others.
+        """
+        names = {field.name for field in fields(cls)}
+        absent = [name for name in ("tokens", "offsets", "positions") if name not in arrays]
+        if absent or not {*arrays} <= names:
+            raise InputError(f"The arrays are {short(list(arrays))}. Expected those of Examples.arrays.")
         return cls(**arrays, provenance=dict(data or {}))
 
     def __len__(self) -> int:
@@ -192,6 +202,7 @@ class Examples:
 
     def copies(self, sentence: int, n: int) -> Batch:
         """A batch of ``n`` copies of a sentence."""
+        n = require_whole(n, "The number of copies", least=1)
         index = np.full(n, require_whole(sentence, "sentence", least=0, most=len(self) - 1))
         return self._batch(index, int(self.lengths[sentence]))
 

@@ -71,6 +71,11 @@ class LiveModel:
     token
         The secret in its address; by default a new one.
 
+    Raises
+    ------
+    InputError
+        A lens or the maps are of another model, or there is no such port.
+
     Attributes
     ----------
     address
@@ -90,6 +95,9 @@ class LiveModel:
     ) -> None:
         self.port = require_whole(port, "port", least=1, most=65_535)
         self._model, self._lenses, self._maps = model, list(lenses), maps
+        identity = ModelIdentity.from_model(model)
+        for given in lenses if maps is None else [*lenses, maps]:
+            given.provenance.require_same(identity, ours="the maps", theirs="the model")
         self._token = token or secrets.token_urlsafe(24)
         self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self._worker = ThreadPoolExecutor(max_workers=1)

@@ -113,8 +113,7 @@ def find_usage(
     k
         How many sub-updates of a token count as dominant.
     checkpoint
-        A file in which what is known is kept from time to time, so that a later call goes on from there; one
-        that is damaged is written anew.
+        A file in which what is known is kept from time to time, so that a later call goes on from there.
     progress
         Whether to show a bar over the sentences.
 
@@ -122,7 +121,8 @@ def find_usage(
     ------
     InputError
         ``n_best`` or ``k`` is less than 1, or ``k`` more than there are; the value vectors are of another
-        model; there is no sentence, or a longer one; or the checkpoint is of another job, or cannot be used.
+        model; there is no sentence, or a longer one; or the checkpoint is of another job, damaged,
+        or something else.
     """
     require_whole(n_best, "n_best", least=1)
     require_count(k, values)
@@ -182,20 +182,22 @@ class _State:
         Raises
         ------
         InputError
-            It is of another job, or no plain file.
+            It is of another job, damaged, or something else.
         """
         try:
             with open_regular(path) as file:
                 parts = load(file.read())
-        except (FileNotFoundError, SafetensorError):
+        except FileNotFoundError:
             return
+        except SafetensorError:
+            parts = {}
         seal, of_job = parts.pop(_SEAL, None), parts.pop(_JOB, None)
-        if seal is None or of_job is None or not torch.equal(seal, _digits(_hash_of(parts, job))):
-            if of_job is None or torch.equal(of_job, _digits(job)):
-                return
+        remove = "Remove it, or choose another file: the sentences are read anew then."
+        if seal is None or of_job is None or not _says(seal, _hash_of(parts, of_job)):
+            raise InputError(f"{path} is no checkpoint of find_usage, or it was changed or damaged. {remove}")
+        if not _says(of_job, job):
             raise InputError(
-                f"The checkpoint {path} is of another model, corpus or number of sentences. Choose another "
-                "file, or remove this one."
+                f"The checkpoint {path} is of another model, corpus or number of sentences. {remove}"
             )
         self.sentence, self.peak = parts["sentence"], parts["peak"]
         self.coefficients, self.dominant = parts["coefficients"], parts["dominant"]
@@ -207,7 +209,8 @@ class _State:
             "sentence": self.sentence, "peak": self.peak, "coefficients": self.coefficients,
             "dominant": self.dominant, "n_done": torch.tensor(self.n_done),
         }  # fmt: skip
-        seal = {_SEAL: _digits(_hash_of(parts, job)), _JOB: _digits(job)}
+        of_job = _digits(job)
+        seal = {_SEAL: _digits(_hash_of(parts, of_job)), _JOB: of_job}
         write_bytes(path, save({**parts, **seal}))
 
     def read(self, model: TransformerBridge, examples: Examples, values: ValueVectors, k: int) -> None:
@@ -254,8 +257,12 @@ class _State:
         self.coefficients[layer][slot, vector] = steps.to(torch.int8)
 
 
-def _hash_of(parts: Mapping[str, Tensor], job: str) -> str:
-    return hashlib.sha256(job.encode() + save(dict(parts))).hexdigest()
+def _hash_of(parts: Mapping[str, Tensor], of_job: Tensor) -> str:
+    return hashlib.sha256(save({**parts, _JOB: of_job})).hexdigest()
+
+
+def _says(kept: Tensor, digest: str) -> bool:
+    return torch.equal(kept, _digits(digest))
 
 
 def _digits(digest: str) -> Tensor:

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_kind, short
+from matlens.arguments import require_choice, require_kind, short
 from matlens.errors import InputError
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors, unembedding
@@ -266,6 +266,7 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
     return result_table(rows)
 
 
+@checked
 class EventTables(NamedTuple):
     """Tables of one trace, see `event_tables`."""
 
@@ -274,7 +275,14 @@ class EventTables(NamedTuple):
     saturation: pd.DataFrame
 
     def scores_of(self, reading: str) -> pd.DataFrame:
-        """The rows of ``scores`` that are of one reading, such as ``score``."""
+        """The rows of ``scores`` that are of one reading, such as ``score``.
+
+        Raises
+        ------
+        InputError
+            There is no such reading.
+        """
+        require_choice(reading, list(self.scores["read"].unique()), "reading")
         return self.scores[self.scores["read"] == reading]
 
 

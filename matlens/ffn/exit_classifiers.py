@@ -109,7 +109,14 @@ class ExitClassifiers:
             The examples to learn from and to calibrate on.
         progress
             Show a bar over the layers.
+
+        Raises
+        ------
+        InputError
+            There are no layers to learn from.
         """
+        if not len(features):
+            raise InputError("There are no layers to learn from. Expected features, layer by layer.")
         bar = Bar(features, desc="classifiers", unit="layer", leave=False, disable=not progress)
         trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
         self.models_ = [model for model, _ in trained]

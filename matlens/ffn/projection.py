@@ -175,7 +175,14 @@ class Projection:
         return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
 
     def blocks(self, vectors: Float[Tensor, "n d_model"]) -> tuple[Tensor, ...]:
-        """Split vectors into blocks, each of as many rows as may have their scores held at once."""
+        """Split vectors into blocks, each of as many rows as may have their scores held at once.
+
+        Raises
+        ------
+        InputError
+            The vectors are of another width, or not finite.
+        """
+        require_vectors(vectors, self.unembedding.shape[1])
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:

@@ -348,11 +348,17 @@ class ValueVectors:
 
         It is 1 where no norm follows. ``outputs`` is what the FFN of the layer gives before the norm, the
         vectors of ``ffn_out``.
+
+        Raises
+        ------
+        InputError
+            This model has no such layer.
         """
+        layer = self.resolve_layer(layer)
         if not self._norms:
             return torch.ones(len(outputs), device=self.device)
         outputs = outputs.to(self.device, torch.float32)
-        normed, unscaled = self._norms[self.resolve_layer(layer)](outputs), self._reaching(layer, outputs)
+        normed, unscaled = self._norms[layer](outputs), self._reaching(layer, outputs)
         size = unscaled.square().sum(1)
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
 

@@ -27,6 +27,7 @@ from matlens.lens.lens import Lens
 from matlens.lens.maps import LayerMap
 from matlens.lens.methods import Method
 from matlens.linear.fitting import fit_samples
+from matlens.models.sites import Site
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -128,7 +129,10 @@ def compare_lenses(
     masked, last = is_masked(model), int(model.cfg.n_layers)
     if masked and "jacobian" in names:
         raise InputError("A masked-LM model has no Jacobian lens. Expected methods without 'jacobian'.")
-    wanted = default_layers(last) if layers is None else sorted({int(layer) % (last + 1) for layer in layers})
+    require_whole(longest, "longest", least=1)
+    wanted = default_layers(last)
+    if layers is not None:
+        wanted = sorted({Site.parse(layer, last).layer for layer in layers})
     closed = [Method.parse(name) for name in names if name not in ("scaled", "polished", "tuned", "jacobian")]
     sites = None if any(not method.sinks for method in closed) else [*wanted, last]
     place: Positions = "drawn" if masked else "all"

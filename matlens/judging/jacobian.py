@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import require_model
+from matlens.corpora.prompts import list_of_texts
 from matlens.errors import InputError
 from matlens.lens.lens import Lens
 from matlens.lens.maps import LayerMap
@@ -73,9 +74,9 @@ def fit_jacobian(
             f"before the last. Expected layers from 1 to {n_layers - 1}."
         )
     name = prompts.name if isinstance(prompts, Corpus) else "given sentences"
-    texts = list(prompts.sentences if isinstance(prompts, Corpus) else prompts)
-    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise InputError("A prompt is no text, or there is none. Expected texts to fit on.")
+    texts = list_of_texts(prompts)
+    if not texts or not all(text.strip() for text in texts):
+        raise InputError("A prompt is no text or empty, or there is none. Expected texts to fit on.")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="skipping prompt")

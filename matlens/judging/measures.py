@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import short
+from matlens.arguments import require_rows, short
 from matlens.errors import InputError
 from matlens.lens.lens import Lens
 from matlens.lens.quality import chunks
@@ -24,6 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 Scores = Callable[[slice], Float[Tensor, "rows d_vocab"]]
 
 
+@checked
 class Judgement(NamedTuple):
     """What a lens predicts at each token against what the model does.
 
@@ -150,6 +151,11 @@ def lens_r2(
     InputError
         Fewer than two rows are left.
     """
+    if len(h) != len(last):
+        raise InputError(
+            f"There are {len(h)} vectors of the layer and {len(last)} of the last. Expected pairs."
+        )
+    require_rows(rows, len(h), least=2)
     counted: Any = slice(None) if rows is None else rows
     h, last = h[counted], last[counted]
     truth = last if lens.norm is None else lens.norm(last.double())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from matlens.activations.activations import Activations
-from matlens.arguments import short
+from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
 from matlens.judging.costs import closed_form_flops, jacobian_flops, training_flops
@@ -128,6 +128,7 @@ def fit_members(
         A name is none, the rows lack a layer, or ``jacobian`` has no prompts.
     """
     names = require_member_names(methods)
+    require_whole(longest, "longest", least=1)
     train.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     if "jacobian" in names and prompts is None:
         raise InputError("The method 'jacobian' is fitted on prompts, and none are given. Expected a corpus.")

@@ -22,6 +22,7 @@ from torch import Tensor
 from matlens.arguments import short
 from matlens.errors import InputError, printable
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.linear.maps import tensor_digest
 from matlens.linear.mapsets import CONVENTION
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.storage.arrays import (
@@ -162,7 +163,9 @@ def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
             dtype = torch.float32
     else:
         count, dtype = int(data.get("n", 0)), torch.float32
-        own = {"method": lens.method, "provenance": lens.provenance.to_json()}
+        own = {
+            "method": lens.method, "provenance": lens.provenance.to_json(), "content": _digest_of(matrices)
+        }  # fmt: skip
         metadata = {"model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: _plain(own)}
     content = {
         "J": {layer: matrix.detach().cpu().to(dtype).contiguous() for layer, matrix in matrices.items()},
@@ -174,6 +177,14 @@ def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
     with system_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, buffer.getvalue())
+
+
+def _digest_of(matrices: Mapping[int, Tensor]) -> str:
+    """Sixteen hex digits that change with the matrices of the layers, as they are in a file."""
+    return tensor_digest(
+        torch.tensor(sorted(matrices)).double(),
+        *(matrices[layer].cpu().float() for layer in sorted(matrices)),
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -208,6 +219,14 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
     identity = ModelIdentity.from_model(model)
     if said is not None:
         said.require_same(identity, ours="the lens")
+        if own.get("content") != _digest_of(
+            {layer - 1: held.matrix(identity.d_model) for layer, held in maps.items()}
+        ):
+            raise InputError(
+                f"{path} holds other matrices than Lens.to_jacobian_lens wrote: it was changed or damaged. "
+                "Write it anew. Where the change is meant, take 'matlens' out of its metadata: what is said "
+                "there of model and corpus is true of it no more."
+            )
         return LensParts(maps, str(own["method"]), said)
     details = {
         _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.arguments import require_choice, require_number
+from matlens.arguments import require_choice, require_number, require_whole
 from matlens.errors import InputError
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
@@ -146,13 +146,29 @@ class LayerMap:
         return sum(part.numel() for part in self.parts.values()) + (self.scale != 1)
 
     def matrix(self, width: int) -> Float[Tensor, "d d"]:
-        """``W`` as one matrix of so many rows and columns."""
+        """``W`` as one matrix; that of the identity, which is of any width, of so many rows and columns.
+
+        Raises
+        ------
+        InputError
+            The width is less than 1.
+        """
+        require_whole(width, "width", least=1)
         if self.weight is None:
             return torch.eye(width)
         return self.weight if self.narrowing is None else self.weight @ self.narrowing
 
     def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """Map vectors, in float32 and on their own device."""
+        """Map vectors, in float32 and on their own device.
+
+        Raises
+        ------
+        InputError
+            They are of another width.
+        """
+        widths = {len(part) for name, part in self.parts.items() if name != "narrowing"}
+        if widths - {h.shape[-1]}:
+            raise InputError(f"The vectors have {h.shape[-1]} coordinates, and the map is of {max(widths)}.")
         h = h.float()
         if self.narrowing is not None:
             h = torch.nn.functional.linear(h, self.narrowing.to(h.device))

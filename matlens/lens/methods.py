@@ -77,10 +77,11 @@ class Method:
         """
         stem = name.removesuffix(_WITHOUT_SINKS) if isinstance(name, str) else ""
         values: dict[str, Any] = {"sinks": stem == name}
-        for part in stem.split("+"):
-            word = _WORD.fullmatch(part.strip())
-            if word is None:
-                raise _unknown(name)
+        words = [_WORD.fullmatch(part.strip()) for part in stem.split("+")]
+        if len(words) > len({word[1] for word in words if word is not None}):  # one is none, or given twice
+            raise _unknown(name)
+        for word in words:
+            assert word is not None
             values |= _of_word(word[1], word[2], name)
         if values.get("is_identity") and len(stem.split("+")) > 1:
             raise InputError(f"{short(name)}: 'id' fits nothing, so nothing can be added to it.")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.arguments import require_choice, short
+from matlens.arguments import require_choice, require_rows, short
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
@@ -63,11 +63,7 @@ def fit_quality(
         The maps or the rows are not those of the examples, or fewer than two rows are left.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
-    if rows is not None and (rows.shape != (validation.n_rows,) or int(rows.sum()) < 2):
-        raise InputError(
-            f"rows is {short(rows)}. Expected True or False for each of the {validation.n_rows} examples, "
-            "and True for two or more."
-        )
+    require_rows(rows, validation.n_rows, least=2)
     counted = slice(None) if rows is None else rows
     table = []
     pairs = [pair for pair in maps if all(_is_stream(site) or site in validation for site in pair)]

@@ -133,7 +133,7 @@ class PairMoments:
             return None
         return torch.cat([torch.zeros(0, dtype=torch.float64), *self._norms[source]])
 
-    def restore(self, source: str, moments: Moments, norms: Tensor | None) -> None:
+    def restore(self, source: str, moments: Moments, norms: Float[Tensor, " n"] | None) -> None:
         """Put back what was kept of a source in an earlier run.
 
         Raises
@@ -223,16 +223,7 @@ def solve_pairs(
     InputError
         No moments were kept of a pair, or there were no samples.
     """
-    wanted = by_source(pairs)
-    absent = [
-        f"{source} -> {target}" for source, targets in wanted.items() for target in targets
-        if target not in kept.targets.get(source, ())
-    ]  # fmt: skip
-    if absent:
-        raise InputError(
-            f"No moments were kept of {', '.join(absent[:3])}{', ...' if len(absent) > 3 else ''}. Expected "
-            "pairs among those that the moments were asked for."
-        )
+    wanted = by_source(require_kept(kept, list(pairs)))
     for source, targets in wanted.items():
         weight, bias = kept.moments(source).solution(intercept=intercept, ridge=ridge)
         widths = [kept.widths[target] for target in kept.targets[source]]
@@ -240,6 +231,25 @@ def solve_pairs(
         solved = dict(zip(kept.targets[source], zip(weight.split(widths), biases, strict=True), strict=True))
         for target in targets:
             yield LinearMap.from_solution(*solved[target], source, target, provenance)
+
+
+def require_kept(kept: MomentsOfPairs, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    """Refuse pairs that moments were not kept of.
+
+    Raises
+    ------
+    InputError
+        Some are so; the message names them.
+    """
+    absent = [
+        f"{source} -> {target}" for source, target in pairs if target not in kept.targets.get(source, ())
+    ]
+    if absent:
+        raise InputError(
+            f"No moments were kept of {', '.join(absent[:3])}{', ...' if len(absent) > 3 else ''}. Expected "
+            "pairs among those that the moments were asked for."
+        )
+    return pairs
 
 
 # Several processes

@@ -16,11 +16,13 @@ import pandas as pd
 from torch import nn
 
 from matlens.activations.activations import Activations
+from matlens.arguments import require_number, require_whole
 from matlens.errors import InputError
 from matlens.lens.early_exit import layers_saved, sweep_and_reaching
 from matlens.lens.quality import METHODS, prediction_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
+from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.weights import plain_model
 from matlens.signatures import checked
@@ -65,8 +67,10 @@ class Costs:
         Raises
         ------
         InputError
-            A block has weights that are no matrices, or the configuration does not make the blocks.
+            A block has weights that are no matrices, the configuration does not make the blocks, or the
+            read-out is of another model.
         """
+        readout.require_same(ModelIdentity.from_model(model), theirs="the model")
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
             raise InputError(
@@ -91,7 +95,16 @@ class Costs:
         return self.d_model**2
 
     def run(self, first: int, last: int, n_tokens: float) -> float:
-        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``."""
+        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``.
+
+        Raises
+        ------
+        InputError
+            The layers are out of order or out of range, or there are fewer than no tokens.
+        """
+        first = require_whole(first, "first", least=0, most=self.n_layers)
+        last = require_whole(last, "last", least=first, most=self.n_layers)
+        require_number(n_tokens, "n_tokens", least=0)
         blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
         return float(sum(weights + n_tokens * context for weights, context in blocks))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
+from matlens.arguments import require_rows, require_whole
 from matlens.errors import InputError
 from matlens.lens.quality import (
     as_substitute,
@@ -74,6 +75,23 @@ def head_outputs(anatomy: Anatomy) -> list[str]:
         return []
 
 
+def _require_all(anatomy: Anatomy, maps: MapSet, vectors: Activations) -> None:
+    """Refuse maps and vectors that are not of every block's heads, or of different models."""
+    if maps.provenance.model is not None:
+        maps.provenance.require_same(vectors.provenance, ours="the maps", theirs="the vectors")
+    for source, target in head_pairs(anatomy):
+        absent = [site for site in (source, target) if site not in vectors]
+        if absent:
+            raise InputError(
+                f"{absent[0]} was not collected. Expected both ends of all pairs of linearity.head_pairs."
+            )
+        if (source, target) not in maps:
+            raise InputError(
+                f"There is no map from {source} to {target}. Expected those of all pairs of "
+                "linearity.head_pairs."
+            )
+
+
 @checked
 def head_r2(
     anatomy: Anatomy,
@@ -94,7 +112,14 @@ def head_r2(
         Vectors at both ends of each pair.
     rows
         True for the examples that count, by default all.
+
+    Raises
+    ------
+    InputError
+        A map or a site is missing, they are of different models, or the rows are not those of the examples.
     """
+    _require_all(anatomy, maps, validation)
+    require_rows(rows, validation.n_rows, least=2)
     kept = slice(None) if rows is None else rows
     scores = {}
     for layer, (source, target) in enumerate(head_pairs(anatomy)):
@@ -122,6 +147,8 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
     """
     if samples is not None and maps.provenance.model is not None:
         maps.provenance.require_same(samples.provenance, ours="the maps", theirs="the samples")
+    if samples is not None:
+        require_rows(rows, samples.n_rows)
     kept = slice(None) if rows is None else rows
     constant = []
     for (source, target), linear in maps.items():
@@ -204,7 +231,18 @@ def head_ablation(
         Seed of the random order.
     folder
         Where vectors are kept, as in `matlens.patching.run_variants`.
+
+    Raises
+    ------
+    InputError
+        Something is of another model or lacks a site, or rows are not those of the examples.
     """
+    require_whole(every, "every", least=1)
+    for given, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
+        readout.require_same(given.provenance, theirs=theirs)
+        _require_all(Anatomy.from_model(model), maps, given)
+    require_rows(rows, train.n_rows)
+    require_rows(validation_rows, validation.n_rows, "validation_rows", least=2)
     anatomy = Anatomy.from_model(model)
     last, scores = anatomy.n_layers, head_r2(anatomy, maps, validation, rows=validation_rows)
     linear = maps.held(head_pairs(anatomy))

@@ -183,7 +183,14 @@ class Anatomy:
         return self.hooks[self.written_at(site)[0]].order
 
     def start_of_block(self, layer: int) -> int:
-        """When a pass comes to a block, in the numbers of `order`."""
+        """When a pass comes to a block, in the numbers of `order`.
+
+        Raises
+        ------
+        InputError
+            There is no such block.
+        """
+        layer = require_whole(layer, "The block", least=0, most=self.n_layers - 1)
         return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
 
     def names(self, site: str | int | Site) -> list[str]:

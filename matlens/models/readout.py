@@ -154,9 +154,14 @@ class Readout:
         Raises
         ------
         InputError
-            A token is not in the vocabulary.
+            A token is not in the vocabulary, or the features are of another width.
         """
         unembedding: Any = self._head[-1]
+        if features.shape[-1] != unembedding.weight.shape[1]:
+            raise InputError(
+                f"The features have {features.shape[-1]} coordinates. Expected the "
+                f"{unembedding.weight.shape[1]} that Readout.features gives."
+            )
         parts = [unembedding.weight.detach(), None if unembedding.bias is None else unembedding.bias.detach()]
         if tokens is not None:
             if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:

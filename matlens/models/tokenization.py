@@ -77,8 +77,11 @@ def encode_text(model: TransformerBridge, text: str, *, longest: int | None = No
     Raises
     ------
     InputError
-        The model has no tokenizer, or makes tokens that the model does not have.
+        The model has no tokenizer, or makes tokens that the model does not have; or the text holds half of a
+        surrogate pair.
     """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError(f"{short(text)} holds half of a surrogate pair, which no text can. Remove it.")
     if longest is not None:
         longest = require_whole(longest, "longest", least=0)
     tokenizer, config = require_tokenizer(model), model.cfg

@@ -181,7 +181,11 @@ def _from_set(maps: MapSet, source: Site, target: Site, where: Where) -> Replace
 
 
 def resolve_replacements(
-    model: TransformerBridge, replacements: Sequence[Replacement], active: Sequence[Replacement] = ()
+    model: TransformerBridge,
+    replacements: Sequence[Replacement],
+    active: Sequence[Replacement] = (),
+    *,
+    identity: ModelIdentity | None = None,
 ) -> list[Replacement]:
     """Resolve the sites of replacements; refuses those that do not fit the model or each other.
 
@@ -193,6 +197,8 @@ def resolve_replacements(
         What is to be replaced.
     active
         Replacements that are in the model already, which must not be overlapped either.
+    identity
+        The model's, where it has just been looked at, which reads all its weights.
 
     Raises
     ------
@@ -201,7 +207,7 @@ def resolve_replacements(
     """
     require_raw(model)
     anatomy = Anatomy.from_model(model)
-    _require_fitted_on(model, replacements)
+    _require_fitted_on(model, replacements, identity)
     resolved: list[Replacement] = []
     for replacement in replacements:
         source, target = anatomy.resolve(replacement.source), anatomy.resolve(replacement.target)
@@ -406,14 +412,16 @@ def _require_width(replacement: Replacement, anatomy: Anatomy) -> None:
             )
 
 
-def _require_fitted_on(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
+def _require_fitted_on(
+    model: TransformerBridge, replacements: Sequence[Replacement], identity: ModelIdentity | None
+) -> None:
     origins: dict[tuple[Any, ...], Provenance] = {}
     for replacement in replacements:
         provenance = getattr(replacement.function, "provenance", Provenance())
         if provenance.model is not None:
             origins[provenance.model.key] = provenance
     if origins:
-        identity = ModelIdentity.from_model(model, hash_unembedding=False)
+        identity = identity or ModelIdentity.from_model(model, hash_unembedding=False)
         for provenance in origins.values():
             provenance.require_same(identity.of_weights, ours="the maps")
 
@@ -423,8 +431,10 @@ def _require_same_changes(model: TransformerBridge, replacements: Sequence[Repla
     for replacement in replacements:
         provenance = getattr(replacement.function, "provenance", Provenance())
         fitted_with = set((provenance.model and provenance.model.changes) or ())
+        if not fitted_with:
+            continue
         beside = {describe_replacement(other) for other in replacements if other is not replacement}
-        missing = sorted(fitted_with - {*changes_of(model), *beside} if fitted_with else ())
+        missing = sorted(fitted_with - {*changes_of(model), *beside})
         if missing:
             raise InputError(
                 f"The map {replacement} was fitted on a model with {describe_changes(missing)}, which this "

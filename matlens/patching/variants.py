@@ -94,12 +94,14 @@ def run_variants(
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
-    ready = {name: _resolve_variant(model, examples, name, variant) for name, variant in variants.items()}
+    identity = ModelIdentity.from_model(model)
+    ready = {
+        name: _resolve_variant(model, identity, examples, name, variant) for name, variant in variants.items()
+    }
     read = examples if reads_whole(model) else examples.up_to_positions()
     if batch_tokens is not None:
         require_whole(batch_tokens, "batch_tokens", least=1)
     budget = batch_tokens or default_batch_tokens(model)
-    identity = ModelIdentity.from_model(model)
 
     def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         bar = Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress)
@@ -132,11 +134,13 @@ def run_variants(
     return vectors
 
 
-def _resolve_variant(model: TransformerBridge, examples: Examples, name: str, variant: Variant) -> Variant:
+def _resolve_variant(
+    model: TransformerBridge, identity: ModelIdentity, examples: Examples, name: str, variant: Variant
+) -> Variant:
     anatomy = Anatomy.from_model(model)
     first = anatomy.resolve(Site(STREAM, variant.first)).layer
     start, end = anatomy.order(Site(STREAM, first)) if first else -1, anatomy.order(anatomy.stream[-1])
-    replacements = resolve_replacements(model, variant.replacements)
+    replacements = resolve_replacements(model, variant.replacements, identity=identity)
     late = [replacement for replacement in replacements if anatomy.order(replacement.target) > end]
     if late:
         raise InputError(

@@ -23,6 +23,7 @@ from matlens.storage.files import (
 )
 from matlens.storage.folders import BESIDE, make_config
 from matlens.storage.locks import locked
+from matlens.storage.tables import require_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,9 +95,11 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     Raises
     ------
     InputError
-        The folder is not empty, or cannot be written.
+        The folder is not empty, or cannot be written; or it is no such table.
     """
     folder = Path(folder)
+    if table is not None:
+        require_columns(table, ("corpus", "method", "metric", "value"), what="the table")
     with reserved(folder) as work, system_errors(folder):
         pruned.model.save_pretrained(work)
         pruned.tokenizer.save_pretrained(work)

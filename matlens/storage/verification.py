@@ -80,7 +80,7 @@ def _verify_place(folder: Path, names: list[str]) -> Iterator[Verdict]:
 
 def _verify_folder(folder: Path, marker: Path) -> Verdict | None:
     try:
-        if not is_record(read_json(marker)):
+        if marker.name != BESIDE and not is_record(read_json(marker)):
             return None  # a model's, or something else
         record = read_record(folder, marker)
         if marker.name == UNFINISHED:

@@ -168,7 +168,7 @@ class Plan:
 
     def __getitem__(self, step: str) -> Need:
         for need in self.needs:
-            if need.step == step:
+            if isinstance(step, str) and need.step == step:
                 return need
         raise KeyError(f"There is no step {step!r}; there are {', '.join(need.step for need in self.needs)}")
 
@@ -178,7 +178,14 @@ class Plan:
         return self.shape.n_parameters * self.shape.parameter_bytes
 
     def memory(self, step: str) -> int:
-        """Bytes at the peak of a step, with the model where the step runs it."""
+        """Bytes at the peak of a step, with the model where the step runs it.
+
+        Raises
+        ------
+        InputError
+            There is no such step.
+        """
+        require_choice(step, [need.step for need in self.needs], "step")
         need = self[step].memory
         return need if step.startswith("fit ") else need + self.weights * (step != "load the model")
 

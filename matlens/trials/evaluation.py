@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_whole
+from matlens.arguments import require_whole, short
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples, require_own_tokens
 from matlens.errors import InputError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "pruning"
 _TOKENS = 1024  # of a batch, each with its distribution over the vocabulary
-_PROMPT = 8
+_PROMPT, _WRITTEN = 8, 32
 
 
 class ReadText(NamedTuple):
@@ -133,7 +133,7 @@ def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progres
 
 @checked
 @torch.inference_mode()
-def speed(model: Any, *, n_tokens: int = 32, rounds: int = 3) -> Speed:
+def speed(model: Any, *, n_tokens: int | None = None, rounds: int = 3) -> Speed:
     """Time the writing of tokens one by one, after a prompt of eight.
 
     Parameters
@@ -141,12 +141,22 @@ def speed(model: Any, *, n_tokens: int = 32, rounds: int = 3) -> Speed:
     model
         A plain model.
     n_tokens
-        How many are written in a round.
+        How many are written in a round, by default 32, or as many as the context has room for.
     rounds
         How often; the quickest round counts.
+
+    Raises
+    ------
+    InputError
+        It is no model, or its context has no room for so many tokens.
     """
-    require_whole(n_tokens, "n_tokens", least=1)
     require_whole(rounds, "rounds", least=1)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "device"):
+        raise InputError(f"model is {short(model)}. Expected a plain model of transformers.")
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    room = None if context is None else context - _PROMPT
+    wanted = min(_WRITTEN, room or _WRITTEN) if n_tokens is None else n_tokens
+    n_tokens = require_whole(wanted, "n_tokens", least=1, most=room)
     prompt = torch.arange(_PROMPT)[None].to(model.device) + 3
     seconds = []
     for _ in range(rounds):

@@ -50,6 +50,27 @@ def test_an_entry_is_filled_once(tmp_path: Path) -> None:
     assert first.folder == second.folder
 
 
+def test_what_is_no_entry_is_not_removed(tmp_path: Path) -> None:
+    cache, other = Cache(tmp_path / "cache"), tmp_path / "thing-0123456789abcdef0123456789abcdef"
+    kept = cache.keep("thing", KEY, writer(b"1"))
+    assert kept is not None
+    other.mkdir()
+    for folder in (
+        other,
+        tmp_path,
+        cache.root,
+        cache.root / "entries",
+        kept.folder / "numbers.bin",
+        Path("/x"),
+    ):
+        with pytest.raises(InputError, match="is no entry of the cache"):
+            cache.discard(folder, "it is damaged")
+    assert other.is_dir()
+    assert cache.find("thing", KEY) is not None
+    with pytest.raises(InputError, match="is no kind of entries"):
+        cache.find("../thing", KEY)
+
+
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a byte": lambda folder: (folder / "numbers.bin").write_bytes(b"12346"),
     "the length": lambda folder: (folder / "numbers.bin").write_bytes(b"1234"),

@@ -45,6 +45,7 @@ def test_a_models_configuration_is_enough(
         ([], "Which model? Expected either --model"),
         (["--layers", "3"], "Which model? Expected either --model"),
         (["--model", "x", "--layers", "3", "--width", "8"], "Which model? Expected either --model"),
+        (["--model", "x", "--vocab", "9"], "Which model? Expected either --model"),
         (["--layers", "3", "--width", "8", "--pairs", "0:1"], "--pairs"),
         (["--model", "/nowhere"], "There is no model"),
     ],

@@ -121,6 +121,13 @@ def test_ours_comes_back_with_where_it_is_from(lens: Lens, tmp_path: Path) -> No
     assert back.layers == (1, 2)
     h = numbers(3, D_MODEL)
     assert_near(back(h, 2), lens(h, 2))
+    content = torch.load(tmp_path / "lens.pt", weights_only=True)
+    content["J"][0][3, 4] += 1
+    torch.save(content, tmp_path / "changed.pt")
+    with pytest.raises(
+        InputError, match=r"changed\.pt holds other matrices than Lens.to_jacobian_lens wrote"
+    ):
+        Lens.from_jacobian_lens(tmp_path / "changed.pt", lens.model)
 
 
 @pytest.mark.refused

@@ -170,6 +170,8 @@ def test_methods_are_read_from_their_names() -> None:
         ("tune", "is no method of a lens"),
         ("", "is no method of a lens"),
         ("mat(3)", "is no method of a lens"),
+        ("affine+affine", "is no method of a lens"),
+        ("ridge(1)+ridge(2)", "is no method of a lens"),
         ("narrow", "is no method of a lens"),
         ("narrow(0)", "The rank is 0"),
         ("narrow(1.5)", "The rank is 1.5"),

@@ -102,6 +102,18 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
 
 
 @pytest.mark.refused
+def test_layers_out_of_range_cost_nothing_that_is_told(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    costs = Costs.from_model(model, Readout(model))
+    assert costs.run(1, 1, 0.0) == 0
+    for first, last, n_tokens in ((0, 4, 1.0), (-1, 2, 1.0), (2, 1, 1.0), (0, 3, -1.0)):
+        with pytest.raises(InputError, match=r"Expected a (whole )?number"):
+            costs.run(first, last, n_tokens)
+    with pytest.raises(InputError, match="do not belong together"):
+        Costs.from_model(model, Readout(small_model("llama")))
+
+
+@pytest.mark.refused
 @pytest.mark.parametrize("plain", [None, torch.nn.Linear(2, 2)])
 def test_blocks_that_the_configuration_does_not_make_are_told(
     plain: Any, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch

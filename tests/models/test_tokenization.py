@@ -112,6 +112,8 @@ def test_tokens_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
     assert encode_text(model, "w1 extra0").ids == [3, 52]
     with pytest.raises(InputError, match=r"becomes the token 71 \('extra19'\), and the model has 60 tokens"):
         encode_text(model, "w1 extra19")
+    with pytest.raises(InputError, match="holds half of a surrogate pair"):
+        encode_text(model, "w1 \ud800")
 
 
 # A bridge of one's own

@@ -18,6 +18,7 @@ from torch import Tensor
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.corpora.examples import Examples
+from matlens.models import weights
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import intervening
 from matlens.patching.contexts import patched
@@ -469,3 +470,27 @@ def test_variants_need_names_of_their_own(names: Sequence[str], small_model: Mod
     model, examples = small_model("llama"), examples_of(small_model("llama"))
     with pytest.raises(InputError, match="Expected one variant or more, with other names than"):
         run_variants(model, examples, {name: Variant(3, []) for name in names}, progress=False)
+
+
+def test_the_weights_are_read_once_for_all_variants(
+    small_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = small_model("gpt2"), small_model("llama")
+    examples = examples_of(model)
+    fitted = {
+        name: MapSet.fit(collect(model, examples_of(model), progress=False), pairs="last", progress=False)
+        for name, model in {"ours": model, "theirs": other}.items()
+    }
+    read, fingerprint = [], weights.fingerprint
+    monkeypatch.setattr(weights, "fingerprint", lambda model: read.append(model) or fingerprint(model))
+    times = []
+    for layers in ([0], [0, 1, 2]):
+        read.clear()
+        variants = {str(layer): Variant(layer, jump(fitted["ours"], layer, N_LAYERS)) for layer in layers}
+        run_variants(model, examples, variants, progress=False)
+        times.append(len(read))
+    assert times[0] == times[1] > 0
+    variants = {"0": Variant(0, jump(fitted["ours"], 0, N_LAYERS))}
+    variants |= {"1": Variant(1, jump(fitted["theirs"], 1, N_LAYERS))}
+    with pytest.raises(InputError, match="the maps"):
+        run_variants(model, examples, variants, progress=False)

@@ -71,6 +71,8 @@ def test_a_folder_knows_its_files_and_has_one_writer(pruned: pruning.Pruned, tmp
     (verdict,) = verify(folder)
     assert verdict.what == "pruned model, 6 files"
     assert "model.safetensors does not hold what was written" in str(verdict.damage)
+    (folder / "matlens.json").write_text("null")
+    assert ["matlens.json" in str(verdict.damage) for verdict in verify(folder)] == [True]
     waiting = threading.Event()
     with reserved(tmp_path / "other") as work:
         second = threading.Thread(target=_reserve_too, args=(tmp_path / "other", waiting))
