@@ -105,7 +105,7 @@ def prune(
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
         raise InputError(
-            "Expected --blocks or --attention, and one of them alone; --heal goes together with --blocks."
+            "Expected --blocks or --attention, and one of them alone; --heal goes with the first."
         )
     wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
     if penalty is not None:
