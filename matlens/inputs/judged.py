@@ -115,7 +115,10 @@ def _masked(model: TransformerBridge, corpus: Corpus, size: int, most: int | Non
     if mask is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
     generator, longest = np.random.default_rng(seed), min(size, context_length(model))
-    ids, positions, truth, sentences = [], [], [], []
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    truth: list[np.ndarray] = []
+    sentences: list[np.ndarray] = []
     for text in corpus.sentences if most is None else corpus.sentences[:most]:
         encoded = encode_text(model, text, longest=longest)
         tokens = np.asarray(encoded.ids, dtype=np.int64)

@@ -34,6 +34,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
+from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -236,7 +237,7 @@ class _Atlas:
     def _variant(self, layer: int, cases: Iterable[_Case]) -> Variant:
         replacements = []
         for case in cases:
-            where = "all" if case.tokens == ALL else ~self._sinks
+            where: Where = "all" if case.tokens == ALL else ~self._sinks
             if case.method == LEFT_OUT:
                 replacements.append(case.part.left_out(where))
             else:
@@ -282,7 +283,8 @@ def rise(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
         TextLosses(np.bincount(index, weights=of_tokens), counts) for of_tokens in (losses, whole)
     )
     ratio = perplexity_ratio(ours, theirs)
-    return Estimate(*(float(np.log(value)) for value in ratio[:3]), len(numbers))
+    value, low, high = (float(np.log(each)) for each in ratio[:3])
+    return Estimate(value, low, high, len(numbers))
 
 
 def same_sites(anatomy: Anatomy) -> dict[str, str]:

@@ -157,7 +157,9 @@ def rank_correlations(table: pd.DataFrame, *, seed: int = 0, resamples: int = _R
             of_tokens = of_tokens.copy()
             of_tokens["left out", "rise"] = wide.xs("all", level="tokens")["left out", "rise"]
         for kind in kinds:
-            part = of_tokens if kind == _EVERY else of_tokens.xs(kind, level="kind", drop_level=False)
+            part = of_tokens[
+                of_tokens.index.get_level_values("kind").isin(kinds if kind == _EVERY else [kind])
+            ]
             for method in ("map", "left out"):
                 for score in SCORES:
                     estimate = _correlation(part, method, score, seed, resamples)

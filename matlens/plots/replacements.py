@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
@@ -176,7 +178,8 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
     titles = {("map", mode): _ATLAS_WAYS.get(mode, literal(mode)) for mode in modes}
     rises = single[single["metric"] == "rise"]
     figure = Figure(figsize=(11, 6.6))
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1.1, 1))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.1, 1))
+    upper, lower = parts
     above = upper.subplots(1, len(ways), squeeze=False)[0]
     below = lower.subplots(1, 3)
     kinds = [kind for kind in _ATLAS_KINDS if kind in set(rises["kind"])]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HEALED = "refit, healed"
-_WRITTEN = 32  # tokens that each model writes when it is timed
+_ROUNDS = 3  # in which each model is timed
 
 
 @checked
@@ -96,10 +96,10 @@ def pruning_table(
     ]  # fmt: skip
 
     def time_row(timed: Any, **more: Any) -> dict[str, Any]:
-        cost = speed(timed, n_tokens=_WRITTEN)
+        cost = speed(timed, rounds=_ROUNDS)
         return result_row(
             EXPERIMENT, model=name, corpus="", layer=None, target=None, metric="seconds",
-            estimate=Estimate.without_interval(cost.seconds, _WRITTEN), **more,
+            estimate=Estimate.without_interval(cost.seconds, _ROUNDS), **more,
         )  # fmt: skip
 
     rows.append(time_row(calibration.layout.model, method="whole", n_left_out=0, choice="", blocks=""))
@@ -115,7 +115,7 @@ def pruning_table(
                 pruned = calibration.without(blocks, method, progress=progress)
                 if called == HEALED:
                     calibration.heal(pruned, blocks, heal, progress=progress)
-                more = {"n_left_out": size, "blocks": " ".join(map(str, blocks))}
+                more: dict[str, Any] = {"n_left_out": size, "blocks": " ".join(map(str, blocks))}
                 known[blocks, called] = [time_row(pruned, method=called, **more)]
                 for corpus, of_corpus in tokens.items():
                     read = read_text(pruned, of_corpus, desc=f"{size} {called}", progress=progress)

@@ -157,7 +157,8 @@ def speed(model: Any, *, n_tokens: int | None = None, rounds: int = 3) -> Speed:
     room = None if context is None else context - _PROMPT
     wanted = min(_WRITTEN, room or _WRITTEN) if n_tokens is None else n_tokens
     n_tokens = require_whole(wanted, "n_tokens", least=1, most=room)
-    prompt = torch.arange(_PROMPT)[None].to(model.device) + 3
+    device: Any = model.device
+    prompt = torch.arange(_PROMPT)[None].to(device) + 3
     seconds = []
     for _ in range(rounds):
         given = model(prompt, use_cache=True)
