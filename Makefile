@@ -72,7 +72,10 @@ RESULTS_A := \
 	paper_a_sec5_corpora_bert \
 	paper_a_table1_tokens_bert \
 	lens_report \
-	lens_report_bert
+	lens_report_bert \
+	small_gpts \
+	paper_a_fig7_models_gpts \
+	paper_a_fig10_submodules_gpts
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -84,7 +87,10 @@ RESULTS_B := \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
-	paper_b_table6_early_exit
+	paper_b_table6_early_exit \
+	small_wikilm \
+	paper_b_table9_saturation_wikilm \
+	paper_b_table6_early_exit_wikilm
 
 # Linear parts and what can be left out: an hour and a half more, so 'make results-c' is asked for by itself.
 RESULTS_C := linearity linearity_bert pruning
@@ -169,6 +175,23 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
+
+# Small models of the papers' kinds; what is published of them holds for any number of JOBS.
+$(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv: $(RESULTS)/small_%.csv: | install
+	$(BIN)/python analyses/small_$*.py --out $(RESULTS)
+
+GPT := $(RESULTS)/small-gpt-
+$(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8
+$(RESULTS)/paper_a_fig10_submodules_gpts.csv: OPTIONS = --model $(GPT)8 --patched 200
+$(RESULTS)/%_gpts.csv: | $(RESULTS)/small_gpts.csv
+	$(BIN)/python analyses/$*.py --suffix _gpts --train 4000 --val 1000 --out $(RESULTS) $(OPTIONS)
+
+WIKILM := --model $(RESULTS)/small-wikilm/checkpoint.pt --suffix _wikilm --sentences 2000 --out $(RESULTS)
+$(RESULTS)/paper_b_table9_saturation_wikilm.csv: | $(RESULTS)/small_wikilm.csv
+	$(BIN)/python analyses/paper_b_fig3_events.py $(WIKILM)
+
+$(RESULTS)/paper_b_table6_early_exit_wikilm.csv: | $(RESULTS)/paper_b_table9_saturation_wikilm.csv
+	$(BIN)/python analyses/paper_b_table6_early_exit.py $(WIKILM) --ridge-only
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)

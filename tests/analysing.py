@@ -71,6 +71,10 @@ OPTIONS = {
     "sample_sizes": MAPS,
     "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "train", "val", "trunk", "steps"],
+    "small_gpts": ["corpus", "seed", "out", "title", "train", "val", "updates", "pieces", "size"],
+    "small_wikilm": [
+        "corpus", "seed", "out", "title", "train", "val", "updates", "words", "layers", "width",
+    ],
     "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip

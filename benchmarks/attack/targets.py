@@ -21,8 +21,9 @@ from attack.targets_parts import PARTS
 from attack.targets_reading import READING
 from attack.targets_rooms import ROOMS
 from attack.targets_seeing import SEEING
+from attack.targets_training import TRAINING
 
-TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS, *ATLAS]
+TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS, *TRAINING, *ATLAS]
 
 # What takes nothing from a user, or is made by the library alone; and where it is tried instead.
 EXEMPT = {
@@ -51,6 +52,11 @@ EXEMPT = {
     "processes.joined": "takes what torchrun says, with a limit of its own",
     "storage.number_text": "words of numbers that the library has computed",
     "ffn.ValueVectors.from_parts": "what catalogue.Catalogue calls",
+    "training.warmed_cosine": "a share of a rate, of whole numbers that training.train has checked",
+    "wikilm.WikiLMConfig": "refuses what makes no model, as tests/wikilm/test_modelling.py tries",
+    "wikilm.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
+    "wikilm.WikiLMForCausalLM.features": "what TransformerLens and transformers call",
+    "wikilm.WikiLMForCausalLM.forward": "what TransformerLens and transformers call",
     # The library's own writers and readers: what users pass through them is tried by what calls them, and
     # what lies in the files by mutations.
     **dict.fromkeys(

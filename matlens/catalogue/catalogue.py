@@ -30,7 +30,7 @@ from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
-from matlens.models.places import locate
+from matlens.models.places import CHECKPOINT, locate
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -299,6 +299,8 @@ def _place_of(name: str | os.PathLike[str], revision: str | None, dtype: torch.d
 
     key: dict[str, Any] = {"layout": _LAYOUT, "dtype": str(dtype), "software": software()}
     key["software"] |= {package: version(package) for package in _SOFTWARE}
+    if gguf is not None and gguf.lower().endswith(CHECKPOINT):
+        return None  # it is read in less time than its parts would be
     if gguf is not None:
         of_model = model_key(cache, Path(folder, gguf))
         return _Place(cache, called, commit, {**key, "gguf": of_model}, None, of_model)

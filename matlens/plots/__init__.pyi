@@ -11,6 +11,7 @@ from .layers import r2_heatmaps as r2_heatmaps
 from .layers import relative_depth as relative_depth
 from .layers import token_table as token_table
 from .layers import trajectory_figure as trajectory_figure
+from .lines import training_curves as training_curves
 from .replacements import alternation as alternation
 from .replacements import attention_heads as attention_heads
 from .replacements import by_fitting as by_fitting

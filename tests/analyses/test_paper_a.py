@@ -38,7 +38,7 @@ import matlens
 from matlens.corpora.examples import is_masked
 from matlens.patching.schemes import wrr_schemes
 
-OF_NO_MODEL = ("small_bert", "compatibility")  # these make models of their own
+OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own
 ELSEWHERE = (LENSES, LINEARITY, PRUNING)  # with tests of their own
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
