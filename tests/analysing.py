@@ -44,7 +44,7 @@ OPTIONS = {
     "paper_a_fig6_alternation": [*MAPS, "title", "patched"],
     "paper_a_fig7_models": [*MAPS, "title"],
     "paper_a_fig9_early_exit": [*MAPS, "title"],
-    "paper_a_sec5_corpora": [*MAPS, "title"],
+    "paper_a_sec5_corpora": [*MAPS, "title", "positions", "every"],
     "paper_a_table1_tokens": [*MAPS, "title", "prompt", "layer"],
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
     "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],

@@ -43,8 +43,12 @@ def _jumped(world: World, live: explorer.LiveModel) -> explorer.LiveModel:
     return live
 
 
+def _fill(folder: Path) -> None:
+    (folder / "x").write_text("x")
+
+
 def _entry_folder(world: World) -> Path:
-    entry = _cache(world).keep("model", {"a": 1}, lambda folder: (folder / "x").write_text("x"))
+    entry = _cache(world).keep("model", {"a": 1}, _fill)
     assert entry is not None
     return entry.folder
 
@@ -75,6 +79,7 @@ ROOMS: list[Target] = [
         {"kind": lambda _: "value", "which": lambda _: "L0D1"},
         finish=lambda w, change: explorer.compare_changes(w.model, "w1 w2", [change], n_tokens=2),
     ),
+    Target("explorer.offered_maps", {"maps": "object"}, {"maps": lambda w: [w.stream_maps]}),
     Target(
         "explorer.compare_changes",
         {"changes": "sentences", "prompt": "prompt", "proceed": "object"},

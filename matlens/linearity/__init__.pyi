@@ -35,4 +35,5 @@ from .transfer import fit_equally_many as fit_equally_many
 from .transfer import fit_quality_by_size as fit_quality_by_size
 from .transfer import fits_side_by_side as fits_side_by_side
 from .transfer import transfer_losses as transfer_losses
+from .transfer import transfer_means as transfer_means
 from .transfer import transfer_quality as transfer_quality

@@ -1,16 +1,26 @@
-"""What is left of predictions where parts of the model are replaced by linear maps."""
+"""What is left of predictions where linear maps replace parts of the model, or were fitted elsewhere."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
-from matlens.plots.colours import REPLACED, method_looks
+from matlens.plots.colours import REPLACED, ink, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
-from matlens.plots.style import add_legend, layer_ticks, literal, percent_ticks, styled, title_of
+from matlens.plots.style import (
+    add_legend,
+    layer_ticks,
+    literal,
+    model_title,
+    percent_ticks,
+    short_name,
+    styled,
+    title_of,
+)
 from matlens.signatures import checked
 
 _MANY = 8  # methods; the names of more stand on the right
@@ -25,6 +35,11 @@ _WHERE = {
     "not-first": "at all but the first",
     "not-sink": "at all but sinks",
     "predicted": "only at the predicted token",
+}
+_MATRICES = {
+    "r2": (r"$r^2$", "Blues"),
+    "precision": ("Precision@1", "Blues"),
+    "surprisal": ("surprisal (nats)", "Blues_r"),
 }
 
 _ATLAS_KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")
@@ -224,4 +239,42 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
     below[2].set_xlabel("rank correlation of score and rise")
     add_legend(figure, below[0].get_legend_handles_labels()[0], columns=len(kinds))
     figure.suptitle(title_of(rises))
+    return figure
+
+
+@checked
+@styled
+def transfer_heatmaps(means: pd.DataFrame) -> Figure:
+    """How well the maps of each corpus do on each, as matrices: r2, Precision@1 and surprisal.
+
+    Parameters
+    ----------
+    means
+        The table of `matlens.linearity.transfer_means`.
+    """
+    corpora = list(means["corpus"].unique())
+    names = [literal(short_name(corpus)) for corpus in corpora]
+    figure = Figure(figsize=(2.2 + 1.35 * len(corpora), 1.9 + 0.36 * len(corpora)))
+    for ax, (metric, (label, colours)) in zip(
+        figure.subplots(1, 3, sharey=True), _MATRICES.items(), strict=True
+    ):
+        part = means[(means["metric"] == metric) & (means["k"].isna() | (means["k"] == 1))]
+        grid = part.pivot(index="method", columns="corpus", values="value").astype(float)
+        grid = grid.loc[[f"mat of {corpus}" for corpus in corpora], corpora]
+        low = max(float(grid.to_numpy().min()), -1.0)
+        image = ax.imshow(grid, cmap=colours, vmin=low, vmax=float(grid.to_numpy().max()), aspect="auto")
+        ax.grid(False)
+        for (row, column), value in np.ndenumerate(grid.to_numpy()):
+            weight = "bold" if row == column else "normal"
+            ax.text(
+                column, row, f"{value:.2f}", ha="center", va="center", fontsize=6.5,
+                color=ink(image, value), weight=weight,
+            )  # fmt: skip
+        ax.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        ax.set_yticks(range(len(names)), names)
+        ax.set_xlabel("judged on")
+        ax.set_title(label)
+        ax.label_outer()
+    figure.axes[0].set_ylabel("maps fitted on")
+    figure.suptitle(model_title(means.iloc[0]["model"], "means over layers"))
     return figure

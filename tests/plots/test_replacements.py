@@ -11,7 +11,7 @@ import pytest
 from plot_tables import assert_curve, assert_legible, methods_table, named, prediction_table, result
 
 from matlens.linearity import rank_correlations
-from matlens.plots.replacements import alternation, by_fitting, by_method, linearity_figure
+from matlens.plots.replacements import alternation, by_fitting, by_method, linearity_figure, transfer_heatmaps
 from matlens.plots.style import save
 
 FITTED, REPLACED = ("all", "not-first", "not-sink"), ("all", "not-first", "not-sink", "predicted")
@@ -157,3 +157,30 @@ def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path:
     (line,) = (line for line in scatter.lines if line.get_label() == "ffn")
     assert sorted(line.get_xdata()) == sorted(scores[scores["kind"] == "ffn"]["value"])
     save(figure, tmp_path, "linearity")
+
+
+def test_matrices_have_a_row_for_each_corpus_fitted_on_and_a_column_for_each_judged_on() -> None:
+    corpora, metrics = ("news", "folder/wiki", "messages"), ("r2", "precision", "surprisal")
+    value = {
+        (metric, fitted, tested): 10 * i + 3 * j + k
+        for k, metric in enumerate(metrics)
+        for i, fitted in enumerate(corpora)
+        for j, tested in enumerate(corpora)
+    }
+    rows = [
+        result(f"mat of {fitted}", pd.NA, 3, metric, 1 if metric == "precision" else pd.NA, number, 0.0)
+        | {"corpus": tested}
+        for (metric, fitted, tested), number in value.items()
+    ]
+    rows += [row | {"k": 5, "value": 99.0} for row in rows if row["metric"] == "precision"]
+    figure = transfer_heatmaps(pd.DataFrame(rows))
+    assert [ax.get_title() for ax in figure.axes] == ["$r^2$", "Precision@1", "surprisal (nats)"]
+    for ax, metric in zip(figure.axes, metrics, strict=True):
+        (image,) = ax.images
+        shown = image.get_array()
+        for (i, fitted), (j, tested) in itertools.product(enumerate(corpora), enumerate(corpora)):
+            assert shown[i, j] == value[metric, fitted, tested]
+        assert [text.get_text() for text in ax.texts][:2] == [f"{float(shown[0, j]):.2f}" for j in (0, 1)]
+        assert [tick.get_text() for tick in ax.get_xticklabels()] == ["news", "wiki", "messages"]
+    assert figure.get_suptitle() == "model, means over layers"
+    assert_legible(figure)

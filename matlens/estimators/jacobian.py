@@ -11,8 +11,7 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import require_model
 from matlens.corpora.prompts import list_of_texts
 from matlens.errors import InputError
-from matlens.lens.lens import Lens
-from matlens.lens.maps import LayerMap
+from matlens.estimators.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.signatures import checked
 
@@ -20,6 +19,12 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 SKIPPED = 16  # first positions that TransformerLens leaves out, sinks among them
+PROMPTS, LONGEST = 30, 128  # that Jacobians are taken on, and the tokens that each is cut to
+
+
+def longest_sentences(corpus: Corpus, n: int) -> list[str]:
+    """The sentences of a corpus that have the most words, which are those that Jacobians are taken on."""
+    return sorted(corpus.sentences, key=lambda text: (-len(text.split()), text))[:n]
 
 
 @checked
@@ -28,12 +33,12 @@ def fit_jacobian(
     prompts: Corpus | Iterable[str],
     *,
     layers: Sequence[int] | None = None,
-    longest: int = 128,
+    longest: int = LONGEST,
     skip: int = SKIPPED,
     at_once: int = 8,
     progress: bool = True,
-) -> Lens:
-    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens, and read it as a `Lens`.
+) -> LensParts:
+    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens; ``Lens(*parts)`` is the lens.
 
     For each prompt there is a pass back through the model for every few coordinates of ``h^L``, so that a
     prompt takes minutes on a processor; all layers come from the same passes. Matrices are taken as they
@@ -97,4 +102,4 @@ def fit_jacobian(
         },
     )  # fmt: skip
     maps = {layer: LayerMap(fitted.jacobians[layer - 1]) for layer in wanted}
-    return Lens(maps, "jacobian", provenance).on(model)
+    return LensParts(maps, "jacobian", provenance)

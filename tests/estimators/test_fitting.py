@@ -14,9 +14,9 @@ import matlens
 from matlens import InputError, Lens, MapSet
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import sink_rows
-from matlens.lens import fitting
-from matlens.lens.fitting import LensMoments, lens_moments
-from matlens.lens.maps import Standardisation
+from matlens.estimators import fitting
+from matlens.estimators.fitting import LensMoments, lens_moments
+from matlens.estimators.maps import Standardisation
 from matlens.models.identity import Provenance
 
 METHODS = (
@@ -176,7 +176,7 @@ def test_what_cannot_be_fitted_is_refused(
     with pytest.raises(InputError, match="does not begin with a norm"):
         Lens.fit(small_model("bert"), data, method="normed")
     with pytest.raises(InputError, match="is no method of a lens"):
-        Lens.fit(model, data, method="tuned")
+        Lens.fit(model, data, method="best")
     some = matlens.collect(model, data.examples.head(3), [1, 3], progress=False)
     with pytest.raises(InputError, match=r"lack h\.0, h\.2"):
         Lens.fit(model, some)

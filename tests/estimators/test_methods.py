@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from matlens import InputError
-from matlens.lens.methods import STRENGTHS, HeldRows, Method, leave_one_out, require_methods, row_keys, solve
+from matlens.estimators.methods import (
+    STRENGTHS,
+    HeldRows,
+    Method,
+    leave_one_out,
+    require_methods,
+    row_keys,
+    solve,
+)
 from matlens.linear.moments import Moments
 
 D, N = 6, 40

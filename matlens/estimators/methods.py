@@ -21,7 +21,7 @@ from torch import Tensor
 from matlens.arguments import require_number, require_whole, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.lens.maps import LayerMap
+from matlens.estimators.maps import LayerMap
 from matlens.linear.moments import Moments
 
 Rows = Literal["plain", "weighted", "normed"]

@@ -10,7 +10,7 @@ import torch
 from conftest import D_MODEL, WORDS
 
 from matlens import InputError
-from matlens.judging.jacobian import fit_jacobian
+from matlens.estimators.jacobian import fit_jacobian
 
 Models = Callable[[str], Any]
 
@@ -18,7 +18,7 @@ Models = Callable[[str], Any]
 def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: Models) -> None:
     model, text = small_model("gpt2"), " ".join(WORDS[3:12])
     lens = fit_jacobian(model, [text, "w1 w2"], layers=[2], skip=1, progress=False)
-    assert lens.layers == (2,)
+    assert list(lens.maps) == [2]
     assert lens.maps[2].bias is None
     tokens = model.to_tokens(text)
 

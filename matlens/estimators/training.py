@@ -19,7 +19,7 @@ from torch import Tensor
 
 from matlens.arguments import require_number, require_seed, require_whole
 from matlens.errors import InputError
-from matlens.lens.maps import LayerMap, Standardisation
+from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.readout import Readout, require_vectors
 from matlens.progress import Bar
 from matlens.signatures import checked

@@ -18,8 +18,8 @@ from matlens.arguments import short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples, make_examples, require_model
 from matlens.errors import InputError
-from matlens.lens.maps import LayerMap, LensParts, Standardisation
-from matlens.lens.methods import HeldRows, Method, Rows, require_methods, row_keys, solve
+from matlens.estimators.maps import LayerMap, LensParts, Standardisation
+from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, row_keys, solve
 from matlens.linear.moments import Moments
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
@@ -90,7 +90,7 @@ class LensMoments:
         identity = provenance.identity
         self.provenance, self.norm = provenance, norm
         self.methods = require_methods(methods)
-        self.layers = _require_layers(layers, identity.n_layers)
+        self.layers = require_layers(layers, identity.n_layers)
         self._last, self._width = identity.n_layers, identity.d_model
         fitted = [method for method in self.methods.values() if not method.is_identity]
         self._kinds: tuple[Rows, ...] = tuple(dict.fromkeys(method.rows for method in fitted))
@@ -320,7 +320,14 @@ def _union(sets: Any) -> Moments:
     return whole
 
 
-def _require_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
+def require_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
+    """Numbers of the layers that are asked for, ascending and without the last; by default all of these.
+
+    Raises
+    ------
+    InputError
+        One is none, or none is left.
+    """
     if layers is None:
         return tuple(range(n_layers))
     numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})

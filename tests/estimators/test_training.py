@@ -12,8 +12,8 @@ from conftest import D_MODEL
 from torch import Tensor
 
 from matlens import InputError, Readout
-from matlens.lens.maps import LayerMap, Standardisation
-from matlens.lens.training import (
+from matlens.estimators.maps import LayerMap, Standardisation
+from matlens.estimators.training import (
     VocabularySample,
     divergence,
     passes_for,
