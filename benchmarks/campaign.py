@@ -38,7 +38,8 @@ _modules = {
     name: importlib.import_module(name)
     for name in (
         "matlens.commands.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
-        "matlens.linear.mapsets", "matlens.activations.sums", "matlens.lens.lens", "matlens.explorer.usage",
+        "matlens.linear.mapsets", "matlens.linear.sums", "matlens.activations.sums", "matlens.lens.lens",
+        "matlens.explorer.usage",
         "matlens.explorer.value_pages", "matlens.pruning.evaluation", "matlens.pruning.saving",
     )
 }  # fmt: skip
@@ -102,6 +103,7 @@ class Campaign:
         setattr(_modules["matlens.storage.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.activations.sums"], "_KEPT_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.activations.sums"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
+        setattr(_modules["matlens.linear.sums"], "chunk_size", lambda _: 64)  # noqa: B010
         setattr(_modules["matlens.explorer.usage"], "_CHUNK", 16)  # noqa: B010
         if not draws:
             setattr(Figure, "savefig", _write_instead)  # noqa: B010

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import jaxtyping
 import numpy as np
 import pytest
 import shapes  # noqa: F401  # before matlens: says which of its functions are checked
 import torch
 import transformers
+from hub_stand_in import Hub, serving
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
@@ -306,6 +308,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * scale)
 
 
+UNPACKED = Path(matlens.__file__).parents[1] / ".browser"  # where `make test` puts a registry's Chromium
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER_OPTIONS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -318,11 +321,16 @@ def browser() -> Iterator[Any]:
     """A Chromium without a window, which a session starts once."""
     from playwright.sync_api import sync_playwright
 
-    paths = [path for path in map(shutil.which, BROWSERS) if path]
+    paths = [*filter(None, map(shutil.which, BROWSERS)), *filter(os.path.exists, [UNPACKED / "chromium"])]
     if not paths:
         pytest.fail("There is no Chromium for the tests of pages. Install it: sudo apt-get install chromium")
+    libraries = (
+        {"LD_LIBRARY_PATH": str(UNPACKED / "al2023" / "lib")} if paths[0] == UNPACKED / "chromium" else {}
+    )
     with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=paths[0], args=list(BROWSER_OPTIONS))
+        chromium = driver.chromium.launch(
+            executable_path=paths[0], args=list(BROWSER_OPTIONS), env={**os.environ, **libraries}
+        )
         yield chromium
         chromium.close()
 
@@ -341,6 +349,16 @@ def make_sentences() -> matlens.corpora.Corpus:
 def sentences() -> matlens.corpora.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A stand-in of the hub on this machine, to which the hub's client can be pointed."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    with serving() as stand_in:
+        yield stand_in
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,16 +18,20 @@ from matlens.activations import outlying_rows
 from matlens.annotation import find_patterns
 from matlens.control import SelfDebiasing
 from matlens.corpora import Examples
+from matlens.estimators import divergence
 from matlens.explorer.usage import Usage
 from matlens.ffn import Projection
 from matlens.judging.cosines import matrix_cosine
+from matlens.kinds.experts import Mixture
 from matlens.lens import exit_layers
 from matlens.linear import LinearMap, Moments
 from matlens.linearity import later_sinks
 from matlens.models import Readout
+from matlens.numerics import split_product
 from matlens.pages.trajectory import LensCells
 from matlens.patching import Scheme, r2_score
 from matlens.pruning.spans import angles
+from matlens.wikilm.modelling import SinusoidalPositions
 
 # What says so: the package to every user where it can, and otherwise the annotations to its tests.
 WRONG = (InputError, TypeCheckError)
@@ -39,7 +43,9 @@ CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[
     "linear.Moments.update": (lambda x, y: Moments(3, 2).update(x, y), [(9, 3), (9, 2)], [(9, 3), (8, 2)]),
     "linear.LinearMap": (lambda w, b: LinearMap(w, b, "h.0", "h.1"), [(4, 3), (4,)], [(4, 3), (3,)]),
     "activations.outlying_rows": (outlying_rows, [(10, 3)], [(10,)]),
+    "numerics.split_product": (split_product, [(5, 3), (5, 4)], [(5, 3), (6, 4)]),
     "patching.r2_score": (lambda r2: r2_score(SCHEME, r2), [(3, 3)], [(3, 4)]),
+    "estimators.divergence": (divergence, [(3, 5), (3, 5)], [(3, 5), (3, 5, 1)]),
     "lens.exit_layers": (exit_layers, [(10, 4), (10,)], [(10, 4), (11,)]),
     "judging.matrix_cosine": (matrix_cosine, [(4, 3), (4, 3)], [(4, 3), (4, 2)]),
     "pruning.angles": (angles, [(4, 3), (4, 3)], [(4, 3), (2, 3)]),
@@ -107,6 +113,18 @@ def test_marks_of_sinks_are_as_many_as_vectors(small_model: Callable[[str], Any]
     assert len(later_sinks(vectors, torch.tensor([True, False, False]), model.tokenizer)) == 1
     with pytest.raises(WRONG):
         later_sinks(vectors, torch.tensor([True, False]), model.tokenizer)
+
+
+def test_coefficients_of_experts_are_of_the_same_tokens() -> None:
+    mixture = object.__new__(Mixture)  # shapes are looked at before it is
+    with pytest.raises(WRONG):
+        mixture.coefficients(torch.rand(4, 3), torch.zeros(5, 2, dtype=torch.long), torch.rand(4, 2))
+
+
+def test_positions_of_wikilm_are_a_row_a_text() -> None:
+    assert SinusoidalPositions(4, 1)(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 4)
+    with pytest.raises(WRONG):
+        SinusoidalPositions(4, 1)(torch.ones(5, dtype=torch.long))
 
 
 def test_every_room_that_has_arrays_is_tried() -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import signal
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -45,20 +47,35 @@ def main(
     page: Annotated[
         Path | None, typer.Option(help="A page whose table, between two marks, is written anew.")
     ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(help="Where the tables of another run are, of other cases, to be counted too."),
+    ] = None,
     show: Annotated[bool, typer.Option(help="Print every case that is not clear.")] = False,
 ) -> None:
     """Try bad inputs and mutated files, and print a table of the classes of faults."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     torch.set_num_threads(1)
-    out, page = out.resolve(), page and page.resolve()
+    out, page, beside = out.resolve(), page and page.resolve(), beside and beside.resolve()
     with make_world(seed=seed) as world, contextlib.chdir(world.fresh("here").parent):
-        judgements = [judge(case) for case in _cases(world, only, share, seed)]
-        judgements += [judge(case) for case in mutation_cases(world, mutations, seed, only)]
-    clear = _report(judgements, out, show=show)
+        judgements: list[Judgement] = []
+        signal.signal(signal.SIGTERM, _end)
+        with contextlib.suppress(_Ended):  # what is known by then is reported
+            every = chain(_cases(world, only, share, seed), mutation_cases(world, mutations, seed, only))
+            judgements.extend(map(judge, every))
+    clear = _report(judgements, out, beside, show=show)
     if page is not None:
         write_table(page, pd.read_csv(out / "attack.csv"))
     if not clear:
         raise typer.Exit(1)
+
+
+class _Ended(BaseException):
+    """The attack is to end."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
 
 
 def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
@@ -86,13 +103,15 @@ def _bad_arguments(world: World, only: str) -> Iterator[Case]:
                 print(problem)
 
 
-def _report(judgements: list[Judgement], out: Path, *, show: bool) -> bool:
+def _report(judgements: list[Judgement], out: Path, beside: Path | None, *, show: bool) -> bool:
     """Write and print the tables; says whether all cases are clear."""
     out.mkdir(parents=True, exist_ok=True)
     cases = pd.DataFrame(
         [(j.case.fault, j.case.name, j.verdict, j.words) for j in judgements],
         columns=["class", "case", "verdict", "words"],
     )
+    if beside is not None:
+        cases = pd.concat([pd.read_csv(beside / "cases.csv"), cases], ignore_index=True)
     cases.to_csv(out / "cases.csv", index=False)
     rows = []
     for fault, part in cases.groupby("class", sort=False):

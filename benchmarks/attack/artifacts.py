@@ -16,6 +16,7 @@ from attack.world import N_CLUSTERS, World
 from matlens import annotation, catalogue, explorer, ffn, lens, pruning, study
 from matlens.activations import StoredMoments, stream_moments, sums
 from matlens.explorer import value_pages
+from matlens.linear import sums as pair_sums
 from matlens.storage import RowFiles, verify
 
 
@@ -164,7 +165,8 @@ def _stream_moments(model: str) -> Callable[[World, Path], Any]:
     def write(world: World, folder: Path) -> Any:
         bridge = world.load(model)
         examples = matlens.make_examples(bridge, world.corpus)
-        return stream_moments(bridge, examples, folder, pairs="all", batch_tokens=100, progress=False)
+        with mock.patch.object(pair_sums, "chunk_size", return_value=150):  # so that there are several
+            return stream_moments(bridge, examples, folder, pairs="all", batch_tokens=100, progress=False)
 
     return write
 

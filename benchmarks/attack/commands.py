@@ -76,6 +76,13 @@ COMMANDS = (
             str(w.fresh("out")),
         ],
     ),
+    Command(
+        ("linearity",),
+        lambda w: [
+            *_model(w), "--corpus", str(w.text), "--window", "12", "--judged", "2", "--out",
+            str(w.fresh("out")),
+        ],
+    ),
     Command(("cache", "show"), lambda w: []),
     Command(("cache", "clear"), lambda w: []),
     Command(("lens", "fit"), _sampled(_SIZES[:4])),
@@ -84,6 +91,8 @@ COMMANDS = (
     Command(
         ("lens", "convert"), lambda w: [str(kept("lens")(w)), str(w.fresh("lens.pt")), *_model(w)]
     ),
+    Command(("lens", "push"), lambda w: [str(kept("lens")(w)), "someone/lenses"]),
+    Command(("lens", "pull"), lambda w: ["someone/lenses", "--out", str(w.fresh("out"))]),
     Command(("lens", "report"), lambda w: [*_sampled(_SIZES[:4])(w), "--methods", "mat,id"]),
 )  # fmt: skip
 
@@ -163,6 +172,9 @@ def _right(command: Command, label: str) -> Callable[[Any], bool] | None:
     """An output folder may hold files of others that stay as they are, and any size is planned."""
     if command.words == ("plan",) and label.startswith(("val=", "tokens=")):
         return lambda done: "sentences, drawn positions" in done
+    window = f"window={_PAST['window'][-1][:30]!r}"  # or the context, where that is shorter
+    if command.words == ("prune",) and label in ("blocks='0'", "blocks='1,2,'", window):
+        return lambda done: "Judged on other text" in done
     if label != "out=full":
         return None
     return lambda done: done.endswith("others as they were")

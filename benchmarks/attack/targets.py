@@ -12,6 +12,7 @@ from typing import Any
 
 import matlens
 from attack.signatures import OF_EACH
+from attack.targets_atlas import ATLAS
 from attack.targets_comparing import COMPARING
 from attack.targets_first import FIRST
 from attack.targets_judging import JUDGING
@@ -20,8 +21,9 @@ from attack.targets_parts import PARTS
 from attack.targets_reading import READING
 from attack.targets_rooms import ROOMS
 from attack.targets_seeing import SEEING
+from attack.targets_training import TRAINING
 
-TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS]
+TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS, *TRAINING, *ATLAS]
 
 # What takes nothing from a user, or is made by the library alone; and where it is tried instead.
 EXEMPT = {
@@ -30,7 +32,9 @@ EXEMPT = {
     "models.require_finite": "a check of the library's own",
     "annotation.WordNet": "takes nothing",
     "annotation.WordNet.describe": "needs a dictionary that is downloaded",
+    "cli.print_atlas": "prints what the library has computed",
     "cli.print_members": "prints what the library has computed",
+    "trials.task_scores": "needs a package that is no part of the installation",
     "cli.Report": "writes what analyses have computed",
     "cli.run_study": "takes an analysis, which is no user's input",
     "control.Grader.grade": "a protocol, whose implementations are the user's or those below",
@@ -47,7 +51,23 @@ EXEMPT = {
     "processes.Processes": "made by processes.joined",
     "processes.joined": "takes what torchrun says, with a limit of its own",
     "storage.number_text": "words of numbers that the library has computed",
+    **dict.fromkeys(
+        (
+            "Lens.push_to_hub", "Lens.from_pretrained", "hub.HubRepository.snapshot",
+            "hub.HubRepository.download", "hub.HubRepository.commit",
+        ),
+        "asks the hub, of which tests have a stand-in",
+    ),
+    "numerics.agglomerate": "what ffn.Clusters.fit calls",
+    "numerics.split_product": "what linear.Moments calls",
+    "hub.HubRepository": "a name that the hub's client looks at",
+    "hub.HubSnapshot": "made by the library",
     "ffn.ValueVectors.from_parts": "what catalogue.Catalogue calls",
+    "training.warmed_cosine": "a share of a rate, of whole numbers that training.train has checked",
+    "wikilm.WikiLMConfig": "refuses what makes no model, as tests/wikilm/test_modelling.py tries",
+    "wikilm.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
+    "wikilm.WikiLMForCausalLM.features": "what TransformerLens and transformers call",
+    "wikilm.WikiLMForCausalLM.forward": "what TransformerLens and transformers call",
     # The library's own writers and readers: what users pass through them is tried by what calls them, and
     # what lies in the files by mutations.
     **dict.fromkeys(

@@ -287,6 +287,7 @@ COMPARING: list[Target] = [
             {"results": "table", "table": "table"},
             {"results": part, "table": part},  # type: ignore[dict-item]
             finish=draw,
+            takes={"label=''": lambda _, nothing: nothing is None},
         )
         for name, part in {
             "events_figure": lambda w: _events(w).events,

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 
-from attack.badness import _short
 from attack.kept import saved
 from attack.signatures import Target
 from attack.world import World
-from matlens import judging, lens
+from matlens import estimators, judging, lens
 
 LENSES = "lenses, other lenses"
 ACTIVATIONS = "activations, other activations"
 ROWS: dict[str, Any] = {
     "h": lambda w: w.activations[1],
     "last": lambda w: w.activations[3],
-    "start": lambda _: lens.LayerMap(torch.eye(32)),
+    "start": lambda _: estimators.LayerMap(torch.eye(32)),
 }
 
 
@@ -38,17 +37,15 @@ def _evaluations(world: World) -> Path:
     return saved(world, "evaluations", write)
 
 
-def _judged(world: World) -> judging.Judgement:
+def _judged(world: World) -> lens.Judgement:
     scores = {"mat": judging.lens_scores(world.lens, world.activations[1], 1)}
-    return judging.judge_scores(world.readout, world.activations[3], scores, progress=False)["mat"]
+    return lens.judge_scores(world.readout, world.activations[3], scores, progress=False)["mat"]
 
 
 JUDGING: list[Target] = [
     # Judging.
-    Target("judging.best_start"),
     Target("judging.default_methods"),
     Target("judging.default_layers"),
-    Target("judging.require_member_names"),
     *[
         Target(
             f"judging.{name}",
@@ -102,11 +99,11 @@ JUDGING: list[Target] = [
         finish=lambda _, scores: scores(slice(0, 3)),
     ),
     Target(
-        "judging.judge_scores",
+        "lens.judge_scores",
         {"members": "lenses"},
         {"members": lambda w: {"mat": judging.lens_scores(w.lens, w.activations[1], 1)}},
     ),
-    Target("judging.Judgement.differences", {"other": "object"}, {"other": _judged}, owner=_judged),
+    Target("lens.Judgement.differences", {"other": "object"}, {"other": _judged}, owner=_judged),
     Target(
         "judging.matrix_cosine",
         {"first": "vectors", "second": "vectors"},
@@ -164,15 +161,6 @@ JUDGING: list[Target] = [
         },
         takes={
             "folder=a_folder_of_others": lambda _, comparison: len(comparison.report) > 0,
-        },
-    ),
-    Target(
-        "judging.fit_jacobian",
-        {"longest": "whole", "skip": "whole", "at_once": "whole"},
-        {"skip": lambda _: 0, "layers": lambda _: [1], "prompts": lambda w: list(w.sentences[:1])},
-        takes={
-            "skip=0": lambda _, fitted: fitted.layers == (1,),
-            f"prompts={_short(['w1 ' * 10**4])}": lambda _, fitted: fitted.layers == (1,),  # it is cut
         },
     ),
     # Plots of them.

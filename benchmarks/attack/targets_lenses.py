@@ -13,12 +13,12 @@ from attack.badness import _short
 from attack.kept import kept, saved
 from attack.signatures import Target
 from attack.world import World
-from matlens import lens, linear
+from matlens import estimators, lens, linear
 
 ROWS: dict[str, Any] = {
     "h": lambda w: w.activations[1],
     "last": lambda w: w.activations[3],
-    "start": lambda _: lens.LayerMap(torch.eye(32)),
+    "start": lambda _: estimators.LayerMap(torch.eye(32)),
 }
 TRAINING = {"h": "vectors", "last": "vectors", "start": "object", "norm": "object"}
 
@@ -53,7 +53,7 @@ LENSES: list[Target] = [
         "Lens",
         {"maps": "object", "method": "text", "provenance": "object", "norm": "", "readout": "", "model": ""},
         {
-            "maps": lambda _: {0: lens.LayerMap()},
+            "maps": lambda _: {0: estimators.LayerMap()},
             "method": lambda _: "by hand",
             "provenance": lambda w: w.stream_maps.provenance,
         },
@@ -92,32 +92,32 @@ LENSES: list[Target] = [
     Target("Lens.from_jacobian_lens", {"path": "path read"}, {"path": jacobian_file}),
     Target("Lens.from_tuned_lens", {"folder": "path read"}, {"folder": tuned_folder}),
     Target(
-        "lens.LayerMap",
+        "estimators.LayerMap",
         {"weight": "vectors", "narrowing": "vectors", "bias": "object", "scale": "number"},
         {"weight": lambda _: torch.eye(32)},
         finish=lambda w, held: lens.Lens({1: held}, "by hand", w.stream_maps.provenance).save(w.fresh("out")),
         takes={"weight=None": lambda _, nothing: nothing is None},
     ),
     Target(
-        "lens.LayerMap.matrix",
+        "estimators.LayerMap.matrix",
         {"width": "whole"},
         {"width": lambda _: 4},
-        lambda _: lens.LayerMap(),
+        lambda _: estimators.LayerMap(),
     ),
     Target(
-        "lens.LayerMap.__call__",
+        "estimators.LayerMap.__call__",
         owner=lambda w: w.lens.maps[1],
         takes={f"h=with_{label}": lambda _, out: not out.isfinite().all() for label in ("nan", "infinity")},
     ),
     Target(
-        "lens.Standardisation",
+        "estimators.Standardisation",
         {"kind": "choice", "eps": "positive"},
         {"kind": lambda _: "rms", "eps": lambda _: 1e-5},
     ),
-    Target("lens.Standardisation.from_model"),
+    Target("estimators.Standardisation.from_model"),
     Target(
-        "lens.Standardisation.__call__",
-        owner=lambda _: lens.Standardisation("rms"),
+        "estimators.Standardisation.__call__",
+        owner=lambda _: estimators.Standardisation("rms"),
         takes={  # of any width, and what is no number stays none
             "h=no_columns": lambda _, out: out.shape[-1] == 0,
             "h=too_narrow": lambda _, out: out.shape[-1] == 31,
@@ -126,27 +126,30 @@ LENSES: list[Target] = [
         },
     ),
     Target(
-        "lens.LensMoments",
+        "estimators.LensMoments",
         {"provenance": "object", "methods": "methods", "norm": "object"},
         {"provenance": lambda w: w.activations.provenance, "methods": lambda _: ["mat"]},
     ),
     Target(
-        "lens.LensMoments.update",
+        "estimators.LensMoments.update",
         {"vectors": "object", "places": "object", "keys": "object"},
         {"vectors": lambda w: dict(w.activations)},
-        lambda w: lens.LensMoments(w.activations.provenance, ["mat"]),
+        lambda w: estimators.LensMoments(w.activations.provenance, ["mat"]),
     ),
     Target(
-        "lens.LensMoments.merge",
+        "estimators.LensMoments.merge",
         {"other": "object"},
-        {"other": lambda w: lens.lens_moments(w.model, w.activations, ["mat"], progress=False)},
-        lambda w: lens.LensMoments(w.activations.provenance, ["mat"]),
+        {"other": lambda w: estimators.lens_moments(w.model, w.activations, ["mat"], progress=False)},
+        lambda w: estimators.LensMoments(w.activations.provenance, ["mat"]),
     ),
     Target(
-        "lens.LensMoments.solve", {"name": "methods"}, {"name": lambda _: "mat"}, lambda w: w.lens_moments
+        "estimators.LensMoments.solve",
+        {"name": "methods"},
+        {"name": lambda _: "mat"},
+        lambda w: w.lens_moments,
     ),
     Target(
-        "lens.lens_moments",
+        "estimators.lens_moments",
         {"data": "corpus", "methods": "methods", "positions": "choice"},
         {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
         takes={
@@ -173,6 +176,7 @@ LENSES: list[Target] = [
         {"path": "file written", "colour": "choice", "positions": "numbers"},
         {"path": lambda w: w.fresh("figure.png")},
         lambda w: w.trajectory,
+        takes={"positions=[0, -1]": lambda _, figure: len(figure.axes) > 0},  # the first and the last
     ),
     Target(
         "lens.read_cells",
@@ -185,7 +189,7 @@ LENSES: list[Target] = [
     ),
     # Trained maps.
     Target(
-        "lens.VocabularySample.from_weights",
+        "estimators.VocabularySample.from_weights",
         {"weights": "object"},
         {"weights": lambda _: torch.ones(60)},
         takes={  # all, where there are no more
@@ -193,19 +197,19 @@ LENSES: list[Target] = [
         },
     ),
     Target(
-        "lens.VocabularySample.draw",
+        "estimators.VocabularySample.draw",
         {"generator": "object"},
         {"generator": lambda _: torch.Generator().manual_seed(0)},
-        lambda _: lens.VocabularySample.from_weights(torch.ones(60), 9),
+        lambda _: estimators.VocabularySample.from_weights(torch.ones(60), 9),
     ),
     Target(
-        "lens.divergence",
+        "estimators.divergence",
         {"scores": "vectors", "truth": "vectors", "offset": "object"},
         {"scores": lambda _: torch.rand(4, 9), "truth": lambda _: torch.rand(4, 9)},
     ),
     *[
         Target(
-            f"lens.{name}",
+            f"estimators.{name}",
             TRAINING
             | {
                 "tokens": "count",
@@ -221,6 +225,28 @@ LENSES: list[Target] = [
         )
         for name in ("polish", "scale_map", "tune")
     ],
+    Target("estimators.best_start"),
+    Target("estimators.require_method_names"),
+    Target(
+        "estimators.fit_maps",
+        {"data": "corpus", "methods": "methods", "positions": "choice"},
+        {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
+        takes={"data=examples": lambda _, fitted: list(fitted) == ["mat"]},
+    ),
+    Target(
+        "estimators.train_maps",
+        {"name": "choice", "rows": "activations, other activations", "start": "object"},
+        {"name": lambda _: "tuned", "rows": lambda w: w.activations, "layers": lambda _: [1]},
+    ),
+    Target(
+        "estimators.fit_jacobian",
+        {"longest": "whole", "skip": "whole", "at_once": "whole"},
+        {"skip": lambda _: 0, "layers": lambda _: [1], "prompts": lambda w: list(w.sentences[:1])},
+        takes={
+            "skip=0": lambda _, fitted: list(fitted.maps) == [1],
+            f"prompts={_short(['w1 ' * 10**4])}": lambda _, fitted: list(fitted.maps) == [1],  # it is cut
+        },
+    ),
     # Maps and sums.
     Target(
         "LinearMap.from_solution",

@@ -51,7 +51,8 @@ READING: list[Target] = [
         {"layer": "whole", "index": "whole"},
         {"index": lambda _: 2},
         takes={  # from the end, where a model is known
-            f"{part}={n}": partial(_has, part, n) for part in ("layer", "index") for n in (0, -1)
+            **{f"{part}={n}": partial(_has, part, n) for part in ("layer", "index") for n in (0, -1)},
+            **{f"expert={_short(n)}": partial(_has, "expert", n) for n in (-1, 10**6, 10**40)},
         },
     ),
     Target("ffn.ValueVector.parse", {"text": "name read"}, {"text": lambda _: "L0D1"}),

@@ -17,8 +17,8 @@ import transformers
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import annotation, control, corpora, ffn, judging, lens, linear, patching, pruning
-from matlens.lens import as_substitute
+from matlens import annotation, control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
+from matlens.lens import Trajectory, as_substitute
 from matlens.study import Study
 
 N_CLUSTERS = 20
@@ -175,12 +175,12 @@ class World:
         return matlens.Lens.from_maps(self.other_maps, model=self.load("weights"))
 
     @cached_property
-    def lens_moments(self) -> lens.LensMoments:
+    def lens_moments(self) -> estimators.LensMoments:
         """What closed forms need of the sentences."""
-        return lens.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
+        return estimators.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
 
     @cached_property
-    def trajectory(self) -> lens.Trajectory:
+    def trajectory(self) -> Trajectory:
         """A prompt through the lens."""
         return self.lens.trajectory(self.sentences[0], k=3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from matlens.bounds import parse_json
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.linear.pairs import by_source
@@ -25,6 +27,7 @@ from matlens.storage.files import damaged, write_bytes
 from matlens.storage.folders import Workplace, read_config, reading_record
 
 HOLDS = "moments"
+_SAID = "matlens"  # what the file says of its moments
 
 
 def write_source(folder: Path, name: str, kept: MomentsOfPairs, source: str) -> Record:
@@ -32,7 +35,8 @@ def write_source(folder: Path, name: str, kept: MomentsOfPairs, source: str) -> 
     moments, norms = kept.moments(source), kept.norms(source)
     r, z = (factor.cpu().contiguous() for factor in moments.state)
     tensors = {"r": r, "z": z} | ({} if norms is None else {"norms": norms})
-    content = save(tensors, metadata={"source": source, "n": str(moments.n)})
+    # One entry: the order of several is another each time, and so would be the bytes.
+    content = save(tensors, metadata={_SAID: json.dumps({"source": source, "n": moments.n})})
     write_bytes(folder / name, content)
     return describe_tensors(tensors, content)
 
@@ -50,9 +54,9 @@ def read_source(
     require_size(path, record)
     try:
         with safe_open(path, framework="pt") as file:
-            said = file.metadata() or {}
+            said = parse_json((file.metadata() or {}).get(_SAID, "null"), f"{path}'s metadata")
             names = set(file.keys())
-            if said.get("source") != source or names - {"norms"} != {"r", "z"}:
+            if not isinstance(said, dict) or said.get("source") != source or names - {"norms"} != {"r", "z"}:
                 raise damaged(path, f"does not hold the moments of {source}")
             r, z, norms = (
                 require_tensor(file.get_tensor(name), path, record, name) if name in names else None
@@ -62,9 +66,10 @@ def read_source(
         raise damaged(path, f"cannot be read as safetensors ({error})") from error
     assert r is not None
     assert z is not None
-    if not said.get("n", "").isdecimal():
+    n = said.get("n")
+    if type(n) is not int or n < 0:
         raise damaged(path, "does not say how many samples it is of")
-    return Moments.from_state(r, z, int(said["n"]), source=source, target=", ".join(targets)), norms
+    return Moments.from_state(r, z, n, source=source, target=", ".join(targets)), norms
 
 
 @checked

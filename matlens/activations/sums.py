@@ -186,7 +186,9 @@ def _pass(kept: PairMoments, turns: Iterator[Rows | None], states: _States | Non
         if rows is not None:
             mine.update(rows.vectors)
         batches += processes.size
-        due = processes.share(states is not None and states.are_due(), "whether to keep a state")
+        # A state of samples that wait would part them otherwise than a run that nothing breaks off.
+        ready = mine.settled or processes.several
+        due = processes.share(states is not None and ready and states.are_due(), "whether to keep a state")
         if due:
             mine = _whole_again(gathered(mine), kept)
             if states is not None:

@@ -38,11 +38,15 @@ def hash_contents(cache: Cache, paths: Iterable[Path]) -> dict[str, str]:
     Raises
     ------
     InputError
-        One is no plain file, or changes while it is read.
-    OSError
-        One cannot be read.
+        One is no plain file, changes while it is read, or cannot be read.
     """
-    return {path.name: _hash(cache, path) for path in map(Path, paths)}
+    hashes = {}
+    for path in map(Path, paths):
+        try:
+            hashes[path.name] = _hash(cache, path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return hashes
 
 
 def _hash(cache: Cache, path: Path) -> str:

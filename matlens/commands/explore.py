@@ -107,6 +107,15 @@ def explore_values(
 def serve(
     model: ModelOptions,
     lens: Lenses = None,
+    maps: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--maps",
+            metavar="FOLDER",
+            help="Maps to put in the place of blocks and sub-modules, as 'matlens run' fits them; give it "
+            "once for each folder.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=1024, max=65_535, help="Where the server listens.")] = 8765,
 ) -> None:
     """Answer the pages of a model to a browser on this machine: type prompts, and change the model.
@@ -116,8 +125,11 @@ def serve(
     model.check()
     from matlens.explorer.exploration import load_lens
     from matlens.explorer.server import LiveModel, require_server, run_server
+    from matlens.linear.mapsets import MapSet
 
     require_server()
-    live = LiveModel(model.load(), [load_lens(folder) for folder in lens or []], port=port)
+    lenses = [load_lens(folder) for folder in lens or []]
+    sets = [MapSet.load(folder) for folder in maps or []]
+    live = LiveModel(model.load(), lenses, maps=sets, port=port)
     print_line(f"Open {live.address} in a browser; Ctrl-C ends it.")
     run_server(live)

@@ -1,4 +1,4 @@
-"""Commands about lenses: fitted, shown, drawn, and turned into files of other projects."""
+"""Commands about lenses: fitted, shown, drawn, shared, and turned into files of other projects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
 from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
 from matlens.cli.printing import print_line, print_table
-from matlens.commands.lens_report import report
+from matlens.commands.lens_report import Layers, Prompts, numbered, report
 from matlens.errors import InputError
 from matlens.storage.files import require_file_name, require_writable, system_errors
 from matlens.storage.numbers import number_text
@@ -59,7 +59,8 @@ def fit(
         typer.Option(
             help="mat, affine, ridge, ridge(0.01), ridge-identity, weighted, normed, narrow(64), one-jump, "
             "or several with a plus between them; ' without sinks' at the end leaves attention sinks out. "
-            "Give it once for each lens: all come from one pass over the data.",
+            "Or trained: scaled, polished, tuned, jacobian; tuned takes minutes a layer, jacobian minutes a "
+            "sentence. Give it once for each lens: all come from one pass over the data.",
         ),
     ] = ["mat"],  # noqa: B006
     train: Train = None,
@@ -68,18 +69,30 @@ def fit(
     positions: Annotated[
         LensPositions, typer.Option(help="Every token of a sentence, or one that is drawn.")
     ] = LensPositions.all,
+    layers: Layers = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows",
+            metavar="FOLDER",
+            help="Where vectors are written that lenses are trained on, which can be removed afterwards; "
+            "in memory without.",
+        ),
+    ] = None,
+    prompts: Prompts = 30,
     batch_tokens: BatchTokens = None,
 ) -> None:
-    """Fit lenses in closed form and keep them in OUT, each in a folder of its own where there are several.
+    """Fit lenses and keep them in OUT, each in a folder of its own where there are several.
 
     Of the corpus, the validation sentences are left for judging: they are those of the other commands.
     """
-    from matlens.lens.methods import require_methods
+    from matlens.estimators.trained import require_method_names
     from matlens.linear.samples import few_samples_note
     from matlens.study.sizes import fitting_sizes
     from matlens.study.study import slug
 
-    names = list(require_methods(method))  # before the work, not after it
+    names = require_method_names(method)  # before the work, not after it
+    wanted_layers = numbered(layers)
     folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
     from matlens.lens.files import require_lens_folder
 
@@ -96,15 +109,16 @@ def fit(
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
-        bridge, part, method=list(method), positions=positions.value, seed=seed, batch_tokens=batch_tokens
-    )
+        bridge, part, method=names, positions=positions.value, layers=wanted_layers, seed=seed,
+        batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
+    )  # fmt: skip
     for name, lens in lenses.items():
         folder = folders[name]
         lens.save(folder)
         samples = "" if lens.n_samples is None else f", fitted on {lens.n_samples:,} tokens"
         print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
-        ridge = name.startswith("ridge") or "+ridge" in name
-        note = few_samples_note(lens.n_samples, bridge.cfg.d_model) if lens.n_samples and not ridge else None
+        steady = name.startswith("ridge") or "+ridge" in name or name == "jacobian"
+        note = few_samples_note(lens.n_samples, bridge.cfg.d_model) if lens.n_samples and not steady else None
         if note:
             print_line(note)
 
@@ -228,6 +242,67 @@ def convert(
     else:
         lens.save(target)
     print_line(f"A lens of {len(lens.layers)} layers ({lens.method}) in {target}.")
+
+
+Repository = Annotated[
+    str, typer.Argument(help="A repository of the hub, such as someone/lenses.", show_default=False)
+]
+
+
+@app.command()
+@grouped
+def push(
+    source: Annotated[Path, typer.Argument(help="A folder of 'matlens lens fit'.", show_default=False)],
+    repository: Repository,
+    name: Annotated[
+        str | None, typer.Option(help="Its folder there.", show_default="model/method/corpus")
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            metavar="CSV",
+            help="Table of 'matlens lens report' with r2 and Precision@1 for its card.",
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a repository that others cannot read.")
+    ] = False,
+) -> None:
+    """Put a lens into a repository of the hub, with a card that says what it was fitted on."""
+    from matlens.lens.lens import Lens
+    from matlens.storage.tables import read_table
+
+    table = None
+    if results is not None:
+        table = read_table(
+            results, ["method", "metric"], what="a table of results", keep_default_na=True,
+            made_by="'matlens lens report' writes lens_report.csv.",
+        )  # fmt: skip
+    lens = Lens.load(source)
+    commit = lens.push_to_hub(repository, name=name, quality=table, private=private)
+    print_line(f"{lens.method}, {len(lens.layers)} layers, in {repository} at {commit}")
+
+
+@app.command()
+@grouped
+def pull(
+    repository: Repository,
+    out: Out,
+    name: Annotated[
+        str | None, typer.Argument(help="The folder of the lens there; where there is one, none.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A commit, a branch or a tag.", show_default="main")
+    ] = None,
+) -> None:
+    """Read a lens of a repository of the hub into OUT, every byte of it checked."""
+    from matlens.lens.lens import Lens
+
+    lens = Lens.from_pretrained(repository, name, revision=revision)
+    lens.save(out)
+    of_hub = lens.provenance.details["hub"]
+    print_line(f"{of_hub['name']} of {repository} at {of_hub['commit']}: {lens.method}, in {out}")
 
 
 def _lens(model: ModelOptions, folder: str) -> Lens:

@@ -23,7 +23,9 @@ Methods = Annotated[
 ]
 Layers = Annotated[
     str | None,
-    typer.Option("--layers", help="Layers with a comma between.", show_default="five, evenly spread"),
+    typer.Option(
+        "--layers", help="Layers with a comma between.", show_default="five, evenly spread; of lens fit, all"
+    ),
 ]
 Against = Annotated[
     str | None, typer.Option("--against", help="The lens that others are compared with.", show_default="mat")
@@ -77,9 +79,9 @@ def report(
     out: Out = Path("out"),
 ) -> None:
     """Fit lenses on the same tokens, judge all on the same others, and say what each cost."""
-    from matlens.judging.members import require_member_names
+    from matlens.estimators.trained import require_method_names
 
-    names = None if methods is None else require_member_names(listed(methods) or [])
+    names = None if methods is None else require_method_names(listed(methods) or [])
     wanted = numbered(layers)
     model.check()
     sentences = corpus.load()

@@ -1,5 +1,6 @@
 from .changes import Change as Change
 from .changes import compare_changes as compare_changes
+from .changes import offered_maps as offered_maps
 from .dominant import dominant_cells as dominant_cells
 from .exploration import Exploration as Exploration
 from .exploration import explore as explore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,15 +20,17 @@ from matlens.models.sites import STREAM, Site
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import token_texts, visible
 from matlens.patching.contexts import patched
-from matlens.patching.replacements import Replacement
+from matlens.patching.replacements import Replacement, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-KINDS = ("value", "jump", "attn", "ffn")
-_RANGE = re.compile(r"([0-9]{1,4})\s*-\s*([0-9]{1,4})")
-_BLOCK = re.compile(r"[0-9]{1,4}")
+_STAND_INS: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
+    "mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2
+}  # fmt: skip
+KINDS = ("value", "jump", "mat", "attn", "ffn", *_STAND_INS)
+_RANGE = re.compile(r"([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?")
 
 
 @checked
@@ -39,11 +41,12 @@ class Change:
     Attributes
     ----------
     kind
-        ``"value"`` sets the coefficient of a value vector, ``"jump"`` leaves blocks out, ``"attn"`` and
-        ``"ffn"`` make a sub-module write nothing.
+        ``"value"`` sets the coefficient of a value vector; ``"jump"`` leaves blocks out, and ``"mat"`` puts
+        one map in their place; ``"attn"`` and ``"ffn"`` make a sub-module write nothing, and ``"mat_attn"``,
+        ``"mat_ffn"`` and ``"mat_ln1_ln2"`` put its map in its place.
     which
-        A name such as ``"L3D12"``; blocks such as ``"4-8"``, of which the first is left out and the last is
-        the first that runs again; the number of a block.
+        A name such as ``"L3D12"``; or blocks such as ``"4-8"``, of which the first is changed and the last is
+        the first that is not, or the number of one.
     value
         The coefficient.
     """
@@ -71,7 +74,7 @@ def compare_changes(
     prompt: str,
     changes: Sequence[Change],
     *,
-    maps: MapSet | None = None,
+    maps: Sequence[MapSet] = (),
     k: int = 10,
     n_tokens: int = 20,
     proceed: Callable[[], None] | None = None,
@@ -85,7 +88,7 @@ def compare_changes(
     changes
         What is changed, all at once.
     maps
-        Where there is a map over the blocks of a jump, it stands in for them; without, their input passes on.
+        Sets with the maps that are put in the place of blocks and sub-modules, see `offered_maps`.
     k, n_tokens
         How many tokens are listed, and how many the continuation has.
     proceed
@@ -97,7 +100,8 @@ def compare_changes(
         The prompt cannot be read, or a change is none of this model or touches what another changes.
     """
     require_whole(k, "k", least=1, most=model.cfg.d_vocab_out)
-    wanted = [_replacement(model, change, maps) for change in changes if change.kind != "value"]
+    kinds = [change for change in changes if change.kind != "value"]
+    wanted = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
     coefficients: dict[ValueName, Value] = {}
     for change in changes:
         if change.kind == "value":
@@ -116,22 +120,66 @@ def compare_changes(
     return outcomes[0], outcomes[1]
 
 
-def _replacement(model: TransformerBridge, change: Change, maps: MapSet | None) -> Replacement:
+@checked
+def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
+    """What each kind of change has maps for: blocks such as ``"4-8"``, or numbers of single blocks.
+
+    Nothing is read for it but the names of the sites that the maps come from and go to.
+    """
+    offers: dict[str, list[str]] = {kind: [] for kind in ("mat", *_STAND_INS)}
+    for of_set in maps:
+        pairs = [(Site.read(source), Site.read(target)) for source, target in of_set]
+        offers["mat"] += [f"{a.layer}-{b.layer}" for a, b in pairs if a.kind == b.kind == STREAM]
+        for kind in _STAND_INS:
+            names = _names(kind, of_set)
+            offers[kind] += [
+                str(layer)
+                for layer in sorted({a.layer for a, _ in pairs})
+                if all((f"{name}_in.{layer}", f"{name}_out.{layer}") in of_set for name in names)
+            ]
+    return {kind: list(dict.fromkeys(which)) for kind, which in offers.items()}
+
+
+def _names(kind: str, maps: MapSet) -> tuple[str, ...]:
+    return norm_names(maps) if kind == "mat_ln1_ln2" else (kind.removeprefix("mat_"),)
+
+
+def _replacements(model: TransformerBridge, change: Change, maps: Sequence[MapSet]) -> list[Replacement]:
     n = int(model.cfg.n_layers)
+    first, last = _blocks(change.which, n)
     if change.kind == "jump":
-        ends = _RANGE.fullmatch(change.which)
-        source, target = (int(ends[1]), int(ends[2])) if ends else (0, 0)
-        if not 0 <= source < target <= n:
-            raise InputError(
-                f"{short(change.which)} is no range of layers. Expected such as 4-8, up to 0-{n}."
-            )
-        if maps is not None and (source, target) in maps:
-            return Replacement.from_map(maps[source, target])
-        return Replacement(lambda h: h, Site(STREAM, source), Site(STREAM, target))
-    if not _BLOCK.fullmatch(change.which) or int(change.which) >= n:
-        raise InputError(f"{short(change.which)} is no block. Expected 0 to {n - 1}.")
-    layer = int(change.which)
-    return Replacement(torch.zeros_like, Site(f"{change.kind}_in", layer), Site(f"{change.kind}_out", layer))
+        return [Replacement(lambda h: h, Site(STREAM, first), Site(STREAM, last))]
+    if change.kind == "mat":
+        known = next((of_set for of_set in maps if (first, last) in of_set), None)
+        if known is None:
+            raise _no_map(f"from layer {first} to {last}")
+        return [Replacement.from_map(known[first, last])]
+    if change.kind in _STAND_INS:
+        for of_set in maps:
+            offered = set(offered_maps([of_set])[change.kind])
+            if set(map(str, range(first, last))) <= offered:
+                return _STAND_INS[change.kind](of_set, first, last)
+        raise _no_map(f"of this kind in all of the blocks {first} to {last - 1}")
+    return [
+        Replacement(torch.zeros_like, Site(f"{change.kind}_in", layer), Site(f"{change.kind}_out", layer))
+        for layer in range(first, last)
+    ]
+
+
+def _blocks(which: str, n: int) -> tuple[int, int]:
+    ends = _RANGE.fullmatch(which.strip())
+    first = int(ends[1]) if ends else -1
+    last = first + 1 if ends is None or ends[2] is None else int(ends[2])
+    if not 0 <= first < last <= n:
+        raise InputError(
+            f"{short(which)} is neither a block nor a range of layers. Expected 0 to {n - 1}, or such as "
+            f"4-8, up to 0-{n}."
+        )
+    return first, last
+
+
+def _no_map(what: str) -> InputError:
+    return InputError(f"There is no map {what}. Expected one of those that were given with the maps.")
 
 
 @torch.inference_mode()

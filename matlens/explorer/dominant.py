@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -25,6 +27,7 @@ def dominant_cells(
     *,
     k: int = DOMINANT,
     n_promoted: int = 5,
+    proceed: Callable[[], None] | None = None,
     progress: bool = True,
 ) -> UpdateCells:
     """Take the updates of all layers apart, and sum up what each part does to the followed tokens.
@@ -41,6 +44,8 @@ def dominant_cells(
         How many sub-updates of each FFN and token are kept.
     n_promoted
         How many tokens that each promotes.
+    proceed
+        Called before each layer; what it raises ends the work.
     progress
         Whether to show a bar over the layers.
 
@@ -64,6 +69,8 @@ def dominant_cells(
     parts: dict[str, list[np.ndarray]] = {}
     n_ways = 0
     for layer in Bar(range(n_layers), desc="sub-updates", unit="layer", disable=not progress):
+        if proceed is not None:
+            proceed()
         vectors, m, scale = values.layer(layer), updates.coefficients(layer), updates.scales(layer)
         index = updates.dominant(layer, k)
         coefficient = m.gather(1, index)

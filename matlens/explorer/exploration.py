@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,6 +114,7 @@ def explore(
     k: int = 10,
     dominant: int = DOMINANT,
     read: Literal["plain", "head"] = "plain",
+    proceed: Callable[[], None] | None = None,
     progress: bool = True,
 ) -> Exploration:
     """Look at a prompt layer by layer: what lenses read everywhere, and the sub-updates that wrote it.
@@ -136,6 +137,8 @@ def explore(
     read
         How value vectors are read: ``"plain"``, ``E v`` as in paper B, or ``"head"``, through the linear
         parts of the model's head.
+    proceed
+        Called between two steps; what it raises ends the work.
     progress
         Whether to show bars.
 
@@ -146,6 +149,7 @@ def explore(
         less than 1 or more than there are.
     """
     require_choice(read, ("plain", "head"), "read")
+    go_on = proceed or _nothing
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_beside(logit_lens, lens) for lens in lenses)])
     readout = named["id"].on_readout
@@ -167,15 +171,18 @@ def explore(
     room = _followed_tokens(len(tokens), len(layers), len(named), last if has_values else 0, dominant)
     wanted = [*asked, *tokens_of_interest(final, tokens, place)]
     followed = torch.tensor([*dict.fromkeys(wanted)][: max(room, len(set(asked)))])
-    cells = {
-        name: read_cells(lens.logits, vectors, layers, followed=followed, k=k) for name, lens in named.items()
-    }
+    cells: dict[str, LensCells] = {}
+    for name, lens in named.items():
+        go_on()
+        cells[name] = read_cells(lens.logits, vectors, layers, followed=followed, k=k)
     updates: UpdateCells | None = None
+    go_on()
     if values is not None:
         make = Projection.from_model if read == "plain" else Projection.through_head
         updates = dominant_cells(
-            Updates(values, activations), make(model), followed, k=dominant, progress=progress
-        )
+            Updates(values, activations), make(model), followed, k=dominant, proceed=proceed,
+            progress=progress,
+        )  # fmt: skip
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in cells.values())]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     pinned = tuple(dict.fromkeys(asked)) or tuple(final[place, :2].tolist())
@@ -199,6 +206,10 @@ def load_lens(folder: str | Path) -> Lens:
     with suppress(OSError):
         holds = read_record(folder, folder / CONFIG)["holds"]
     return Lens.from_maps(MapSet.load(folder)) if holds == MAPS else Lens.load(folder)
+
+
+def _nothing() -> None:
+    """Between two steps of what nobody calls off."""
 
 
 def _beside(logit_lens: Lens, lens: Lens | MapSet) -> Lens:

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from matlens.arguments import require_whole
 from matlens.bounds import parse_json
 from matlens.errors import InputError, printable
-from matlens.explorer.changes import Change, compare_changes
+from matlens.explorer.changes import Change, Outcome, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
+from matlens.models.vocabulary import visible
 from matlens.pages.assembly import assemble
 from matlens.signatures import checked
 
@@ -35,9 +36,20 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 _LARGEST = 2**16  # bytes of a request
 _WAITING = 32  # requests at once
-_PAGES = 16  # that are kept
+_PAGES = 32  # that are kept
+_POLL = 0.1  # seconds between two looks whether who asked is still there
 _LONGEST_PROMPT, _MOST_CHANGES = 8000, 32
 _COEFFICIENT = 3.0
+_CHANGES = {
+    "value": ("coefficient of a value vector", "L3D12"),
+    "jump": ("jump over blocks", "4-8"),
+    "mat": ("map in the place of blocks", "4-8"),
+    "attn": ("no attention in blocks", "7 or 4-8"),
+    "ffn": ("no FFN in blocks", "7 or 4-8"),
+    "mat_attn": ("map in the place of attention", "7 or 4-8"),
+    "mat_ffn": ("map in the place of the FFN", "7 or 4-8"),
+    "mat_ln1_ln2": ("maps in the place of the norms", "7 or 4-8"),
+}
 _HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "SAMEORIGIN",
@@ -65,7 +77,7 @@ class LiveModel:
     lenses
         Lenses and maps that prompts are read through, beside ``id``.
     maps
-        Maps that stand in for blocks that are jumped over.
+        Sets of maps that can be put in the place of blocks and sub-modules, see `offered_maps`.
     port
         Where the server listens.
     token
@@ -89,20 +101,21 @@ class LiveModel:
         model: TransformerBridge,
         lenses: Sequence[Lens | MapSet] = (),
         *,
-        maps: MapSet | None = None,
+        maps: Sequence[MapSet] = (),
         port: int = 8765,
         token: str | None = None,
     ) -> None:
         self.port = require_whole(port, "port", least=1, most=65_535)
-        self._model, self._lenses, self._maps = model, list(lenses), maps
+        self._model, self._lenses, self._maps = model, list(lenses), list(maps)
         identity = ModelIdentity.from_model(model)
-        for given in lenses if maps is None else [*lenses, maps]:
+        self._name = identity.name
+        for given in [*self._lenses, *self._maps]:
             given.provenance.require_same(identity, ours="the maps", theirs="the model")
         self._token = token or secrets.token_urlsafe(24)
         self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._waiting = 0
-        self._pages: OrderedDict[str, str] = OrderedDict()
+        self._pages: OrderedDict[str, Callable[[], str]] = OrderedDict()
         self.address = f"http://{HOST}:{port}/{self._token}/"
 
     @property
@@ -153,15 +166,15 @@ class LiveModel:
     async def _show(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
 
-        name = ModelIdentity.from_model(self._model).name
-        return HTMLResponse(live_page(name))
+        return HTMLResponse(live_page(self._name, offered_maps(self._maps)))
 
     async def _page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
 
-        page = self._pages.get(request.path_params["number"])
-        if page is None:
+        make = self._pages.get(request.path_params["number"])
+        if make is None:
             raise _Refused(404, "This page is not kept any more. Look at the prompt again.")
+        page = make()
         saved = {"Content-Disposition": 'attachment; filename="page.html"'}
         return HTMLResponse(page, headers=saved if "save" in request.query_params else None)
 
@@ -170,13 +183,20 @@ class LiveModel:
 
         prompt = _prompt(await _content(request))
         page = await self._computed(
-            request, lambda proceed: explore(self._model, prompt, self._lenses, progress=False).to_html()
+            request,
+            lambda proceed: explore(
+                self._model, prompt, self._lenses, proceed=proceed, progress=False
+            ).to_html(),
         )
+        return JSONResponse({"page": self._kept(lambda: page)})
+
+    def _kept(self, make: Callable[[], str]) -> str:
+        """Where a page can be asked for from now on; the oldest ones are let go."""
         number = secrets.token_hex(8)
-        self._pages[number] = page
+        self._pages[number] = make
         while len(self._pages) > _PAGES:
             self._pages.popitem(last=False)
-        return JSONResponse({"page": f"page/{number}"})
+        return f"page/{number}"
 
     async def _compare(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -187,7 +207,8 @@ class LiveModel:
             request,
             lambda proceed: compare_changes(self._model, prompt, changes, maps=self._maps, proceed=proceed),
         )
-        return JSONResponse({"before": vars(before), "after": vars(after)})
+        saved = self._kept(lambda: compared_page(self._name, prompt, changes, before, after))
+        return JSONResponse({"before": vars(before), "after": vars(after), "page": saved})
 
     async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:
         """Do some work when its turn has come, unless who asked has gone."""
@@ -205,22 +226,44 @@ class LiveModel:
 
         self._waiting += 1
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._worker, run)
+            job = self._worker.submit(run)
+            running = asyncio.wrap_future(job)
             while not running.done():
-                await asyncio.wait([running], timeout=0.1)
+                await asyncio.wait([running], timeout=_POLL)
                 if not running.done() and await request.is_disconnected():
                     gone.set()
+                    if job.cancel():  # it had not begun
+                        raise _Gone
             return running.result()
         finally:
             gone.set()
             self._waiting -= 1
 
 
-def live_page(model: str) -> str:
-    """The page that asks for prompts and changes."""
+def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
+    """The page that asks for prompts and changes; ``offers`` is what there are maps for."""
+    kinds = [
+        {"kind": kind, "name": name, "example": example, "known": list(offers.get(kind, ()))}
+        for kind, (name, example) in _CHANGES.items()
+        if offers.get(kind) or not kind.startswith("mat")
+    ]
     return assemble(
-        "live.html", "live.js", title=f"{model}, live", data={"coefficient": _COEFFICIENT},
+        "live.html", "live.js", title=f"{model}, live",
+        data={"coefficient": _COEFFICIENT, "kinds": kinds},
         rules=["connect-src 'self'", "frame-src 'self'"], model=printable(model),
+    )  # fmt: skip
+
+
+def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Outcome, after: Outcome) -> str:
+    """What a prompt predicts as the model is and changed, as a page that needs nothing else."""
+    listed = [
+        f"{_CHANGES[change.kind][0]} {printable(change.which)}"
+        + (f": {change.value:g}" if change.kind == "value" else "")
+        for change in changes
+    ]
+    return assemble(
+        "compared.html", "compared.js", title=f"{prompt} · {model}, changed", data={}, model=printable(model),
+        prompt=visible(prompt), changes=listed, sides=[("As it is", before), ("Changed", after)],
     )  # fmt: skip
 
 

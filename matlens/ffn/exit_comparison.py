@@ -44,7 +44,7 @@ from matlens.ffn.exit_classifiers import (
 from matlens.ffn.trace import Trace, sites_before_ffn
 from matlens.ffn.values import output_kind
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
-from matlens.lens.quality import as_substitute
+from matlens.lens.judgement import as_substitute
 from matlens.linear.fitting import fit_samples
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout

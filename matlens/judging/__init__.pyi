@@ -12,15 +12,10 @@ from .evaluations import read_evaluations as read_evaluations
 from .evaluations import word_tokens as word_tokens
 from .exits import lens_exit_sweep as lens_exit_sweep
 from .exits import lens_savings as lens_savings
-from .jacobian import fit_jacobian as fit_jacobian
-from .measures import Judgement as Judgement
-from .measures import judge_scores as judge_scores
 from .measures import lens_r2 as lens_r2
 from .measures import lens_scores as lens_scores
-from .members import best_start as best_start
 from .members import default_methods as default_methods
 from .members import fit_members as fit_members
-from .members import require_member_names as require_member_names
 from .report import Member as Member
 from .report import report_by_member as report_by_member
 from .report import report_table as report_table

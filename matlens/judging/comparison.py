@@ -18,14 +18,15 @@ from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import is_masked, make_examples
 from matlens.errors import InputError
+from matlens.estimators.jacobian import LONGEST, PROMPTS, longest_sentences
+from matlens.estimators.maps import LayerMap
+from matlens.estimators.trained import require_method_names, sites_of_rows
 from matlens.judging.cosines import cosine_table
 from matlens.judging.evaluations import EvaluationItem, evaluate_lenses
 from matlens.judging.exits import lens_exit_sweep
-from matlens.judging.members import default_methods, fit_members, jacobian_member, require_member_names
+from matlens.judging.members import default_methods, fit_members, jacobian_member
 from matlens.judging.report import Member, report_table
 from matlens.lens.lens import Lens
-from matlens.lens.maps import LayerMap
-from matlens.lens.methods import Method
 from matlens.linear.fitting import fit_samples
 from matlens.models.sites import Site
 from matlens.signatures import checked
@@ -78,8 +79,8 @@ def compare_lenses(
     methods: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     against: str | None = None,
-    n_prompts: int = 30,
-    longest: int = 128,
+    n_prompts: int = PROMPTS,
+    longest: int = LONGEST,
     evaluations: Mapping[str, Sequence[EvaluationItem]] | None = None,
     seed: int = 0,
     progress: bool = True,
@@ -118,7 +119,7 @@ def compare_lenses(
     InputError
         A method or a layer is none, or the corpus is too small.
     """
-    names = default_methods(model) if methods is None else require_member_names(methods)
+    names = default_methods(model) if methods is None else require_method_names(methods)
     if len(parts) != 2:
         raise InputError(
             f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
@@ -133,12 +134,11 @@ def compare_lenses(
     wanted = default_layers(last)
     if layers is not None:
         wanted = sorted({Site.parse(layer, last).layer for layer in layers})
-    closed = [Method.parse(name) for name in names if name not in ("scaled", "polished", "tuned", "jacobian")]
-    sites = None if any(not method.sinks for method in closed) else [*wanted, last]
+    sites = sites_of_rows(names, wanted, last)
     place: Positions = "drawn" if masked else "all"
     train = collect(
         model, make_examples(model, parts[0], seed=seed), sites, positions=place,
-        folder=Path(folder) / f"lens-rows-{'-'.join(map(str, wanted)) if sites else 'all'}",
+        folder=Path(folder) / f"lens-rows-{'all' if len(sites) > last else '-'.join(map(str, wanted))}",
         progress=progress,
     )  # fmt: skip
     validation = collect(
@@ -204,7 +204,7 @@ def _jacobians(
     model: TransformerBridge, corpus: Corpus, layers: list[int], n: int, longest: int, progress: bool
 ) -> tuple[Member, Member, Member]:
     """Lenses of two halves of the prompts, and their mean, which has taken the time of both."""
-    longest_first = sorted(corpus.sentences, key=lambda text: (-len(text.split()), text))[: n - n % 2]
+    longest_first = longest_sentences(corpus, n - n % 2)
     if len(longest_first) < 2:
         raise InputError("Jacobians are taken on two halves of the prompts. Expected two sentences or more.")
     halves = [

@@ -23,7 +23,7 @@ from matlens.activations.collecting import collect
 from matlens.arguments import require_choice, short
 from matlens.corpora.prompts import make_prompts
 from matlens.errors import InputError
-from matlens.judging.measures import KS
+from matlens.lens.judgement import KS
 from matlens.lens.lens import Lens
 from matlens.models.tokenization import require_tokenizer
 from matlens.progress import Bar

@@ -15,8 +15,9 @@ from matlens.activations.activations import Activations
 from matlens.errors import InputError
 from matlens.judging.report import shared_layers
 from matlens.lens.early_exit import EXIT, SWEEP_ID, exit_layers, layers_saved, thresholds
+from matlens.lens.judgement import chunks
 from matlens.lens.lens import Lens
-from matlens.lens.quality import chunks, validation_row
+from matlens.lens.quality import validation_row
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import result_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,21 @@ from matlens.activations.activations import Activations
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
+from matlens.estimators.fitting import lens_moments
+from matlens.estimators.jacobian import LONGEST, fit_jacobian
+from matlens.estimators.methods import Method
+from matlens.estimators.trained import (
+    JACOBIAN,
+    ON_ROWS,
+    best_start,
+    closed_forms,
+    require_method_names,
+    train_maps,
+)
+from matlens.estimators.training import BATCH, PILOT, STEPS, TOKENS, passes_for, steps_for
 from matlens.judging.costs import closed_form_flops, jacobian_flops, training_flops
-from matlens.judging.jacobian import fit_jacobian
 from matlens.judging.report import Member
-from matlens.lens.fitting import lens_moments
 from matlens.lens.lens import Lens
-from matlens.lens.maps import Standardisation
-from matlens.lens.methods import Method
-from matlens.lens.training import BATCH, PILOT, STEPS, TOKENS, passes_for, polish, scale_map, steps_for, tune
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.progress import Bar
@@ -28,7 +35,6 @@ from matlens.signatures import checked
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-TRAINED = ("scaled", "polished", "tuned", "jacobian")
 METHODS = (
     "id", "mat", "affine", "ridge-identity", "weighted", "normed", "normed+affine", "scaled", "polished"
 )  # fmt: skip
@@ -49,41 +55,10 @@ def _timed() -> Iterator[_Clock]:
 
 
 @checked
-def best_start(model: TransformerBridge) -> str:
-    """The closed form that ``scaled`` and ``polished`` start from: standardised where that can be read."""
-    try:
-        Standardisation.from_model(model)
-    except InputError:
-        return "affine"
-    return "normed+affine"
-
-
-@checked
 def default_methods(model: TransformerBridge) -> list[str]:
     """What is reported on of a model unless other methods are asked for: `METHODS` that it can read."""
     readable = best_start(model) != "affine"
     return [name for name in METHODS if readable or not name.startswith("normed")]
-
-
-@checked
-def require_member_names(methods: Sequence[str]) -> list[str]:
-    """Names of members, each once: closed forms and ``scaled``, ``polished``, ``tuned`` and ``jacobian``.
-
-    Raises
-    ------
-    InputError
-        A name is none.
-    """
-    names = list(dict.fromkeys(methods))
-    if not names:
-        raise InputError("No methods are chosen. Expected one or more.")
-    for name in names:
-        if name not in TRAINED:
-            try:
-                Method.parse(name)
-            except InputError as error:
-                raise InputError(f"{error} Or one of {', '.join(TRAINED)}.") from error
-    return names
 
 
 @checked
@@ -94,7 +69,7 @@ def fit_members(
     *,
     layers: Sequence[int] | None = None,
     prompts: Corpus | None = None,
-    longest: int = 128,
+    longest: int = LONGEST,
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Member]:
@@ -127,10 +102,10 @@ def fit_members(
     InputError
         A name is none, the rows lack a layer, or ``jacobian`` has no prompts.
     """
-    names = require_member_names(methods)
+    names = require_method_names(methods)
     require_whole(longest, "longest", least=1)
     train.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
-    if "jacobian" in names and prompts is None:
+    if JACOBIAN in names and prompts is None:
         raise InputError("The method 'jacobian' is fitted on prompts, and none are given. Expected a corpus.")
     last = int(model.cfg.n_layers)
     wanted = list(range(last)) if layers is None else sorted({train.resolve(layer).layer for layer in layers})
@@ -138,14 +113,11 @@ def fit_members(
     if absent or not wanted:
         raise InputError(f"The rows lack the layers {short(absent)}. Collect these sites too.")
     start = best_start(model)
-    needed = [name for name in names if name not in TRAINED]
-    if {"scaled", "polished"} & {*names} and start not in needed:
-        needed.append(start)
-    fitted = _fit_closed(model, train, needed, wanted, progress)
+    fitted = _fit_closed(model, train, closed_forms(names, model), wanted, progress)
     for name in names:
-        if name in ("scaled", "polished", "tuned"):
+        if name in ON_ROWS:
             fitted[name] = _train(name, fitted.get(start), model, train, wanted, seed, progress)
-        elif name == "jacobian":
+        elif name == JACOBIAN:
             assert prompts is not None
             fitted[name] = jacobian_member(model, prompts, wanted, longest, progress)
     return {name: fitted[name] for name in names}
@@ -182,23 +154,13 @@ def _train(
     seed: int,
     progress: bool,
 ) -> Member:
-    last, maps = int(model.cfg.n_layers), {}
-    lens = start.lens if start is not None else Lens.identity(model)
-    readout, h_last = lens.on_readout, train[last]
-    norm = lens.norm if name != "tuned" else None
-    d, n, vocabulary = readout.d_model, len(h_last), readout.d_vocab
-    fit: dict[str, Callable[[int], Any]] = {
-        "scaled": lambda layer: scale_map(
-            readout, lens.maps[layer], train[layer], h_last, norm=norm, seed=seed
-        ),
-        "polished": lambda layer: polish(
-            readout, lens.maps[layer], train[layer], h_last, norm=norm, seed=seed
-        ),
-        "tuned": lambda layer: tune(readout, train[layer], h_last, seed=seed),
-    }
+    readout = Readout(model) if start is None else start.lens.on_readout
     with _timed() as clock:
-        for layer in Bar(layers, desc=name, disable=not progress):
-            maps[layer] = fit[name](layer)
+        parts = train_maps(
+            name, readout, train, start=None if start is None else start.lens.parts, layers=layers, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+    d, n, vocabulary = readout.d_model, train.n_rows, readout.d_vocab
     pilot = min(PILOT, n)
     steps, batch = steps_for(n, STEPS, BATCH)
     flops: float = {
@@ -212,9 +174,7 @@ def _train(
     seconds = clock.seconds
     if name != "tuned" and start is not None:
         seconds, flops = seconds + start.seconds, flops + start.flops
-    provenance = train.provenance.with_details(method=name, n_fitted=n, seed=seed)
-    trained = replace(lens, maps=maps, method=name, provenance=provenance, norm=norm)
-    return Member(trained, seconds, flops)
+    return Member(Lens(*parts, readout, model), seconds, flops)
 
 
 def jacobian_member(
@@ -222,9 +182,11 @@ def jacobian_member(
 ) -> Member:
     """A Jacobian lens, with what it took."""
     with _timed() as clock:
-        lens = fit_jacobian(
+        parts = fit_jacobian(
             model, prompts, layers=[layer for layer in layers if layer], longest=longest, progress=progress
         )
     parameters = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
-    tokens = int(lens.provenance.details["n_tokens"])
-    return Member(lens, clock.seconds, jacobian_flops(tokens, int(model.cfg.d_model), parameters))
+    tokens = int(parts.provenance.details["n_tokens"])
+    return Member(
+        Lens(*parts).on(model), clock.seconds, jacobian_flops(tokens, int(model.cfg.d_model), parameters)
+    )

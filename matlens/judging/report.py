@@ -13,7 +13,8 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.arguments import require_number, short
 from matlens.errors import InputError
-from matlens.judging.measures import judge_scores, lens_r2, lens_scores
+from matlens.judging.measures import lens_r2, lens_scores
+from matlens.lens.judgement import judge_scores
 from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
 from matlens.metrics import Estimate

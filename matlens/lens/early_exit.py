@@ -19,7 +19,8 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.arguments import require_number, short
 from matlens.errors import InputError
-from matlens.lens.quality import Substitute, chunks, validation_row
+from matlens.lens.judgement import Substitute, chunks
+from matlens.lens.quality import validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from matlens.arguments import short
 from matlens.errors import InputError, printable
-from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.linear.maps import tensor_digest
 from matlens.linear.mapsets import CONVENTION
 from matlens.models.identity import ModelIdentity, Provenance

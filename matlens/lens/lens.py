@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,6 +16,11 @@ from matlens.arguments import short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
+from matlens.estimators.fitting import LensMoments
+from matlens.estimators.jacobian import PROMPTS
+from matlens.estimators.maps import LayerMap, LensParts, Standardisation
+from matlens.estimators.trained import fit_maps
+from matlens.hub.repository import HubRepository
 from matlens.lens.files import (
     read_jacobian_lens,
     read_lens,
@@ -22,8 +28,7 @@ from matlens.lens.files import (
     write_jacobian_lens,
     write_lens,
 )
-from matlens.lens.fitting import LensMoments, lens_moments
-from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.lens.sharing import pull_lens, push_lens
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
@@ -127,6 +132,8 @@ class Lens:
         layers: Sequence[int] | None = None,
         seed: int = 0,
         batch_tokens: int | None = None,
+        n_prompts: int = PROMPTS,
+        folder: str | Path | None = None,
         progress: bool = True,
     ) -> Lens: ...
 
@@ -142,6 +149,8 @@ class Lens:
         layers: Sequence[int] | None = None,
         seed: int = 0,
         batch_tokens: int | None = None,
+        n_prompts: int = PROMPTS,
+        folder: str | Path | None = None,
         progress: bool = True,
     ) -> dict[str, Lens]: ...
 
@@ -156,16 +165,23 @@ class Lens:
         layers: Sequence[int] | None = None,
         seed: int = 0,
         batch_tokens: int | None = None,
+        n_prompts: int = PROMPTS,
+        folder: str | Path | None = None,
         progress: bool = True,
     ) -> Lens | dict[str, Lens]:
-        """Fit a lens in closed form, or several in one pass over the data (definitions, section 9).
+        """Fit a lens, or several in one pass over the data (definitions, section 9).
 
-        The methods are ``id``; ``mat``, least squares; ``affine``, with an intercept; ``ridge(0.01)``, with a
-        penalty in units of ``mean diag(X'X)``, or ``ridge``, whose strength leave-one-out chooses, and
-        ``ridge-identity``, towards the identity instead of zero; ``weighted``, by ``1 / ||h^L||^2``;
-        ``normed``, from standardised to standardised vectors; ``narrow(64)``, of rank 64; ``one-jump``, one
-        map for all layers. A plus joins several of these, and `` without sinks`` at the end leaves attention
-        sinks out: ``"normed+affine without sinks"``.
+        The methods in closed form are ``id``; ``mat``, least squares; ``affine``, with an intercept;
+        ``ridge(0.01)``, with a penalty in units of ``mean diag(X'X)``, or ``ridge``, whose strength
+        leave-one-out chooses, and ``ridge-identity``, towards the identity instead of zero; ``weighted``, by
+        ``1 / ||h^L||^2``; ``normed``, from standardised to standardised vectors; ``narrow(64)``, of rank 64;
+        ``one-jump``, one map for all layers. A plus joins several of these, and `` without sinks`` at the end
+        leaves attention sinks out: ``"normed+affine without sinks"``.
+
+        Others are trained: ``scaled``, the best closed form with one factor on its scores; ``polished``, that
+        improved by steps down the divergence from the model's distribution; ``tuned``, trained from the
+        identity as the package tuned-lens does; and ``jacobian``, the mean Jacobian, by TransformerLens.
+        `estimators.polish` and `estimators.tune` have more to choose, for one layer each.
 
         Parameters
         ----------
@@ -182,9 +198,14 @@ class Lens:
         layers
             The layers to fit, by default all.
         seed
-            Seed of the positions that are drawn of a corpus.
+            Of the positions that are drawn of a corpus, and of the rows and tokens that training draws.
         batch_tokens
             Most tokens in a batch, padding counted.
+        n_prompts
+            How many sentences of the corpus Jacobians are taken on, which are the longest.
+        folder
+            Where vectors are written that are trained on, instead of being held in memory; it can be removed
+            afterwards. Closed forms keep no vectors.
         progress
             Whether to show a bar.
 
@@ -194,11 +215,12 @@ class Lens:
             A method is none, or not of this model; the data are of another model, lack a layer or are not
             finite.
         """
-        moments = lens_moments(
+        fitted = fit_maps(
             model, corpus, method, positions=positions, layers=layers, seed=seed, batch_tokens=batch_tokens,
-            progress=progress,
+            n_prompts=n_prompts, folder=folder, progress=progress,
         )  # fmt: skip
-        lenses = {name: cls.from_moments(moments, name, model) for name in moments.methods}
+        readout = Readout(model)
+        lenses = {name: cls(*parts, readout, model) for name, parts in fitted.items()}
         return lenses[method] if isinstance(method, str) else lenses
 
     @classmethod
@@ -236,10 +258,11 @@ class Lens:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the numbers of the lens."""
-        return self._parts.digest
+        return self.parts.digest
 
     @property
-    def _parts(self) -> LensParts:
+    def parts(self) -> LensParts:
+        """What it is made of, without the model."""
         return LensParts(self.maps, self.method, self.provenance, self.norm)
 
     def resolve(self, layer: int | str | Site) -> int:
@@ -387,7 +410,7 @@ class Lens:
         InputError
             A number is not finite, or the folder holds something else.
         """
-        write_lens(folder, self._parts)
+        write_lens(folder, self.parts)
 
     @classmethod
     def load(
@@ -416,6 +439,92 @@ class Lens:
 
     def _in_any_precision(self) -> Lens:
         return replace(self, provenance=replace(self.provenance, same_precision=False))
+
+    def push_to_hub(
+        self,
+        repository: str,
+        *,
+        name: str | None = None,
+        quality: pd.DataFrame | None = None,
+        private: bool = False,
+        endpoint: str | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Put the lens into a repository of the hub, which may hold lenses of many models, in one commit.
+
+        Its card is written from its provenance: model, corpus, tokens, attention sinks in or out.
+
+        Parameters
+        ----------
+        repository
+            Such as ``"someone/lenses"``; it is made where it is not there.
+        name
+            The folder of the lens, by default ``model/method/corpus``. What is there is replaced.
+        quality
+            A table of results that has this lens by its ``method``, such as `judging.report_table` makes:
+            its card then says r2 and Precision@1 of each layer.
+        private
+            Whether a repository that is made can be read by its owner alone.
+        endpoint, token
+            The address of the hub and what lets in, by default those of the hub's own client.
+
+        Returns
+        -------
+        commit
+            Forty hex digits, by which `from_pretrained` reads this very lens.
+
+        Raises
+        ------
+        InputError
+            The repository may not be written to, or the hub does not answer; a number of the lens is not
+            finite; or the table has none of its method.
+        """
+        place = HubRepository(repository, endpoint, token)
+        return push_lens(self.parts, place, name=name, quality=quality, private=private)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repository: str,
+        name: str | None = None,
+        model: TransformerBridge | None = None,
+        *,
+        revision: str | None = None,
+        same_precision: bool = True,
+        endpoint: str | None = None,
+        token: str | None = None,
+    ) -> Lens:
+        """Read a lens of a repository of the hub, every byte of it checked; nothing in it is executed.
+
+        ``lens.provenance.details["hub"]["commit"]`` is the commit that it was read at.
+
+        Parameters
+        ----------
+        repository
+            Such as ``"someone/lenses"``.
+        name
+            The folder of the lens; or a ``.pt`` file of TransformerLens' `JacobianLens`, such as
+            ``neuronpedia/jacobian-lens`` has. It may be left out where there is one folder.
+        model
+            The model to put it on, see `on`; a ``.pt`` file needs one.
+        revision
+            A commit, which makes it the same lens for good; or a branch or a tag, by default ``main``.
+        same_precision
+            Whether the model must run in the precision that the lens was fitted in.
+        endpoint, token
+            See `push_to_hub`.
+
+        Raises
+        ------
+        InputError
+            There is no such repository, revision or lens, or it may not be read; the hub does not answer; a
+            file is damaged; or the model is another.
+        """
+        place = HubRepository(repository, endpoint, token)
+        lens = cls(*pull_lens(place, name, revision=revision, model=model))
+        if model is not None:
+            return lens.on(model, same_precision=same_precision)
+        return lens if same_precision else lens._in_any_precision()
 
     @classmethod
     def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:
@@ -454,7 +563,7 @@ class Lens:
             The lens has a bias, a norm before its maps or a fitted scale, which such a file has no place for;
             or no layer but 0.
         """
-        write_jacobian_lens(path, self._parts)
+        write_jacobian_lens(path, self.parts)
 
     @classmethod
     def from_tuned_lens(cls, folder: str | Path, model: TransformerBridge) -> Lens:

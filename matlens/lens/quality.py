@@ -6,31 +6,28 @@ high, n``. Methods are ``mat`` and ``id``; ``low`` and ``high`` bound the 95% in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.arguments import require_choice, require_rows, short
 from matlens.errors import InputError
+from matlens.lens.judgement import Judgement, Substitute, judge_predictions
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
-from matlens.models.sites import STREAM, Site, require_finite
+from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
 
 FIT, PREDICTION = "fit_quality", "prediction_quality"
 METHODS = ("mat", "id")
-_KS = (1, 5, 10)
-_ROWS = 256  # examples whose distributions are held at once
-Key = TypeVar("Key", bound=Hashable)
-Substitute = Callable[[slice], Float[Tensor, "rows d_model"]]
 
 
 @checked
@@ -126,67 +123,16 @@ def _as_it_is(h: Tensor) -> Tensor:
     return h
 
 
-class JudgedPredictions(NamedTuple):
-    """Ranks and surprisals that the predicted tokens have in the true distribution."""
-
-    rank: Int[Tensor, " n"]
-    surprisal: Float[Tensor, " n"]
-
-
-@checked
-def judge_predictions(
-    readout: Readout,
-    truth: Float[Tensor, "n d_model"],
-    substitutes: Mapping[Key, Substitute],
-    *,
-    progress: bool = True,
-) -> dict[Key, JudgedPredictions]:
-    """Compare what substitutes for ``h^L`` predict with what ``h^L`` itself does.
-
-    A substitute that is not finite, or whose squares are not, predicts nothing: its rank is behind all
-    tokens, and its surprisal infinite.
-
-    Parameters
-    ----------
-    readout
-        The read-out of the model.
-    truth
-        ``h^L``.
-    substitutes
-        Functions that give a substitute's rows of a slice, by any name.
-    progress
-        Whether to show a progress bar.
-    """
-    if not substitutes:
-        raise InputError("There is nothing to judge. Expected a substitute or more.")
-    n = len(truth)
-    judged = {key: JudgedPredictions(torch.empty(n, dtype=torch.long), torch.empty(n)) for key in substitutes}
-    for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
-        true = readout.log_probs(truth[part])
-        require_finite(true, "the read-out")
-        for key, substitute in substitutes.items():
-            h = substitute(part).float()
-            # A norm whose squares overflow would make something of it all the same.
-            readable = h.square().sum(-1).isfinite()
-            logits = readout.logits(h.where(readable[:, None], torch.zeros_like(h)))
-            sound = logits.isfinite().all(-1) & readable.to(logits.device)
-            token = logits.argmax(-1)
-            rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
-            judged[key].rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
-            judged[key].surprisal[part] = surprisal.where(sound, torch.inf).cpu()
-    return judged
-
-
 @checked
 def prediction_rows(
-    experiment: str, data: Activations, method: str, layer: float, judged: JudgedPredictions
+    experiment: str, data: Activations, method: str, layer: float, judged: Judgement
 ) -> list[dict[str, Any]]:
-    """Rows of a table for one method at one layer: Precision@1, 5, 10 and surprisal."""
+    """Rows of a table for one method at one layer: Precision@1, 5, 10, surprisal, and KL if it is known."""
     last = data.provenance.identity.n_layers
-    hits = [(k, metrics.proportion(judged.rank < k)) for k in _KS]
-    rows = [validation_row(experiment, data, method, layer, last, "precision", k, share) for k, share in hits]
-    mean = metrics.mean(judged.surprisal)
-    return [*rows, validation_row(experiment, data, method, layer, last, "surprisal", None, mean)]
+    return [
+        validation_row(experiment, data, method, layer, last, metric, k, estimate)
+        for (metric, k), estimate in judged.estimates().items()
+    ]
 
 
 def validation_row(
@@ -215,11 +161,6 @@ def validation_row(
 
 def _is_stream(site: str) -> bool:
     return Site.parse(site).kind == STREAM
-
-
-def chunks(n: int) -> Iterator[slice]:
-    """Slices of as many examples as have their distributions in memory at once."""
-    return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
 
 
 @checked
@@ -262,9 +203,3 @@ def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
         part["value"].to_numpy(), dtype=torch.float32
     )
     return grid
-
-
-@checked
-def as_substitute(vectors: Float[Tensor, "n d_model"]) -> Substitute:
-    """Substitutes whose vectors have been computed already."""
-    return lambda part: vectors[part]

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks, sink_rows
-from matlens.lens.quality import (
-    as_substitute,
-    fit_quality,
-    judge_predictions,
-    prediction_quality,
-    prediction_rows,
-    r2_matrix,
-)
+from matlens.lens.judgement import as_substitute, judge_predictions
+from matlens.lens.quality import fit_quality, prediction_quality, prediction_rows, r2_matrix
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.patching.replacements import Where

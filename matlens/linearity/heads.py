@@ -23,13 +23,8 @@ from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
 from matlens.arguments import require_rows, require_whole
 from matlens.errors import InputError
-from matlens.lens.quality import (
-    as_substitute,
-    chunks,
-    judge_predictions,
-    prediction_rows,
-    validation_row,
-)
+from matlens.lens.judgement import as_substitute, chunks, judge_predictions
+from matlens.lens.quality import prediction_rows, validation_row
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy

@@ -22,7 +22,8 @@ from matlens.activations.sinks import find_sinks
 from matlens.arguments import require_choice, require_whole
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.lens.quality import as_substitute, judge_predictions, prediction_quality, prediction_rows
+from matlens.lens.judgement import as_substitute, judge_predictions
+from matlens.lens.quality import prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity

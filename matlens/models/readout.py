@@ -21,6 +21,7 @@ from matlens.models.sites import require_finite
 from matlens.models.weights import require_finite_weights
 from matlens.numerics.screening import Screen
 from matlens.signatures import checked
+from matlens.wikilm.adaptive import AdaptiveSoftmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -35,7 +36,8 @@ class Readout:
     For decoders the final norm and the unembedding; for masked-LM models the whole head (dense,
     activation, norm, decoder and its bias). Logit scaling and soft capping are part of it
     (paper A, Eq. 2; BERT: section 4.2). A half-precision model is read out in float32 too, with its
-    own weights. In a vision transformer that classifies images, classes stand in the place of tokens.
+    own weights. The adaptive softmax of a WikiLM gives log-probabilities. In a vision transformer that
+    classifies images, classes stand in the place of tokens.
 
     Raises
     ------
@@ -157,19 +159,29 @@ class Readout:
             A token is not in the vocabulary, or the features are of another width.
         """
         unembedding: Any = self._head[-1]
-        if features.shape[-1] != unembedding.weight.shape[1]:
+        adaptive = isinstance(unembedding, AdaptiveSoftmax)
+        width = unembedding.in_features if adaptive else unembedding.weight.shape[1]
+        if features.shape[-1] != width:
             raise InputError(
-                f"The features have {features.shape[-1]} coordinates. Expected the "
-                f"{unembedding.weight.shape[1]} that Readout.features gives."
+                f"The features have {features.shape[-1]} coordinates. Expected the {width} that "
+                "Readout.features gives."
             )
+        if adaptive:  # each score depends on those of other tokens
+            constants = {name: weight.detach() for name, weight in unembedding.named_parameters()}
+            scores = self._scaled(torch.func.functional_call(unembedding, constants, (features,)))
+            return scores if tokens is None else scores[..., self._require_tokens(tokens)]
         parts = [unembedding.weight.detach(), None if unembedding.bias is None else unembedding.bias.detach()]
         if tokens is not None:
-            if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
-                raise InputError(f"A token is not among those from 0 to {self.d_vocab - 1}. Expected these.")
+            tokens = self._require_tokens(tokens)
             parts = [None if part is None else part[tokens] for part in parts]
         weight, bias = parts
         assert weight is not None
         return self._scaled(nn.functional.linear(features, weight, bias))
+
+    def _require_tokens(self, tokens: Tensor) -> Tensor:
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
+            raise InputError(f"A token is not among those from 0 to {self.d_vocab - 1}. Expected these.")
+        return tokens
 
     @torch.inference_mode()
     def top_ids(self, h: Float[Tensor, "n d_model"]) -> Int[Tensor, " n"]:
@@ -238,7 +250,8 @@ class Readout:
         screened = Screen.suits(unembed) and self._scale > 0
         if screened and (self._screen is None or not self._screen.holds(unembed)):
             self._screen = Screen(unembed)
-        for part in h.split(max(_SCREENED // self.d_vocab, 1)):
+        most = max(_SCREENED // self.d_vocab, 1)
+        for part in h.tensor_split(max(-(-len(h) // most), 1)):  # all of one size, none of a few rows
             features = part.to(self.device, torch.float32)
             for module in list(self._head)[:-1]:
                 features = module(features)

@@ -1,12 +1,14 @@
 // The live page: a prompt, changes of the model, and what they do beside the model as it is.
 import { pageData } from "./decoding.js";
-import { element, followTheme, percent, table, token } from "./elements.js";
+import { choose, element, followTheme, percent, table, token } from "./elements.js";
 
 const data = pageData();
 const find = (name) => document.getElementById(name);
 const say = (text) => (find("said").textContent = text);
 const changes = [];
+const kinds = new Map(data.kinds.map((kind) => [kind.kind, kind]));
 let running = null;
+let looking = null;
 let timer = 0;
 
 async function ask(path, content, signal) {
@@ -16,15 +18,19 @@ async function ask(path, content, signal) {
   return said;
 }
 
+// What was asked before is called off: the server does not go on with it.
 async function look() {
+  if (looking) looking.abort();
+  looking = new AbortController();
   say("Reading the prompt …");
   try {
-    const { page } = await ask("explore", { prompt: find("prompt").value });
+    const { page } = await ask("explore", { prompt: find("prompt").value }, looking.signal);
     find("page").src = page;
     find("page").hidden = find("save").hidden = false;
     find("save").href = `${page}?save`;
     say("");
   } catch (error) {
+    if (error.name === "AbortError") return;
     say(error.message);
   }
   compareSoon();
@@ -44,6 +50,8 @@ async function compare() {
   say("Computing …");
   try {
     const both = await ask("compare", { prompt: find("prompt").value, changes: changes.map(({ kind, which, value }) => ({ kind, which, value })) }, mine.signal);
+    find("save-compared").hidden = false;
+    find("save-compared").href = `${both.page}?save`;
     find("compared").replaceChildren(...["before", "after"].map((side) => shown(both[side], side === "before" ? "As it is" : "Changed", side)));
     say("");
   } catch (error) {
@@ -56,12 +64,10 @@ function shown(side, caption, name) {
   return element("section", { "data-side": name }, table(["rank", "token", "probability"], rows, { caption }), element("p", {}, "It goes on: ", element("bdi", { class: "token continuation" }, side.continuation)));
 }
 
-const NAMES = { value: "coefficient of", jump: "jump over blocks", attn: "no attention in block", ffn: "no FFN in block" };
-
 function list() {
   find("changes").replaceChildren(
     ...changes.map((change, at) => {
-      const label = `${NAMES[change.kind]} ${change.which}`;
+      const label = `${kinds.get(change.kind).name} ${change.which}`;
       const shownValue = element("output", {}, String(change.value));
       const slider = element("input", { type: "range", min: "-30", max: "30", step: "0.5", value: change.value, "aria-label": label, oninput: (event) => {
         change.value = Number(event.target.value);
@@ -77,6 +83,16 @@ function list() {
   );
 }
 
+// What there are maps for is offered by name.
+function offer() {
+  const { known, example } = kinds.get(find("kind").value);
+  find("known").replaceChildren(...known.map((which) => element("option", { value: which })));
+  find("which").placeholder = known.length ? known[0] : example;
+}
+
+choose(find("kind"), data.kinds.map(({ kind, name }) => [kind, name]), data.kinds[0].kind);
+offer();
+find("kind").addEventListener("change", offer);
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   look();

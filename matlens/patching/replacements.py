@@ -131,11 +131,15 @@ def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") ->
     In blocks with one norm (GPT-J) only that one; norms after attention and FFN are kept (Gemma), unless
     there are no others (OLMo-2).
     """
+    return stand_ins(maps, norm_names(maps), first, last, where=where)
+
+
+def norm_names(maps: MapSet) -> tuple[str, ...]:
+    """The norms that ``mat_ln1_ln2`` replaces in blocks that such maps are of."""
     there = {Site.read(source).kind for source, _ in maps}
-    names = ("ln1", "ln2") if "ln2_in" in there else ("ln1",)
     if "ln1_post_in" in there and "ln1_in" not in there:
-        names = ("ln1_post", "ln2_post")
-    return stand_ins(maps, names, first, last, where=where)
+        return ("ln1_post", "ln2_post")
+    return ("ln1", "ln2") if "ln2_in" in there else ("ln1",)
 
 
 @checked

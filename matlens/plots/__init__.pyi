@@ -11,10 +11,13 @@ from .layers import r2_heatmaps as r2_heatmaps
 from .layers import relative_depth as relative_depth
 from .layers import token_table as token_table
 from .layers import trajectory_figure as trajectory_figure
+from .lines import training_curves as training_curves
 from .replacements import alternation as alternation
 from .replacements import attention_heads as attention_heads
 from .replacements import by_fitting as by_fitting
 from .replacements import by_method as by_method
+from .replacements import linearity_figure as linearity_figure
+from .replacements import transfer_heatmaps as transfer_heatmaps
 from .style import layer_ticks as layer_ticks
 from .style import literal as literal
 from .style import model_title as model_title

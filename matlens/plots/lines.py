@@ -1,4 +1,4 @@
-"""Curves over layers with their intervals, and the two axes that they are drawn on."""
+"""Curves over layers with their intervals, the two axes that they are drawn on, and curves over updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
 from matlens.plots.colours import DARK, Look
-from matlens.plots.style import percent_ticks
+from matlens.plots.style import literal, percent_ticks, short_name, styled
 
 LAYER = r"layer $\ell$"
 _ROW, _LETTER = 9.0, 3.6  # points between two rows about infinite values, and of a letter
@@ -96,3 +96,27 @@ def _where_infinite(lost: np.ndarray, layers: np.ndarray) -> str:
     if lost[-1] < finite[0]:
         return f"before layer {finite[0]:g}"
     return f"at layer{'s' * (len(lost) > 1)} {', '.join(f'{layer:g}' for layer in lost)}"
+
+
+@styled
+def training_curves(table: pd.DataFrame) -> Figure:
+    """Draw losses over updates, those of training and of held-out text, for each model of a table.
+
+    Parameters
+    ----------
+    table
+        As `matlens.training.training_table` gives it; several of them, one behind the other.
+    """
+    losses = table[table["metric"] == "loss"]
+    figure = Figure(figsize=(5.2, 3.2))
+    ax = figure.add_subplot()
+    for number, (model, part) in enumerate(losses.groupby("model", sort=False)):
+        for method, dashes in (("training", "--"), ("held-out", "-")):
+            curve = part[part["method"] == method].astype({"k": float}).sort_values("k")
+            label = literal(f"{short_name(str(model))}, {method}")
+            ax.plot(curve["k"], curve["value"], ls=dashes, color=f"C{number}", label=label)
+    ax.set_xlabel("update")
+    ax.set_ylabel("loss (nats a token)")
+    ax.legend()
+    figure.suptitle(literal(str(losses["corpus"].iloc[0])))
+    return figure

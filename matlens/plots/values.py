@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
+from matlens.arguments import require_whole
 from matlens.plots.colours import CLASSES, method_looks
 from matlens.plots.lines import draw_line
 from matlens.plots.style import (
@@ -94,6 +95,7 @@ def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
     size
         Words of the patterns that are drawn layer by layer.
     """
+    require_whole(size, "size", least=1)
     figure = Figure(figsize=(8.2, 3.7))
     left, right = figure.subplots(1, 2)
     patterns = results[results["metric"] == "pattern"]

@@ -16,17 +16,18 @@ from typing import Any
 
 from matlens.corpora.sources import SAMPLES
 from matlens.errors import InputError
-from matlens.models.places import locate
+from matlens.models.places import CHECKPOINT, locate
 from matlens.progress import waiting
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 from matlens.storage.folders import LAYOUT, command_line, software_versions
 from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION
+from matlens.wikilm.dictionary import DICTIONARY
 
 PARTS = (TRAIN, VALIDATION, MAPS)
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what damaged files can cause
 _MOST_FILES = 1000  # of a model's folder; more are no model alone
 # What bundled samples are made from and by: they change with these alone.
-_MAKERS = ("gensim", "mwparserfromhell", "sentencex")
+_MAKERS = ("gensim", "mwparserfromhell", "sentencex", "weblate")
 
 
 class RunNote:
@@ -107,7 +108,8 @@ def model_identity(options: Mapping[str, Any], *, but: Path) -> dict[str, Any] |
     if commit is not None:
         return {"commit": commit}
     if gguf is not None:
-        return {"files": {gguf: _digest(Path(place, gguf))}}
+        beside = [DICTIONARY] if gguf.lower().endswith(CHECKPOINT) else []
+        return {"files": {name: _digest(Path(place, name)) for name in (gguf, *beside)}}
     files = _files(Path(place), os.path.realpath(but))
     if files is None or any(path.name == "adapter_config.json" for path in files):
         return None  # an adapter's model is elsewhere

@@ -143,9 +143,13 @@ class _Killed(BaseException):
     """As a kill, nothing that code of the library could catch."""
 
 
-def test_a_killed_run_goes_on_from_its_last_state(
-    model: Any, examples: Examples, whole: StoredMoments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("chunk", [1, 90])
+def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
+    chunk: int, model: Any, examples: Examples, whole: StoredMoments, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda _: chunk)
+    stream_moments(model, examples, tmp_path / "lone", pairs=PAIRS, **QUIET)
     run, passes = collecting._run, list[int]()
 
     def counted(*arguments: Any) -> Any:
@@ -159,15 +163,20 @@ def test_a_killed_run_goes_on_from_its_last_state(
     monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
     with pytest.raises(_Killed):
         stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
-    assert len(list((tmp_path / "m").glob("*.7.safetensors"))) == 2  # and none of an earlier state
+    states = {int(path.name.split(".")[-2]) for path in (tmp_path / "m").glob("*.safetensors")}
+    assert len(states) == 1  # and none of an earlier state
+    done = states.pop()
+    assert done == 7 if chunk == 1 else 3 <= done < 7
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2
     assert [verdict.damage for verdict in verify(tmp_path / "m")] == [None]
     passes.clear()
     passes += [-1] * 8  # never seven again
     kept = stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
     n_batches = sum(1 for _ in examples.batches(40))
-    assert len(passes) - 8 == n_batches - 7 > 3
+    assert len(passes) - 8 == n_batches - done > 3
     assert_same_predictions(kept, whole)
+    for name in ("h.0.safetensors", "attn_in.1.safetensors"):
+        assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "lone" / name).read_bytes()
     assert {path.name for path in (tmp_path / "m").iterdir()} == {
         "config.json", "h.0.safetensors", "attn_in.1.safetensors",
     }  # fmt: skip

@@ -145,10 +145,10 @@ def test_a_report_is_a_table_its_origin_and_its_figure(
     }  # fmt: skip
 
 
-def test_the_small_bert_is_trained_on_none_of_what_others_are_validated_on() -> None:
+def test_small_models_are_trained_on_none_of_what_others_are_validated_on() -> None:
     """Without options all of them split a corpus alike."""
     folder = Path(__file__).parents[2] / "analyses"
-    for name in ("small_bert", "paper_a_fig5_masked"):
+    for name in ("small_bert", "small_gpts", "small_wikilm", "paper_a_fig5_masked", "paper_a_fig7_models"):
         (call,) = (
             line for line in (folder / f"{name}.py").read_text().splitlines() if "run_study(main" in line
         )

@@ -6,15 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from command_lines import FfnCommands, cells
 from conftest import D_MODEL, N_LAYERS
+from hub_stand_in import TOKEN, Hub
+from small_lenses import make_lens
 from transformer_lens.tools.analysis import JacobianLens
 
 import matlens
 from matlens import Lens
 from matlens.models.vocabulary import visible
+from matlens.storage.tables import COLUMNS, write_results
 
 PROMPT = "w3 w14 w15 w9"
 
@@ -82,6 +86,59 @@ def test_convert_goes_both_ways(
     assert torch.equal(JacobianLens.load(str(tmp_path / "j.pt")).jacobians[0], torch.eye(D_MODEL))
     commands.run("lens", "convert", tmp_path / "j.pt", tmp_path / "back", model="llama")
     assert Lens.load(tmp_path / "back").layers == (1, 2)
+
+
+def test_trained_lenses_are_fitted_at_chosen_layers(
+    commands: FfnCommands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    arguments = ["--corpus", corpora / "few.txt", "--train", 9, "--val", 2, "--out", tmp_path / "out"]
+    printed = commands.run(
+        "lens", "fit", *arguments, "--method", "polished", "--layers", "1,2", "--rows", tmp_path / "rows",
+        model="llama",
+    )  # fmt: skip
+    corpus, _ = matlens.load_corpus(str(corpora / "few.txt")).split(n_train=9, n_validation=2)
+    model = small_model("llama")
+    expected = Lens.fit(model, corpus, method="polished", layers=[1, 2], progress=False)
+    lens = Lens.load(tmp_path / "out", model)
+    assert lens.layers == (1, 2)
+    torch.testing.assert_close(lens.maps[1].matrix(1), expected.maps[1].matrix(1), rtol=1e-3, atol=1e-4)
+    assert f"fitted on {expected.n_samples:,} tokens" in printed
+    assert (tmp_path / "rows" / "config.json").exists()
+
+
+def test_push_and_pull_go_through_the_hub(
+    commands: FfnCommands, small_model: Callable[[str], Any], hub: Hub, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        hub.address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    model = small_model("llama")
+    lens = make_lens(model)
+    lens.save(tmp_path / "lens")
+    row = {"method": "by hand", "layer": 1, "target": 3, "metric": "r2", "value": 0.625, "n": 9}
+    write_results(tmp_path, "report", pd.DataFrame([row], columns=[*COLUMNS, "against"]), {})
+    printed = commands.run(
+        "lens", "push", tmp_path / "lens", "someone/lenses", "--results", tmp_path / "report.csv",
+        "--name", "llama/hand", "--private",
+    )  # fmt: skip
+    commit, content = hub.repositories["someone/lenses"][-1]
+    assert commit in printed.replace("\n", "")
+    assert "| 1 | 0.625 |" in content["llama/hand/README.md"].decode()
+    assert hub.private == {"someone/lenses"}
+    commands.run(
+        "lens", "pull", "someone/lenses", "llama/hand", "--revision", commit, "--out", tmp_path / "back",
+    )  # fmt: skip
+    assert Lens.load(tmp_path / "back", model).digest == lens.digest
+    said = commands.run(
+        "lens", "pull", "someone/lenses", "llama/hand", "--revision", "0" * 40, "--out", tmp_path / "x",
+        code=2,
+    )  # fmt: skip
+    assert "no such revision" in " ".join(said.split())
+    assert not (tmp_path / "x").exists()
 
 
 def test_refusals_come_before_the_work(commands: FfnCommands, corpora: Path, tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
 import uvicorn
+from browsing import Visit, visiting
 
+from matlens import InputError
 from matlens.control import controlled
 from matlens.explorer import Change, LiveModel, compare_changes, explore
 from matlens.explorer import server as server_module
@@ -169,6 +172,48 @@ def test_twenty_clients_are_answered_one_after_another(live: LiveModel) -> None:
     assert live._waiting == 0
 
 
+def test_what_costs_nothing_is_answered_while_the_queue_is_full(
+    live: LiveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time is measured: the worker stands still until every cheap answer has come."""
+    stands, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(server_module, "_WAITING", 20)
+
+    def standing(*_: Any, **__: Any) -> Any:
+        stands.set()
+        assert goes_on.wait(60)
+        raise InputError("no answer is needed")
+
+    monkeypatch.setattr(server_module, "compare_changes", standing)
+    page = live._kept(lambda: "<p>kept</p>")
+
+    async def clients() -> tuple[list[int], list[int]]:
+        transport = httpx.ASGITransport(live.application)
+        async with httpx.AsyncClient(
+            transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60
+        ) as client:
+            asked = [client.post(f"/{TOKEN}/compare", json={"prompt": "w1"}) for _ in range(20)]
+            dear = [asyncio.create_task(one) for one in asked]
+            while not stands.is_set() or live._waiting < 20:
+                await asyncio.sleep(0.005)
+            cheap = [await client.get(f"/{TOKEN}/{path}") for path in ("", page, "page/none")]
+            cheap.append(await client.get("/wrong/"))
+            cheap.append(await client.post(f"/{TOKEN}/compare", content=b"{"))
+            cheap.append(await client.post(f"/{TOKEN}/explore", json={"prompt": "w1"}))
+            goes_on.set()
+            return [answer.status_code for answer in cheap], [
+                answer.status_code for answer in await asyncio.gather(*dear)
+            ]
+
+    try:
+        cheap, dear = completed(clients())
+    finally:
+        goes_on.set()
+    assert cheap == [200, 200, 404, 404, 415, 503]
+    assert dear == [422] * 20
+    assert live._waiting == 0
+
+
 @pytest.fixture
 def address(live: LiveModel) -> Iterator[str]:
     """The address of a server that listens."""
@@ -209,8 +254,63 @@ def test_what_nobody_waits_for_is_not_computed(
     assert 0 < len(steps) < 50
 
 
+def test_what_waits_is_let_go_when_the_page_goes_and_its_turn_never_comes(
+    live: LiveModel, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    arrived: list[str] = []
+    goes_on = threading.Event()
+    prompt_of = server_module._prompt
+
+    def noting(content: dict[str, Any]) -> str:
+        arrived.append(prompt_of(content))
+        return arrived[-1]
+
+    monkeypatch.setattr(server_module, "_prompt", noting)
+
+    def standing(model: Any, prompt: str, *_: Any, **__: Any) -> Any:
+        calls.append(prompt)
+        assert goes_on.wait(60)
+        raise InputError("no answer is needed")
+
+    monkeypatch.setattr(server_module, "compare_changes", standing)
+    with ThreadPoolExecutor(1) as first:
+        answered = first.submit(httpx.post, f"{address}compare", json={"prompt": "w1"}, timeout=60)
+        try:
+            while not calls:
+                time.sleep(0.005)
+            for _ in range(3):
+                patience = httpx.Timeout(30, read=0.1)
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(f"{address}compare", json={"prompt": "w2"}, timeout=patience)
+            while (
+                len(arrived) < 4 or live._waiting > 1
+            ):  # they leave the queue while the first is still at work
+                time.sleep(0.005)
+        finally:
+            goes_on.set()
+        assert answered.result().status_code == 422
+    assert calls == ["w1"]
+
+
+def test_a_page_that_nobody_waits_for_is_not_finished(small_model: Callable[[str], Any]) -> None:
+    steps: list[int] = []
+
+    def proceed() -> None:
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        explore(small_model("gpt2"), "w1 w2", proceed=proceed, progress=False)
+    assert len(steps) == 4
+    steps = [1] * 10
+    explore(small_model("gpt2"), "w1 w2", proceed=proceed, progress=False)
+    assert len(steps) == 10 + 1 + 1 + 3  # a lens, the sub-updates, and each of three layers
+
+
 def test_the_page_shows_and_changes_a_prompt(
-    browser: Any, address: str, small_model: Callable[[str], Any]
+    browser: Any, address: str, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     with controlled(small_model("gpt2"), ["L2D5"], 30.0), torch.inference_mode():
         best = small_model("gpt2")(torch.tensor([[3, 4, 5]]), return_type="logits")[0, -1].topk(10)
@@ -218,6 +318,7 @@ def test_the_page_shows_and_changes_a_prompt(
     context = browser.new_context()
     context.set_default_timeout(20_000)
     page = context.new_page()
+    visit = Visit(page)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
@@ -226,6 +327,7 @@ def test_the_page_shows_and_changes_a_prompt(
         page.fill("#prompt", "w1 w2 w3")
         page.click("#ask button")
         page.frame_locator("#page").locator("[role=grid] td").first.wait_for()
+        assert visit.faults() == []
         page.fill("#which", "L2D5")
         page.click("#add button")
         page.locator("#changes input").fill("30")
@@ -237,11 +339,26 @@ def test_the_page_shows_and_changes_a_prompt(
             "  return rows.length === texts.length && same; }",
             arg=texts,
         )
+        page.set_viewport_size({"width": 360, "height": 700})
+        wide, shown = page.evaluate(
+            "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
+        assert wide <= shown
+        assert visit.faults() == []
+        with page.expect_download() as download:
+            page.click("#save-compared")
+        saved = tmp_path / "changed.html"
+        download.value.save_as(saved)
         assert errors == []
     finally:
         context.close()
+    with visiting(browser, saved) as visit:
+        assert visit.rows("section:last-child")[0][1] == texts[0] or not texts[0]
+        assert "L2D5: 30" in visit.page.inner_text("main ul")
+        assert visit.faults() == []
+        assert (visit.requests, visit.errors) == ([], [])
 
 
 def test_answers_are_json_whatever_is_in_them(live: LiveModel) -> None:
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "<script> \u202e w1"})
-    assert json.loads(answer.text).keys() == {"before", "after"}
+    assert json.loads(answer.text).keys() == {"before", "after", "page"}

@@ -13,10 +13,10 @@ from conftest import make_sentences
 
 from matlens import InputError, Lens, collect, make_examples
 from matlens.corpora import Corpus
+from matlens.estimators.jacobian import fit_jacobian
 from matlens.judging.comparison import compare_lenses, default_layers
 from matlens.judging.cosines import matrix_cosine
 from matlens.judging.evaluations import EvaluationItem
-from matlens.judging.jacobian import fit_jacobian
 from matlens.plots import lens_cosines, lens_frontier
 
 Models = Callable[[str], Any]

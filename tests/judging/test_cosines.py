@@ -12,8 +12,8 @@ import torch
 from conftest import D_MODEL
 
 from matlens import InputError, Lens
+from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.judging.cosines import cosine_table, matrix_cosine
-from matlens.lens.maps import LayerMap, Standardisation
 
 Models = Callable[[str], Any]
 

@@ -11,9 +11,9 @@ from conftest import D_MODEL, N_LAYERS
 from torch.utils.flop_counter import FlopCounterMode
 
 from matlens import InputError, Readout
+from matlens.estimators.maps import LayerMap
+from matlens.estimators.training import polish, tune
 from matlens.judging.costs import closed_form_flops, jacobian_flops, training_flops
-from matlens.lens.maps import LayerMap
-from matlens.lens.training import polish, tune
 
 Models = Callable[[str], Any]
 

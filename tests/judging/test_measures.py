@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
-from matlens import InputError, Lens, Readout
-from matlens.judging.measures import Judgement, judge_scores, lens_r2, lens_scores
+from matlens import Lens, Readout
+from matlens.judging.measures import lens_r2, lens_scores
+from matlens.lens.judgement import judge_scores
 
 Settings = Callable[[str], Any]
 
@@ -45,33 +45,6 @@ def test_each_token_is_judged_by_the_model_s_own_distribution(name: str, setting
     torch.testing.assert_close(itself.divergence, torch.zeros(len(p)), atol=1e-5, rtol=0)
 
 
-def test_estimates_are_means_with_their_intervals() -> None:
-    judged = Judgement(torch.tensor([0, 3, 0, 7, 40]), torch.arange(5.0), torch.tensor([1.0, 2, 4, 8, 16]))
-    estimates = judged.estimates()
-    values = {key: estimate.value for key, estimate in estimates.items()}
-    assert values == {
-        ("precision", 1): 0.4, ("precision", 5): pytest.approx(0.6), ("precision", 10): pytest.approx(0.8),
-        ("surprisal", None): 2.0, ("kl", None): pytest.approx(6.2),
-    }  # fmt: skip
-    assert 0 < estimates["precision", 1].low < 0.4 < estimates["precision", 1].high < 1
-
-
-def test_differences_are_paired() -> None:
-    base = torch.linspace(0, 50, 20)
-    ours = Judgement(torch.zeros(20, dtype=torch.long), base + 1 + 0.1 * torch.sin(base), base)
-    theirs = Judgement(torch.tensor([0, 5] * 10), base, base)
-    differences = ours.differences(theirs)
-    expected = stats.ttest_rel(ours.surprisal.double(), theirs.surprisal.double()).confidence_interval()
-    assert differences["surprisal", None].low == pytest.approx(expected.low)
-    assert differences["surprisal", None].high == pytest.approx(expected.high)
-    assert differences["surprisal", None].high < 1.2  # unpaired, an interval as wide as the spread
-    assert differences["precision", 1].value == 0.5
-    assert theirs.differences(ours)["precision", 1].value == -0.5
-    assert differences["kl", None].value == 0
-    with pytest.raises(InputError, match="same tokens"):
-        ours.differences(Judgement(*(part[:3] for part in theirs)))
-
-
 def test_r2_is_of_what_the_lens_stands_in_for(setting: Settings) -> None:
     model, train, validation = setting("llama")
     last = model.cfg.n_layers
@@ -90,15 +63,3 @@ def test_r2_is_of_what_the_lens_stands_in_for(setting: Settings) -> None:
     assert part.value == pytest.approx(reference(plain(h[rows], 1), truth[rows]))
     assert part.n == int(rows.sum()) != len(h)
     assert part.value != pytest.approx(lens_r2(plain, h, truth, 1, rows=~rows).value)
-
-
-@pytest.mark.refused
-def test_what_cannot_be_judged_is_refused(setting: Settings) -> None:
-    model, _, validation = setting("llama")
-    readout, truth = Readout(model), validation[model.cfg.n_layers]
-    with pytest.raises(InputError, match="nothing to judge"):
-        judge_scores(readout, truth, {})
-    with pytest.raises(InputError, match="not finite"):
-        judge_scores(readout, truth, {"x": lambda part: torch.full((len(truth[part]), 60), torch.nan)})
-    with pytest.raises(InputError, match="60 tokens"):
-        judge_scores(readout, truth, {"x": lambda part: torch.zeros(len(truth[part]), 59)})

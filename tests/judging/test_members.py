@@ -10,8 +10,9 @@ import torch
 from conftest import make_sentences
 
 from matlens import InputError, Lens
-from matlens.judging.members import METHODS, best_start, default_methods, fit_members, require_member_names
-from matlens.lens.training import polish, scale_map, tune
+from matlens.estimators.trained import best_start
+from matlens.estimators.training import polish, scale_map, tune
+from matlens.judging.members import METHODS, default_methods, fit_members
 
 Settings = Callable[[str], Any]
 
@@ -74,12 +75,8 @@ def test_jacobians_are_members_too(setting: Settings) -> None:
 
 
 @pytest.mark.refused
-def test_names_that_are_none_are_refused(setting: Settings) -> None:
+def test_rows_and_prompts_that_do_not_serve_are_refused(setting: Settings) -> None:
     model, train, _ = setting("llama")
-    with pytest.raises(InputError, match="Or one of scaled, polished, tuned, jacobian"):
-        require_member_names(["mat", "trained"])
-    with pytest.raises(InputError, match="No methods"):
-        require_member_names([])
     with pytest.raises(InputError, match="none are given"):
         fit_members(model, train, ["jacobian"])
     with pytest.raises(InputError, match="do not belong"):

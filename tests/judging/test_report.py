@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from matlens import InputError, Lens
-from matlens.judging.measures import judge_scores, lens_r2, lens_scores
+from matlens.judging.measures import lens_r2, lens_scores
 from matlens.judging.report import Member, report_by_member, report_table
+from matlens.lens.judgement import judge_scores
 from matlens.storage.tables import COLUMNS
 
 Settings = Callable[[str], Any]

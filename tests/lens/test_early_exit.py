@@ -25,7 +25,7 @@ from matlens.lens.early_exit import (
     savings,
     thresholds,
 )
-from matlens.lens.quality import as_substitute
+from matlens.lens.judgement import as_substitute
 from matlens.lens.quality import prediction_quality as quality
 from matlens.storage.tables import COLUMNS
 
@@ -212,7 +212,7 @@ def test_the_sweep_is_the_one_of_the_definition(study: Studies) -> None:
 def test_confidence_is_read_a_few_examples_at_a_time(study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
     readout, maps, data = study("llama")
     whole = exit_sweep(readout, maps, data, progress=False)
-    monkeypatch.setattr("matlens.lens.quality._ROWS", 7)
+    monkeypatch.setattr("matlens.lens.judgement._ROWS", 7)
     monkeypatch.setattr(readout, "largest", 0)
     pd.testing.assert_frame_equal(exit_sweep(readout, maps, data, progress=False), whole)
     assert readout.largest == 7  # type: ignore[attr-defined]

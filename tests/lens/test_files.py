@@ -17,7 +17,7 @@ from small_lenses import numbers
 from transformer_lens.tools.analysis import JacobianLens
 
 from matlens import InputError, Lens
-from matlens.lens.maps import LayerMap, Standardisation
+from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 
 PROMPT = "w3 w14 w15 w9 w26"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from small_lenses import make_lens, numbers
 
 import matlens
 from matlens import InputError, Lens, LinearMap, MapSet
-from matlens.lens.maps import LayerMap, Standardisation
+from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 
 
@@ -143,6 +145,27 @@ def test_a_lens_goes_with_its_own_model_alone(
     assert lens.on(half, same_precision=False).readout is not None
     with pytest.raises(InputError, match="on no model"):
         lens.logits(numbers(1, D_MODEL), 0)
+
+
+def test_a_lens_of_another_way_of_making_tokens_is_refused(
+    small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The same weights whose tokenizer has two words the other way round."""
+    folder = tmp_path / "swapped"
+    shutil.copytree(model_folder("llama"), folder)
+    read = json.loads((folder / "tokenizer.json").read_text())
+    words = read["model"]["vocab"]
+    words["w1"], words["w2"] = words["w2"], words["w1"]
+    (folder / "tokenizer.json").write_text(json.dumps(read))
+    other = matlens.load(str(folder), device="cpu")
+    make_lens(small_model("llama")).save(tmp_path / "lens")
+    for lens in (make_lens(small_model("llama")), Lens.load(tmp_path / "lens")):
+        with pytest.raises(InputError, match="becomes other tokens"):
+            lens.on(other)
+        with pytest.raises(InputError, match="becomes other tokens"):
+            lens.on(other, same_precision=False)
+    with pytest.raises(InputError, match="becomes other tokens"):
+        Lens.load(tmp_path / "lens", other)
 
 
 @pytest.mark.refused

@@ -10,19 +10,17 @@ import pandas as pd
 import pytest
 import torch
 from identities import make_identity
+from linear_head import VOCAB, D, Head, distribution, random
 from scipy import stats
 from sklearn.metrics import r2_score
-from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.lens import quality
+from matlens.lens import judgement
+from matlens.lens.judgement import Judgement
 from matlens.lens.quality import (
-    JudgedPredictions,
-    as_substitute,
     fit_quality,
-    judge_predictions,
     layer_table,
     prediction_quality,
     prediction_rows,
@@ -31,34 +29,9 @@ from matlens.lens.quality import (
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.models.readout import Readout
 
-L, D, VOCAB, N = 3, 5, 14, 23
+L, N = 3, 23
 MODEL = make_identity("small", n_layers=L, d_model=D)
-
-
-class Head(Readout):
-    """A read-out that is linear and nothing else."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, scale: float = 2.0) -> None:
-        self.weight = scale * random(VOCAB, D, seed=99)
-        self.largest = 0
-
-    def logits(self, h: Tensor) -> Tensor:
-        self.largest = max(self.largest, len(h))
-        return h @ self.weight.T
-
-    def log_probs(self, h: Tensor) -> Tensor:
-        return self.logits(h).log_softmax(-1)
-
-    def require_same(self, other: Provenance | ModelIdentity, *, theirs: str = "") -> None:
-        """It is of no model, so that the vectors may be of any."""
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def activations(n: int = N, model: ModelIdentity = MODEL) -> Activations:
@@ -116,12 +89,6 @@ def apply(linear: LinearMap, h: list[float]) -> list[float]:
         sum(w * x for w, x in zip(row, h, strict=True)) + b
         for row, b in zip(linear.weight.tolist(), bias, strict=True)
     ]
-
-
-def distribution(head: Head, h: list[float]) -> list[float]:
-    scores = [sum(w * x for w, x in zip(row, h, strict=True)) for row in head.weight.tolist()]
-    weights = [math.exp(score - max(scores)) for score in scores]
-    return [weight / sum(weights) for weight in weights]
 
 
 # Quality of fit
@@ -226,7 +193,7 @@ def test_results_do_not_depend_on_how_many_examples_are_read_at_once(
 ) -> None:
     head, maps, data = Head(), mapset(ALL), activations()
     whole = prediction_quality(head, maps, data, progress=False)
-    monkeypatch.setattr(quality, "_ROWS", rows)
+    monkeypatch.setattr(judgement, "_ROWS", rows)
     head.largest = 0
     parts = prediction_quality(head, maps, data, progress=False)
     assert head.largest == min(rows, N)
@@ -263,56 +230,16 @@ def test_one_example_gives_a_prediction_without_an_interval_of_its_surprisal() -
     assert table[table["metric"] == "precision"][["low", "high"]].notna().all(axis=None)
 
 
-# Substitutes of any kind
+# Rows and tables
 
 
-def judged_one_by_one(head: Head, truth: Tensor, substitute: Tensor) -> tuple[list[int], list[float]]:
-    """Ranks and surprisals, by a softmax of each example."""
-    ranks, surprisals = [], []
-    for final, h in zip(truth.tolist(), substitute.tolist(), strict=True):
-        p, q = distribution(head, final), distribution(head, h)
-        t = q.index(max(q))
-        ranks.append(sum(other > p[t] for other in p))
-        surprisals.append(-math.log(p[t]))
-    return ranks, surprisals
-
-
-@pytest.mark.parametrize("rows", [1, 4, N, 1000])
-def test_judge_is_a_softmax_of_the_truth_and_of_every_substitute(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quality, "_ROWS", rows)
-    head, truth = Head(), random(N, D, seed=1)
-    given: dict[Any, Tensor] = {"near": truth + random(N, D, seed=2), (2, "far"): random(N, D, seed=3)}
-    given["itself"] = truth
-    judged = judge_predictions(
-        head, truth, {key: as_substitute(h) for key, h in given.items()}, progress=False
-    )  # type: ignore[arg-type]
-    assert list(judged) == list(given)
-    for key, h in given.items():
-        ranks, surprisals = judged_one_by_one(head, truth, h)
-        assert judged[key].rank.tolist() == ranks
-        assert judged[key].surprisal.tolist() == pytest.approx(surprisals, rel=1e-5)
-    assert set(judged["itself"].rank.tolist()) == {0}
-    assert len(set(judged["near"].rank.tolist())) > 3, "the samples tell nothing apart"
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float) -> None:
-    head, data = Head(), activations()
-    truth = data[L]
-    whole, broken = truth.clone(), truth.clone()
-    broken[[0, 7], [1, 4]] = wrong
-    broken[N - 1] = wrong
-    lost = torch.zeros(N, dtype=torch.bool)
-    lost[[0, 7, N - 1]] = True
-    given = {"broken": as_substitute(broken), "whole": as_substitute(whole)}
-    judged = judge_predictions(head, truth, given, progress=False)
-    for part, of_lost in (("rank", VOCAB), ("surprisal", math.inf)):
-        ours, theirs = (getattr(judged[key], part) for key in ("broken", "whole"))
-        assert torch.equal(ours[~lost], theirs[~lost])
-        assert (ours[lost] == of_lost).all()
-    table = pd.DataFrame(prediction_rows("x", data, "broken", 1, judged["broken"]))
+def test_an_infinite_surprisal_has_no_interval() -> None:
+    data = activations()
+    judged = Judgement(
+        torch.tensor([0] * (N - 3) + [VOCAB] * 3),
+        torch.ones(N).index_fill(0, torch.tensor([N - 1]), math.inf),
+    )
+    table = pd.DataFrame(prediction_rows("x", data, "broken", 1, judged))
     for k in (1, 5, 10):
         assert only_row(table, metric="precision", k=k)["value"] == (N - 3) / N
     surprisal = only_row(table, metric="surprisal")
@@ -320,42 +247,9 @@ def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float
     assert surprisal[["low", "high"]].isna().all()
 
 
-def test_a_read_out_of_a_model_judges_what_overflowed(small_model: Callable[[str], Any]) -> None:
-    """Read-outs refuse vectors that are not finite; what stand-ins make of a sentence counts as wrong."""
-    model = small_model("llama")
-    truth = random(N, model.cfg.d_model, seed=1)
-    broken = truth.clone()
-    broken[3, 2] = math.inf
-    judged = judge_predictions(Readout(model), truth, {"x": as_substitute(broken)}, progress=False)["x"]
-    assert judged.rank.tolist() == [0] * 3 + [model.cfg.d_vocab] + [0] * (N - 4)
-    assert judged.surprisal.isinf().nonzero().tolist() == [[3]]
-
-
-def test_a_truth_that_is_not_finite_is_refused() -> None:
-    truth = random(N, D, seed=1)
-    truth[3, 2] = math.inf
-    with pytest.raises(InputError, match="vectors at the read-out are not finite"):
-        judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=False)
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = []
-
-    def bar(parts: list[slice], **options: Any) -> list[slice]:
-        hidden.append(options["disable"])
-        return parts
-
-    monkeypatch.setattr(quality, "Bar", bar)
-    truth = random(N, D, seed=1)
-    judge_predictions(Head(), truth, {"x": as_substitute(truth)}, progress=progress)
-    prediction_quality(Head(), mapset(ALL), activations(), progress=progress)
-    assert hidden == [not progress] * 2
-
-
 def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
     surprisals = [0.1, 0.5, 1.5, 2.0, 0.25, 7.0, 4.0]
-    judged = JudgedPredictions(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
+    judged = Judgement(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
     data = activations(7)
     table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, judged))
     assert list(table.columns) == COLUMNS

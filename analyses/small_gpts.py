@@ -1,0 +1,72 @@
+"""Three sizes of a small GPT-2, trained in minutes, for paper A's Figures 7, 8 and 10 without a model hub.
+
+GPT-2's own architecture (learnt positions, GELU, no gates) with 2, 4 and 8 layers of 64, 96 and 128
+dimensions, and a byte-level vocabulary of 4,000 pieces that is learnt from the training part; all read the
+same sentences in the same order. They predict far worse than the published family; what they show is whether
+curves of one family lie over each other on an axis of relative depth, and how FFNs of this kind linearise.
+
+The folders ``small-gpt-2``, ``small-gpt-4`` and ``small-gpt-8`` that it writes are what ``--model`` takes;
+``analyses/paper_a_fig7_models.py`` takes it once for each. With the same ``--seed``, and a ``--val`` that is
+no larger, the validation sentences of other analyses are among those held out here. A run that was
+killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from matlens import plots
+from matlens.cli import Report, run_study
+from matlens.study import Study
+from matlens.training import bpe_tokenizer, compare_with_ngrams, token_sequences, train, training_table
+
+NAME = "small_gpts"
+WIDTHS = {2: 64, 4: 96, 8: 128}  # by layers
+LONGEST, TRAINED = 128, 96  # tokens that the models read, and of a sentence that are trained on
+
+
+def main(
+    study: Study,
+    report: Report,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 600,
+    pieces: Annotated[int, typer.Option(min=258, help="Pieces of the vocabulary.")] = 4000,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Layers of a model to train, 2, 4 or 8; by default all three.")
+    ] = None,
+) -> None:
+    """Train the models one after the other, save them, and compare them with n-grams."""
+    training, held_out = study.parts
+    tokenizer = bpe_tokenizer(training, n_tokens=pieces, longest=LONGEST)
+    parts = [token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out)]
+    tables, origin = [], {"sentences": len(training), "fingerprint": training.fingerprint, "updates": updates}
+    for layers in size or WIDTHS:
+        width = WIDTHS.get(layers, 64)
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_positions=LONGEST, n_embd=width, n_layer=layers, n_head=width // 16,
+            bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(study.seed)
+            model = GPT2LMHeadModel(config)
+        name = f"small-gpt-{layers}"
+        run = train(
+            model, parts[0], parts[1][:200], folder=report.out / name / "training", n_updates=updates,
+            rate=2e-3, seed=study.seed,
+        )  # fmt: skip
+        model.save_pretrained(report.out / name)
+        tokenizer.save_pretrained(report.out / name)
+        print(report.out / name)
+        perplexities = compare_with_ngrams(model, parts[0], parts[1])
+        tables.append(training_table(run, perplexities, model=name, corpus=held_out.name, n_held_out=200))
+        origin[name] = {"minutes": run.seconds / 60, "parameters": model.num_parameters()}
+    table = pd.concat(tables, ignore_index=True)
+    report.write(NAME, table, {"trained on": origin, "seed": study.seed}, plots.training_curves(table))
+
+
+if __name__ == "__main__":
+    run_study(main, model=None)

@@ -1,0 +1,75 @@
+"""A small WikiLM trained in minutes, for paper B's analyses on a machine without a model hub.
+
+The paper's first model is a decoder of whole words with adaptive input and softmax, ReLU and no gates
+(Baevski and Auli 2019): 16 layers, 1,024 dimensions, 267,744 words, 100 million words of text. This one has 8
+layers, 128 dimensions and the 8,000 most frequent words of a corpus, and reads its training part a few times;
+the validation part is held out. So it predicts far worse than the published one; what it shows is what the
+analyses find in a model of the kind.
+
+The folder ``small-wikilm`` that it writes holds a checkpoint as fairseq's and its dictionary:
+``--model OUT/small-wikilm/checkpoint.pt`` of other analyses. With the same ``--seed``, and no more sentences
+than ``--val`` here, their sentences are among those held out. A run that was killed goes on where it was.
+The table has the loss of training and of held-out sentences, and the perplexity of these beside that of
+n-grams with Kneser-Ney smoothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from matlens import plots
+from matlens.cli import Report, run_study
+from matlens.study import Study
+from matlens.training import compare_with_ngrams, token_sequences, train, training_table, word_dictionary
+from matlens.wikilm import WikiLMConfig, WikiLMForCausalLM, write_wikilm
+
+NAME = "small_wikilm"
+LONGEST = 128  # tokens that the model reads
+TRAINED = 64  # tokens of a sentence that are trained on
+
+
+def main(
+    study: Study,
+    report: Report,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 1200,
+    words: Annotated[int, typer.Option(min=64, help="Words of the vocabulary.")] = 8000,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 8,
+    width: Annotated[int, typer.Option(min=16, help="Width of the stream, a multiple of 16.")] = 128,
+) -> None:
+    """Train the model, save it as fairseq would, and compare it with n-grams."""
+    training, held_out = study.parts
+    dictionary = word_dictionary(training, n_words=words)
+    tokenizer = dictionary.tokenizer(longest=LONGEST)
+    parts = [token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out)]
+    n = len(dictionary)
+    with torch.random.fork_rng():
+        torch.manual_seed(study.seed)
+        model = WikiLMForCausalLM(
+            WikiLMConfig(
+                vocab_size=n, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 16,
+                intermediate_size=4 * width, max_position_embeddings=LONGEST, cutoffs=[n // 4, n // 2],
+                adaptive_factor=2.0, dropout=0.2,
+            )
+        )  # fmt: skip
+    folder = report.out / "small-wikilm"
+    run = train(model, parts[0], parts[1][:200], folder=folder, n_updates=updates, rate=2e-3, seed=study.seed)
+    print(write_wikilm(model, dictionary, folder))
+    perplexities = compare_with_ngrams(model, parts[0], parts[1])
+    table = training_table(run, perplexities, model=NAME, corpus=held_out.name, n_held_out=200)
+    unknown = sum(token == tokenizer.unk_token_id for tokens in parts[1] for token in tokens)
+    origin = {
+        "trained on": {"sentences": len(training), "fingerprint": training.fingerprint, "updates": updates},
+        "minutes": run.seconds / 60, "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(), "seed": study.seed,
+        "unknown": unknown / sum(len(tokens) - 1 for tokens in parts[1]),
+    }  # fmt: skip
+    report.write(NAME, table, origin, plots.training_curves(table))
+    for method, perplexity in perplexities.items():
+        print(f"{method}: perplexity {perplexity.value:.1f} of {perplexity.n} held-out words")
+
+
+if __name__ == "__main__":
+    run_study(main, model=None)

@@ -1,0 +1,122 @@
+"""Targets of WikiLM's files and of the training of small models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attack.kept import draw, once
+from attack.signatures import Target
+from attack.world import World
+from matlens import training, wikilm
+
+_SEQUENCES = [[2, 5, 6, 7, 2], [2, 8, 5, 2]]
+
+
+def _dictionary(_: World) -> wikilm.WordDictionary:
+    return wikilm.WordDictionary.from_counts([(f"w{i}", 50 - i) for i in range(20)], n_words=24)
+
+
+def _small(world: World) -> wikilm.WikiLMForCausalLM:
+    def made() -> wikilm.WikiLMForCausalLM:
+        torch.manual_seed(0)
+        config = wikilm.WikiLMConfig(
+            vocab_size=24, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=16, cutoffs=[8, 16], adaptive_factor=2.0,
+        )  # fmt: skip
+        return wikilm.WikiLMForCausalLM(config)
+
+    return once(world, "small wikilm", made)
+
+
+def _checkpoint(world: World) -> Path:
+    def made() -> Path:
+        return wikilm.write_wikilm(_small(world), _dictionary(world), world.root / "wikilm")
+
+    return once(world, "wikilm's checkpoint", made)
+
+
+def _sequences(_: World) -> Any:
+    return _SEQUENCES
+
+
+def _trained(_: World) -> Any:
+    run = training.TrainingRun(2, 1.0, [(1, 3.0, 3.0), (2, 2.0, 2.0)])
+    return training.training_table(run, {}, model="small", corpus="words", n_held_out=2)
+
+
+def _ngrams(_: World) -> training.NgramModel:
+    return training.NgramModel(_SEQUENCES, d_vocab=24)
+
+
+TRAINING: list[Target] = [
+    Target("wikilm.read_wikilm", good={"path": _checkpoint}),
+    Target(
+        "wikilm.write_wikilm",
+        {"model": "object", "dictionary": "object"},
+        {"model": _small, "dictionary": _dictionary},
+    ),
+    Target(
+        "wikilm.WordDictionary.from_counts",
+        {"counts": "object"},
+        {"counts": lambda _: [("w1", 3)], "n_words": lambda _: 8},
+    ),
+    Target("wikilm.WordDictionary.read", good={"path": lambda w: _checkpoint(w).with_name("dict.txt")}),
+    Target(
+        "wikilm.WordDictionary.write",
+        {"path": "path written"},
+        {"path": lambda w: w.fresh("dict.txt")},
+        _dictionary,
+    ),
+    Target("wikilm.WordDictionary.tokenizer", {"longest": "whole"}, owner=_dictionary),
+    Target("wikilm.words_of", {"texts": "sentences"}, {"texts": lambda w: list(w.sentences[:2])}),
+    Target(
+        "training.NgramModel",
+        {"sequences": "object", "order": "whole"},
+        {"sequences": _sequences},
+    ),
+    Target(
+        "training.NgramModel.probability",
+        {"context": "object", "token": ""},
+        {"context": lambda _: [2, 5], "token": lambda _: 6},
+        _ngrams,
+    ),
+    Target("training.NgramModel.perplexity", {"sequences": "object"}, {"sequences": _sequences}, _ngrams),
+    Target(
+        "training.train",
+        {
+            "model": "object", "sequences": "object", "held_out": "object", "n_updates": "whole",
+            "rate": "positive", "every": "whole",
+        },
+        {
+            "model": _small, "sequences": _sequences, "held_out": _sequences, "n_updates": lambda _: 1,
+        },
+    ),
+    Target(
+        "training.compare_with_ngrams",
+        {"model": "object", "sequences": "object", "held_out": "object"},
+        {"model": _small, "sequences": _sequences, "held_out": _sequences},
+    ),
+    Target(
+        "training.training_table",
+        {"run": "object", "perplexities": "object", "corpus": "", "model": "", "n_held_out": "whole"},
+        {
+            "run": lambda _: training.TrainingRun(1, 1.0, [(1, 2.0, 2.0)]), "perplexities": lambda _: {},
+            "model": lambda _: "small", "corpus": lambda _: "words", "n_held_out": lambda _: 2,
+        },
+    ),
+    Target("plots.training_curves", good={"table": _trained}, finish=draw),
+    Target(
+        "training.bpe_tokenizer",
+        {"n_tokens": "whole", "longest": "whole"},
+        {"n_tokens": lambda _: 300, "longest": lambda _: 16},
+    ),
+    Target(
+        "training.token_sequences",
+        {"longest": "whole"},
+        {"longest": lambda _: 16, "tokenizer": lambda w: _dictionary(w).tokenizer()},
+    ),
+    Target("training.word_dictionary", {"n_words": "whole"}, {"n_words": lambda _: 16}),
+]  # fmt: skip

@@ -1,0 +1,15 @@
+from .fitting import LensMoments as LensMoments
+from .fitting import lens_moments as lens_moments
+from .jacobian import fit_jacobian as fit_jacobian
+from .maps import LayerMap as LayerMap
+from .maps import LensParts as LensParts
+from .maps import Standardisation as Standardisation
+from .trained import best_start as best_start
+from .trained import fit_maps as fit_maps
+from .trained import require_method_names as require_method_names
+from .trained import train_maps as train_maps
+from .training import VocabularySample as VocabularySample
+from .training import divergence as divergence
+from .training import polish as polish
+from .training import scale_map as scale_map
+from .training import tune as tune

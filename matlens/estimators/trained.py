@@ -1,0 +1,197 @@
+"""All methods by one call; what no closed form gives starts from one, or from nothing, and is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matlens.activations.activations import Activations, Positions
+from matlens.activations.collecting import collect
+from matlens.arguments import require_choice, short
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples, make_examples
+from matlens.errors import InputError
+from matlens.estimators.fitting import lens_moments, require_layers
+from matlens.estimators.jacobian import PROMPTS, fit_jacobian, longest_sentences
+from matlens.estimators.maps import LayerMap, LensParts, Standardisation
+from matlens.estimators.methods import Method
+from matlens.estimators.training import polish, scale_map, tune
+from matlens.models.identity import ModelIdentity
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM, Site
+from matlens.progress import Bar
+from matlens.signatures import checked
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+ON_ROWS = ("scaled", "polished", "tuned")
+"""Methods that are trained on rows of the layer and of the last one."""
+JACOBIAN = "jacobian"
+TRAINED = (*ON_ROWS, JACOBIAN)
+_FROM_CLOSED = ("scaled", "polished")
+
+
+@checked
+def best_start(model: TransformerBridge) -> str:
+    """The closed form that ``scaled`` and ``polished`` start from: standardised where that can be read."""
+    try:
+        Standardisation.from_model(model)
+    except InputError:
+        return "affine"
+    return "normed+affine"
+
+
+@checked
+def require_method_names(methods: str | Sequence[str]) -> list[str]:
+    """Names of methods, each once: closed forms and ``scaled``, ``polished``, ``tuned`` and ``jacobian``.
+
+    Raises
+    ------
+    InputError
+        A name is none, or there is none.
+    """
+    names = list(dict.fromkeys([methods] if isinstance(methods, str) else methods))
+    if not names:
+        raise InputError("No methods are chosen. Expected one or more.")
+    for name in names:
+        if name not in TRAINED:
+            try:
+                Method.parse(name)
+            except InputError as error:
+                raise InputError(f"{error} Or one of {', '.join(TRAINED)}.") from error
+    return names
+
+
+def closed_forms(names: Sequence[str], model: TransformerBridge) -> list[str]:
+    """The closed forms among names of methods, and the one that trained methods among them start from."""
+    needed = [name for name in names if name not in TRAINED]
+    if {*_FROM_CLOSED} & {*names}:
+        needed.append(best_start(model))
+    return list(dict.fromkeys(needed))
+
+
+def sites_of_rows(names: Sequence[str], layers: Sequence[int] | None, last: int) -> list[int]:
+    """Layers of the stream whose vectors methods need at every row: all where one leaves sinks out."""
+    closed = [Method.parse(name) for name in names if name not in TRAINED]
+    if layers is None or any(not method.sinks for method in closed):
+        return list(range(last + 1))
+    return sorted({Site.parse(layer, last).layer for layer in layers} | {last})
+
+
+@checked
+def train_maps(
+    name: str,
+    readout: Readout,
+    rows: Activations,
+    *,
+    start: LensParts | None = None,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> LensParts:
+    """Maps of a method that is trained on rows, for each layer by itself.
+
+    Parameters
+    ----------
+    name
+        ``"scaled"``: a closed form with the factor on its scores that makes the divergence least.
+        ``"polished"``: that closed form improved by steps down the divergence, see `polish`. ``"tuned"``:
+        trained from the identity, see `tune`.
+    readout
+        The read-out of the model.
+    rows
+        Vectors of the layers and of the last one, row by row.
+    start
+        The closed form that ``scaled`` and ``polished`` start from, see `best_start`.
+    layers
+        The layers, by default those of ``start``, or all but the last.
+    seed
+        Of the rows and tokens that training draws.
+    progress
+        Whether to show a bar over the layers.
+
+    Raises
+    ------
+    InputError
+        It is no such method, or has nothing to start from; or the rows lack a layer.
+    """
+    require_choice(name, ON_ROWS, "The method")
+    last = rows.provenance.identity.n_layers
+    if name in _FROM_CLOSED and start is None:
+        raise InputError(f"{name!r} starts from a closed form, and none is given. Expected such as 'affine'.")
+    begin: dict[int, LayerMap] = {} if start is None or name == "tuned" else dict(start.maps)
+    wanted = list(layers if layers is not None else begin or range(last))
+    absent = [layer for layer in [*wanted, last] if str(Site(STREAM, layer)) not in rows]
+    absent += [layer for layer in wanted if begin and layer not in begin]
+    if absent or not wanted:
+        raise InputError(f"The rows lack the layers {short(absent)}. Collect these sites too.")
+    norm = start.norm if start is not None and begin else None
+    h_last = rows[last]
+    fit: dict[str, Callable[[int], LayerMap]] = {
+        "scaled": lambda layer: scale_map(readout, begin[layer], rows[layer], h_last, norm=norm, seed=seed),
+        "polished": lambda layer: polish(readout, begin[layer], rows[layer], h_last, norm=norm, seed=seed),
+        "tuned": lambda layer: tune(readout, rows[layer], h_last, seed=seed),
+    }
+    maps = {layer: fit[name](layer) for layer in Bar(wanted, desc=name, disable=not progress)}
+    provenance = rows.provenance.with_details(method=name, n_fitted=len(h_last), seed=seed)
+    return LensParts(maps, name, provenance, norm)
+
+
+@checked
+def fit_maps(
+    model: TransformerBridge,
+    data: Corpus | Examples | Activations,
+    methods: str | Sequence[str],
+    *,
+    positions: Positions = "all",
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+    batch_tokens: int | None = None,
+    n_prompts: int = PROMPTS,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> dict[str, LensParts]:
+    """Maps by every method that is asked for, by its name; the parameters are those of `Lens.fit`.
+
+    Raises
+    ------
+    InputError
+        A method is none, or not of this model; the data are not of this model, or lack a layer.
+    """
+    names = require_method_names(methods)
+    n_layers = int(model.cfg.n_layers)
+    wanted = require_layers(layers, n_layers)
+    if JACOBIAN in names and not isinstance(data, Corpus):
+        raise InputError("The method 'jacobian' is fitted on sentences. Expected a corpus.")
+    rows: Activations | None = None
+    if {*ON_ROWS} & {*names}:
+        rows = data if isinstance(data, Activations) else None
+        if rows is None:
+            examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
+            rows = collect(
+                model, examples, sites_of_rows(names, wanted, n_layers), positions=positions, folder=folder,
+                batch_tokens=batch_tokens, progress=progress,
+            )  # fmt: skip
+        rows.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+    fitted: dict[str, LensParts] = {}
+    closed = closed_forms(names, model)
+    if closed:
+        moments = lens_moments(
+            model, data if rows is None else rows, closed, positions=positions, layers=wanted, seed=seed,
+            batch_tokens=batch_tokens, progress=progress,
+        )  # fmt: skip
+        fitted = {name: moments.solve(name) for name in closed}
+    if rows is not None:
+        readout, start = Readout(model), fitted.get(best_start(model))
+        for name in (name for name in names if name in ON_ROWS):
+            fitted[name] = train_maps(
+                name, readout, rows, start=start, layers=wanted, seed=seed, progress=progress
+            )
+    if JACOBIAN in names:
+        assert isinstance(data, Corpus)
+        prompts = Corpus(data.name, tuple(longest_sentences(data, n_prompts)), n_prompts, 0, 0, 0)
+        behind = [layer for layer in wanted if layer]
+        fitted[JACOBIAN] = fit_jacobian(model, prompts, layers=behind, progress=progress)
+    return {name: fitted[name] for name in names}

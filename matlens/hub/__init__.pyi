@@ -1,0 +1,2 @@
+from .repository import HubRepository as HubRepository
+from .repository import HubSnapshot as HubSnapshot

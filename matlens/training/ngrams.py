@@ -1,0 +1,118 @@
+"""What a language model has to beat: n-grams with interpolated Kneser-Ney smoothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from matlens.arguments import require_whole
+from matlens.errors import InputError
+from matlens.signatures import checked
+
+_MOST = 10  # tokens of an n-gram
+
+
+@checked
+class NgramModel:
+    """The next token from the few before it (Kneser and Ney 1995, interpolated as in Chen and Goodman 1999).
+
+    ``p(w | h) = (c(h w) - D)+ / c(h) + D n(h) / c(h) * p(w | shorter h)``, where ``n(h)`` is how many
+    different tokens follow ``h``. At the longest ``h``, ``c`` counts how often; at shorter ones,
+    behind how many different tokens. Below that stands the uniform distribution. For each length
+    ``D = n1 / (n1 + 2 n2)``, of how many n-grams are there once and twice.
+
+    Parameters
+    ----------
+    sequences
+        Sequences of tokens; the first of each is given, and not predicted.
+    d_vocab
+        The number of tokens.
+    order
+        The length of the longest n-gram.
+
+    Raises
+    ------
+    InputError
+        There are no sequences of two tokens or more, a token is out of range, or the order less than 1.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]], *, d_vocab: int, order: int = 3) -> None:
+        self.order = require_whole(order, "The order", least=1, most=_MOST)
+        self.d_vocab = require_whole(d_vocab, "The number of tokens", least=1)
+        require_sequences(sequences, self.d_vocab)
+        # Per length, from 1 on: counts of tokens behind each context.
+        self._counts: list[dict[tuple[int, ...], Counter[int]]] = [
+            defaultdict(Counter) for _ in range(self.order)
+        ]
+        preceded: list[set[tuple[int, ...]]] = [set() for _ in range(self.order)]
+        for tokens in sequences:
+            for i in range(1, len(tokens)):
+                for length in range(1, self.order + 1):
+                    if i - length + 1 < 0:
+                        continue
+                    gram = tuple(tokens[i - length + 1 : i + 1])
+                    if length == self.order or i - length < 0:
+                        # The longest, or one at the beginning, which nothing stands before.
+                        self._counts[length - 1][gram[:-1]][gram[-1]] += 1
+                    elif (longer := tuple(tokens[i - length : i + 1])) not in preceded[length - 1]:
+                        preceded[length - 1].add(longer)
+                        self._counts[length - 1][gram[:-1]][gram[-1]] += 1
+        self._totals = [
+            {context: sum(c.values()) for context, c in counts.items()} for counts in self._counts
+        ]
+        self._discounts = [_discount(counts.values()) for counts in self._counts]
+
+    def probability(self, context: Sequence[int], token: int) -> float:
+        """How probable a token is behind others, of which the last ``order - 1`` count."""
+        p = 1 / self.d_vocab
+        for length in range(1, min(self.order, len(context) + 1) + 1):
+            given = tuple(context[len(context) - length + 1 :])
+            behind = self._counts[length - 1].get(given)
+            if behind is None:
+                break
+            total, discount = self._totals[length - 1][given], self._discounts[length - 1]
+            p = max(behind[token] - discount, 0) / total + discount * len(behind) / total * p
+        return p
+
+    def perplexity(self, sequences: Sequence[Sequence[int]]) -> tuple[float, int]:
+        """Perplexity of all tokens but the first of each sequence, and how many these are.
+
+        Raises
+        ------
+        InputError
+            There are no sequences of two tokens or more, or a token is out of range.
+        """
+        require_sequences(sequences, self.d_vocab)
+        logs = [
+            math.log(self.probability(tokens[max(i - self.order + 1, 0) : i], tokens[i]))
+            for tokens in sequences
+            for i in range(1, len(tokens))
+        ]
+        return math.exp(-math.fsum(logs) / len(logs)), len(logs)
+
+
+def _discount(counts: object) -> float:
+    """``n1 / (n1 + 2 n2)``; a half where nothing is there once or nothing twice."""
+    times: Counter[int] = Counter()
+    for behind in counts:  # type: ignore[attr-defined]
+        times.update(behind.values())
+    once, twice = times[1], times[2]
+    return once / (once + 2 * twice) if once and twice else 0.5
+
+
+def require_sequences(sequences: Sequence[Sequence[int]], d_vocab: int) -> None:
+    """Refuse sequences that are none of tokens of a vocabulary, or have nothing to predict.
+
+    Raises
+    ------
+    InputError
+        They are; the message says how.
+    """
+    if not any(len(tokens) > 1 for tokens in sequences):
+        raise InputError(
+            "No sequence has two tokens. Expected sequences with a first token and some behind it."
+        )
+    for tokens in sequences:
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < d_vocab:
+            raise InputError(f"A token is not among those from 0 to {d_vocab - 1}. Expected these.")

@@ -1,0 +1,262 @@
+"""Training a small language model: seeded, the same however often it is killed, watched on held-out text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from matlens.arguments import require_number, require_seed, require_whole
+from matlens.errors import InputError
+from matlens.progress import Bar
+from matlens.signatures import checked
+from matlens.storage.files import content_hash, system_errors, write_bytes
+from matlens.training.ngrams import require_sequences
+from matlens.wikilm.adaptive import AdaptiveSoftmax
+
+STATE = "training.safetensors"
+_RECORD = "record"
+_WARM = 0.1  # share of the updates in which the rate rises
+_POOL = 32  # batches whose sequences are sorted by length together, so that little is padded
+_BETAS, _DECAY, _CLIP = (0.9, 0.98), 0.01, 1.0
+
+
+@dataclass
+class TrainingRun:
+    """What a training has come to.
+
+    Attributes
+    ----------
+    updates
+        How many updates have been made.
+    seconds
+        How long they took, all runs together, without loading and without held-out text.
+    curve
+        ``(update, training loss, held-out loss)`` now and then, in nats a token; the first is the mean since
+        the entry before.
+    """
+
+    updates: int = 0
+    seconds: float = 0.0
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+def warmed_cosine(step: int, n_steps: int) -> float:
+    """Share of the full rate at an update: it rises in the first tenth, and falls to 0 as a cosine does."""
+    return min(1, (step + 1) / (_WARM * n_steps)) * 0.5 * (1 + math.cos(math.pi * step / n_steps))
+
+
+@checked
+def train(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+    *,
+    folder: str | os.PathLike[str],
+    n_updates: int,
+    batch_size: int = 32,
+    rate: float = 1e-3,
+    every: int = 100,
+    seed: int = 0,
+    progress: bool = True,
+) -> TrainingRun:
+    """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
+
+    Now and then the state is written into the folder, whole or not at all; a run that was killed goes on
+    there and ends with the same weights.
+
+    Parameters
+    ----------
+    model
+        A WikiLM, or another decoder of transformers.
+    sequences, held_out
+        What it is trained on, and what it is watched on.
+    folder
+        Where the state is kept.
+    n_updates, batch_size, rate
+        How many updates of how many sequences, and the rate of AdamW at its highest.
+    every
+        After how many updates the held-out loss is taken and the state is written.
+    seed
+        Seed of the order of sequences, and of dropout.
+    progress
+        Whether to show a bar.
+
+    Raises
+    ------
+    InputError
+        There are no sequences, the folder holds the state of another training, or the loss is not finite.
+    """
+    n_updates = require_whole(n_updates, "n_updates", least=1)
+    batch_size = require_whole(batch_size, "batch_size", least=1)
+    every, seed = require_whole(every, "every", least=1), require_seed(seed)
+    rate = require_number(rate, "rate", least=1e-12)
+    for part in (sequences, held_out):
+        require_readable(model, part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, n_updates))
+    job = {
+        "n_updates": n_updates, "batch_size": batch_size, "rate": rate, "every": every, "seed": seed,
+        "sequences": _digest(sequences), "held_out": _digest(held_out),
+        "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
+    }  # fmt: skip
+    path = Path(folder) / STATE
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
+        losses: list[float] = []
+        start = perf_counter()
+        bar = Bar(total=n_updates, initial=run.updates, desc="training", unit="update", disable=not progress)
+        with bar:
+            while run.updates < n_updates:
+                model.train()
+                batch = _batch(sequences, run.updates, batch_size, seed)
+                loss = next_token_losses(model, batch).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+                optimizer.step()
+                schedule.step()
+                losses.append(loss.item())
+                run.updates += 1
+                bar.update(1)
+                if run.updates % every == 0 or run.updates == n_updates:
+                    run.seconds += perf_counter() - start
+                    watched = sequence_losses(model, held_out, batch_size=batch_size)
+                    run.curve.append((run.updates, math.fsum(losses) / len(losses), watched.mean().item()))
+                    if not all(map(math.isfinite, run.curve[-1])):
+                        raise InputError(
+                            f"The loss is not finite after {run.updates} updates. Expected a lower rate than "
+                            f"{rate:g}."
+                        )
+                    losses = []
+                    _keep(path, job, run, model, optimizer)
+                    start = perf_counter()
+    model.eval()
+    return run
+
+
+def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Negative log-probability of each token but the first of each sequence, one behind the other."""
+    device = next(model.parameters()).device
+    length = max(map(len, sequences))
+    tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
+    there = torch.zeros(len(sequences), length, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.as_tensor(sequence)
+        there[row, : len(sequence)] = True
+    tokens, there = tokens.to(device), there.to(device)
+    inputs, mask, counted = tokens[:, :-1], there[:, :-1].long(), there[:, 1:]
+    head = model.get_output_embeddings()
+    targets = tokens[:, 1:][counted]
+    if isinstance(head, AdaptiveSoftmax):
+        return head.losses(model.features(inputs, mask)[counted], targets)
+    hidden = model.base_model(inputs, attention_mask=mask).last_hidden_state[counted]
+    return cross_entropy(head(hidden), targets, reduction="none")
+
+
+def require_readable(model: Any, sequences: Sequence[Sequence[int]]) -> None:
+    """Refuse what is no decoder of transformers, or sequences that it cannot read.
+
+    Raises
+    ------
+    InputError
+        It is none, has no such tokens, or reads no texts as long.
+    """
+    config, head = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
+    d_vocab = getattr(config, "vocab_size", None)
+    if not callable(head) or head() is None or not isinstance(d_vocab, int):
+        raise InputError(
+            f"model is a {type(model).__name__}. Expected a WikiLMForCausalLM or another decoder of "
+            "transformers, with its language-model head."
+        )
+    require_sequences(sequences, d_vocab)
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and max(map(len, sequences)) > most:
+        raise InputError(f"A sequence has {max(map(len, sequences))} tokens, and the model reads {most}.")
+
+
+@torch.inference_mode()
+def sequence_losses(model: Any, sequences: Sequence[Sequence[int]], *, batch_size: int = 32) -> Tensor:
+    """The same for many sequences, in evaluation mode and batch by batch."""
+    model.eval()
+    batches = (sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size))
+    return torch.cat([next_token_losses(model, batch).cpu() for batch in batches])
+
+
+def _batch(sequences: Sequence[Sequence[int]], step: int, size: int, seed: int) -> list[Sequence[int]]:
+    """The sequences of an update: an epoch is a permutation, of which many batches are sorted by length."""
+    per_epoch = max(len(sequences) // size, 1)
+    epoch, within = divmod(step, per_epoch)
+    generator = np.random.default_rng((seed, epoch))
+    order = generator.permutation(len(sequences))[: per_epoch * size]
+    batches: list[np.ndarray] = []
+    for start in range(0, len(order), _POOL * size):
+        pool = order[start : start + _POOL * size]
+        pool = pool[np.argsort([len(sequences[i]) for i in pool], kind="stable")]
+        batches += np.split(pool, range(size, len(pool), size))
+    return [sequences[i] for i in batches[int(generator.permutation(len(batches))[within])]]
+
+
+def _digest(sequences: Sequence[Sequence[int]]) -> str:
+    return content_hash({"sequences": [list(map(int, tokens)) for tokens in sequences]})[:16]
+
+
+def _keep(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, optimizer: Any) -> None:
+    """Write all that goes on depends on: weights, moments, the generator of dropout, and what is done."""
+    from safetensors.torch import save
+
+    tensors = {"generator": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        moments = optimizer.state[parameter]
+        tensors[f"weight.{name}"] = parameter.detach()
+        tensors |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    record = {"job": job, "updates": run.updates, "seconds": run.seconds, "curve": run.curve}
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with system_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, save(content, {_RECORD: json.dumps(record)}))
+
+
+def _go_on(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, schedule: Any) -> TrainingRun:
+    """Take up what a run before has left."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            record = json.loads(file.metadata()[_RECORD])
+            same = record["job"] == job
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if same else {}  # noqa: SIM118
+        run = TrainingRun(
+            int(record["updates"]), float(record["seconds"]), [tuple(row) for row in record["curve"]]
+        )
+    except Exception as error:  # safetensors has errors of its own
+        raise InputError(f"{path} is damaged ({type(error).__name__}). Remove it to train anew.") from error
+    if not same:
+        raise InputError(
+            f"{path} is of another training: other text, sizes, rate or seed. Remove it, or write elsewhere."
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"weight.{name}"])
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(run.updates)),
+                **{
+                    kind: tensors[f"{kind}.{name}"].to(parameter.device) for kind in ("exp_avg", "exp_avg_sq")
+                },
+            }
+    torch.set_rng_state(tensors["generator"])
+    schedule.last_epoch = run.updates
+    for group, base in zip(optimizer.param_groups, schedule.base_lrs, strict=True):
+        group["lr"] = base * warmed_cosine(run.updates, job["n_updates"])
+    return run

@@ -1,0 +1,79 @@
+"""What a training has come to as a table: losses by update, and perplexities beside those of n-grams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from matlens import metrics
+from matlens.metrics import Estimate
+from matlens.signatures import checked
+from matlens.storage.tables import result_row, result_table
+from matlens.training.ngrams import NgramModel
+from matlens.training.running import TrainingRun, require_readable, sequence_losses
+
+TRAINING, ORDERS = "training", {"unigrams": 1, "bigrams": 2, "trigrams": 3}
+
+
+@checked
+def compare_with_ngrams(
+    model: nn.Module, sequences: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]]
+) -> dict[str, Estimate]:
+    """Perplexity of held-out text under a model and under n-grams of the text that it was trained on.
+
+    The interval of the model's is that of its mean loss over tokens.
+
+    Parameters
+    ----------
+    model
+        The model.
+    sequences, held_out
+        Sequences of tokens; the first of each is given.
+    """
+    for part in (sequences, held_out):
+        require_readable(model, part)
+    loss = metrics.mean(sequence_losses(model, held_out))
+    value, low, high = (math.exp(nats) for nats in loss[:3])
+    d_vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    table = {"model": Estimate(value, low, high, loss.n)}
+    for name, order in ORDERS.items():
+        found = NgramModel(sequences, d_vocab=d_vocab, order=order).perplexity(held_out)
+        table[name] = Estimate.without_interval(*found)
+    return table
+
+
+@checked
+def training_table(
+    run: TrainingRun, perplexities: Mapping[str, Any], *, model: str, corpus: str, n_held_out: int
+) -> pd.DataFrame:
+    """Rows of ``loss`` by update (``k``), of training and held-out text, and of ``perplexity``.
+
+    Parameters
+    ----------
+    run
+        The training.
+    perplexities
+        What `compare_with_ngrams` gives.
+    model, corpus
+        Names for the table.
+    n_held_out
+        How many sequences the held-out losses are of.
+    """
+    named: dict[str, Any] = {"model": model, "corpus": corpus, "layer": None, "target": None}
+    rows = [
+        result_row(
+            TRAINING, **named, method=method, metric="loss", k=update,
+            estimate=Estimate.without_interval(loss, n_held_out),
+        )
+        for update, trained, watched in run.curve
+        for method, loss in (("training", trained), ("held-out", watched))
+    ]  # fmt: skip
+    rows += [
+        result_row(TRAINING, **named, method=method, metric="perplexity", estimate=estimate)
+        for method, estimate in perplexities.items()
+    ]
+    return result_table(rows)

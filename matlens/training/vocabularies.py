@@ -1,0 +1,83 @@
+"""A vocabulary of a corpus: its words with fairseq's dictionary, or pieces of words; sentences as tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from matlens.arguments import require_whole, short
+from matlens.corpora.corpus import Corpus
+from matlens.errors import InputError
+from matlens.signatures import checked
+from matlens.wikilm.dictionary import WordDictionary, words_of
+
+END = "<|endoftext|>"  # as in GPT-2, before each text and behind it
+
+
+@checked
+def word_dictionary(corpus: Corpus, *, n_words: int) -> WordDictionary:
+    """The most frequent words of a corpus, as a WikiLM reads them.
+
+    Parameters
+    ----------
+    corpus
+        The sentences.
+    n_words
+        How many words at most, the four special ones included.
+    """
+    counts = Counter(word for words in words_of(corpus.sentences) for word in words)
+    return WordDictionary.from_counts(counts.items(), n_words=n_words)
+
+
+@checked
+def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
+    """A tokenizer of GPT-2's kind, byte-level BPE, learnt from a corpus.
+
+    Parameters
+    ----------
+    corpus
+        The sentences.
+    n_tokens
+        How many tokens there are at most: 256 bytes, the end of a text, and as many merges as the text has.
+    longest
+        The longest text that the model will read, in tokens.
+    """
+    n_tokens = require_whole(n_tokens, "n_tokens", least=258)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_tokens, special_tokens=[END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(corpus.sentences, trainer)
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=longest, name_or_path="", **ends
+    )
+
+
+@checked
+def token_sequences(tokenizer: Any, corpus: Corpus, *, longest: int) -> list[list[int]]:
+    """Each sentence as the end of a text, its tokens, and the end of a text again.
+
+    Parameters
+    ----------
+    tokenizer
+        The tokenizer.
+    corpus
+        The sentences.
+    longest
+        Sentences that have more tokens, both ends included, are cut.
+    """
+    longest = require_whole(longest, "longest", least=3)
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is None or not callable(tokenizer):
+        raise InputError(f"tokenizer is {short(tokenizer)}. Expected one of transformers with an eos_token.")
+    encoded = tokenizer(list(corpus.sentences), add_special_tokens=False, verbose=False)
+    texts: Sequence[Sequence[int]] = encoded["input_ids"]
+    return [[end, *tokens, end][:longest] for tokens in texts]

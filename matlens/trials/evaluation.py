@@ -1,0 +1,177 @@
+"""What a pruned model loses, and what it saves: on running text, and a token at a time."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from matlens import metrics
+from matlens.arguments import require_whole, short
+from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
+from matlens.corpora.examples import Examples, require_own_tokens
+from matlens.errors import InputError
+from matlens.models.identity import ModelIdentity
+from matlens.progress import Bar
+from matlens.pruning.calibration import whole_windows
+from matlens.pruning.layouts import plain_copy
+from matlens.pruning.pruned import Pruned
+from matlens.signatures import checked
+from matlens.storage.tables import result_row, result_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformer_lens.model_bridge import TransformerBridge
+
+EXPERIMENT = "pruning"
+_TOKENS = 1024  # of a batch, each with its distribution over the vocabulary
+_PROMPT, _WRITTEN = 8, 32
+
+
+class ReadText(NamedTuple):
+    """What a model makes of texts: its losses, and the token it thinks most likely after each."""
+
+    losses: TextLosses
+    likeliest: Int[Tensor, "n length_less_1"]
+
+
+class Speed(NamedTuple):
+    """What a token costs where one is written after the other, with the key-value cache.
+
+    Attributes
+    ----------
+    seconds
+        For a token, the least of several rounds.
+    weights
+        Bytes of the weights.
+    cache
+        Bytes of the cache for a token.
+    """
+
+    seconds: float
+    weights: int
+    cache: int
+
+
+@checked
+def compare_pruned(
+    model: TransformerBridge, pruned: Pruned, windows: Examples, *, progress: bool = True
+) -> pd.DataFrame:
+    """Perplexity of the whole and of the pruned model on the same windows, and how often both think alike.
+
+    A row each: ``perplexity`` of the methods ``whole`` and ``pruned``, the ``ratio`` of the two, and
+    ``agreement``, the share of places at which both think the same next token most likely; with 95%
+    intervals.
+
+    Parameters
+    ----------
+    model
+        The whole model.
+    pruned
+        What was made of it.
+    windows
+        Running text that neither was calibrated on, see `matlens.corpora.make_windows`; windows that are
+        shorter than the first are not read.
+    progress
+        Whether to show bars.
+
+    Raises
+    ------
+    InputError
+        The pruned model was made of another, or the windows are of another way of making tokens.
+    """
+    whole_identity = ModelIdentity.from_model(model)
+    pruned.provenance.require_same(whole_identity, ours="the pruned model", theirs="the whole model")
+    require_own_tokens(model, windows)
+    tokens = whole_windows(windows)
+    whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
+    rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
+    same: Bool[Tensor, " places"] = (whole.likeliest == rest.likeliest).flatten()
+    identity, corpus = pruned.provenance.identity, str(windows.provenance.get("corpus", "unnamed"))
+
+    def row(method: str, metric: str, estimate: metrics.Estimate) -> dict[str, Any]:
+        return result_row(
+            EXPERIMENT, model=identity.name, corpus=corpus, method=method, layer=None, target=None,
+            metric=metric, estimate=estimate, n_left_out=len(pruned.blocks), fold=pruned.method.value,
+        )  # fmt: skip
+
+    return result_table(
+        [
+            row("whole", "perplexity", perplexity_estimate(whole.losses)),
+            row("pruned", "perplexity", perplexity_estimate(rest.losses)),
+            row("pruned", "ratio", perplexity_ratio(rest.losses, whole.losses)),
+            row("pruned", "agreement", metrics.proportion(same)),
+        ],
+        "n_left_out",
+        "fold",
+    )
+
+
+@torch.inference_mode()
+def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progress: bool) -> ReadText:
+    """Let a plain model read texts of equal length."""
+    losses, likeliest = [], []
+    with Bar(total=len(tokens), desc=desc, unit="window", disable=not progress) as bar:
+        for part in tokens.split(max(1, _TOKENS // tokens.shape[1])):
+            part = part.to(model.device)
+            log_p = model(part, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            of_next = log_p.gather(2, part[:, 1:, None])[..., 0]
+            if not bool(of_next.isfinite().all()):
+                raise InputError(
+                    "The pruned model's probabilities are not finite. Expected a larger penalty."
+                )
+            losses.append(-of_next.double().sum(1).cpu())
+            likeliest.append(log_p.argmax(-1).cpu())
+            bar.update(len(part))
+    total = torch.cat(losses).numpy()
+    return ReadText(TextLosses(total, np.full(len(total), tokens.shape[1] - 1)), torch.cat(likeliest))
+
+
+@checked
+@torch.inference_mode()
+def speed(model: Any, *, n_tokens: int | None = None, rounds: int = 3) -> Speed:
+    """Time the writing of tokens one by one, after a prompt of eight.
+
+    Parameters
+    ----------
+    model
+        A plain model.
+    n_tokens
+        How many are written in a round, by default 32, or as many as the context has room for.
+    rounds
+        How often; the quickest round counts.
+
+    Raises
+    ------
+    InputError
+        It is no model, or its context has no room for so many tokens.
+    """
+    require_whole(rounds, "rounds", least=1)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "device"):
+        raise InputError(f"model is {short(model)}. Expected a plain model of transformers.")
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    room = None if context is None else context - _PROMPT
+    wanted = min(_WRITTEN, room or _WRITTEN) if n_tokens is None else n_tokens
+    n_tokens = require_whole(wanted, "n_tokens", least=1, most=room)
+    device: Any = model.device
+    prompt = torch.arange(_PROMPT)[None].to(device) + 3
+    seconds = []
+    for _ in range(rounds):
+        given = model(prompt, use_cache=True)
+        cache, token = given.past_key_values, given.logits[:, -1:].argmax(-1)
+        start = time.perf_counter()
+        for _ in range(n_tokens):
+            given = model(token, past_key_values=cache, use_cache=True)
+            cache, token = given.past_key_values, given.logits[:, -1:].argmax(-1)
+        seconds.append((time.perf_counter() - start) / n_tokens)
+    held = sum(
+        tensor.numel() * tensor.element_size()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    )
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return Speed(min(seconds), weights, held // (_PROMPT + n_tokens))

@@ -1,0 +1,94 @@
+"""Maps in the place of blocks and sub-modules do what the same maps do by `patched`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_sentences
+
+import matlens
+from matlens import InputError, MapSet
+from matlens.explorer import Change, LiveModel, compare_changes, offered_maps
+from matlens.models.anatomy import Anatomy
+from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, submodule_pairs
+
+Fitted = tuple[Any, MapSet, MapSet]
+PROMPT = "w1 w2 w9"
+
+
+@pytest.fixture(scope="module")
+def fitted(small_model: Callable[[str], Any]) -> Fitted:
+    """A model, maps onto its last layers, and maps of its sub-modules in the first two blocks."""
+    model = small_model("llama")
+    examples = matlens.make_examples(model, make_sentences())
+    pairs = [pair for pair in submodule_pairs(Anatomy.from_model(model)) if not pair[0].endswith(".2")]
+    sites = [0, 1, 3, *(site for pair in pairs for site in pair)]
+    samples = matlens.collect(model, examples, sites, positions="all", progress=False)
+    jumps = MapSet.fit(samples, pairs=[(0, 3), (1, 3), (0, 1)], progress=False)
+    return model, jumps, MapSet(list(fit_submodules(samples, pairs, progress=False)))
+
+
+def by_hand(model: Any, replacements: Any) -> list[float]:
+    tokens = model.to_tokens(PROMPT)
+    with torch.inference_mode(), matlens.patched(model, replacements):
+        return model(tokens, return_type="logits")[0, -1].softmax(-1).topk(10).values.tolist()
+
+
+def test_offers_are_what_the_sets_have_maps_for(fitted: Fitted) -> None:
+    _, jumps, inside = fitted
+    assert offered_maps([]) == {"mat": [], "mat_attn": [], "mat_ffn": [], "mat_ln1_ln2": []}
+    offers = offered_maps([jumps, inside])
+    assert sorted(offers.pop("mat")) == ["0-1", "0-3", "1-3"]
+    assert offers == {kind: ["0", "1"] for kind in ("mat_attn", "mat_ffn", "mat_ln1_ln2")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "make"),
+    [
+        ("mat", "1-3", lambda jumps, inside: [matlens.jump(jumps, 1, 3)]),
+        ("mat_attn", "1", lambda jumps, inside: [mat_attn(inside, 1, 2)]),
+        ("mat_ffn", "0-2", lambda jumps, inside: [mat_ffn(inside, 0, 2)]),
+        ("mat_ln1_ln2", "0", lambda jumps, inside: [mat_ln1_ln2(inside, 0, 1)]),
+    ],
+)
+def test_maps_stand_in_as_they_do_by_hand(kind: str, which: str, make: Any, fitted: Fitted) -> None:
+    model, jumps, inside = fitted
+    expected = by_hand(model, [one for replacements in make(jumps, inside) for one in replacements])
+    before, after = compare_changes(model, PROMPT, [Change(kind, which)], maps=[jumps, inside], n_tokens=1)
+    torch.testing.assert_close(torch.tensor([p for _, p in after.tokens]), torch.tensor(expected))
+    assert before.tokens != after.tokens
+
+
+def test_blocks_in_a_row_are_changed_together(fitted: Fitted) -> None:
+    model, *_ = fitted
+    both = compare_changes(model, PROMPT, [Change("attn", "0-2")], n_tokens=1)[1]
+    one_by_one = compare_changes(model, PROMPT, [Change("attn", "0"), Change("attn", "1")], n_tokens=1)[1]
+    assert both == one_by_one
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "message"),
+    [
+        ("mat", "2-3", "no map from layer 2 to 3"), ("mat_attn", "2", "no map of this kind"),
+        ("mat_ffn", "1-3", "blocks 1 to 2"), ("mat", "x", "neither a block nor a range"),
+        ("attn", "3", "neither a block nor a range"), ("jump", "2-1", "neither a block nor a range"),
+        ("mat_heads", "1", "one of"),
+    ],
+)  # fmt: skip
+def test_changes_without_a_map_are_refused(kind: str, which: str, message: str, fitted: Fitted) -> None:
+    model, jumps, inside = fitted
+    with pytest.raises(InputError, match=message):
+        compare_changes(model, PROMPT, [Change(kind, which)], maps=[jumps, inside], n_tokens=1)
+
+
+def test_the_live_page_offers_what_there_are_maps_for(
+    fitted: Fitted, small_model: Callable[[str], Any]
+) -> None:
+    model, jumps, inside = fitted
+    page = LiveModel(model, maps=[jumps, inside])
+    assert offered_maps(page._maps)["mat"]
+    with pytest.raises(InputError, match="the maps"):
+        LiveModel(small_model("gpt2"), maps=[jumps])

@@ -1,0 +1,156 @@
+"""Training by hand: the same steps in a loop of torch, and the same again after a kill."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from matlens import InputError
+from matlens.training import running
+from matlens.training.running import next_token_losses, sequence_losses, train, warmed_cosine
+from matlens.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
+
+V = 24
+GENERATOR = np.random.default_rng(1)
+SEQUENCES = [[2, *map(int, GENERATOR.integers(4, V, GENERATOR.integers(2, 9)))] for _ in range(30)]
+HELD_OUT = [[2, 5, 6, 7, 2], [2, 23, 4]]
+
+
+def make(kind: str, dropout: float = 0.1) -> Any:
+    torch.manual_seed(0)
+    if kind == "wikilm":
+        return WikiLMForCausalLM(
+            WikiLMConfig(
+                vocab_size=V, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+                max_position_embeddings=16, cutoffs=[8, 16], adaptive_factor=2.0, dropout=dropout,
+            )
+        )  # fmt: skip
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), 2)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=8, n_layer=2, n_head=2, n_positions=16, **ends))
+
+
+def options(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "folder": folder, "n_updates": 6, "batch_size": 4, "every": 2, "rate": 1e-2, "progress": False,
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["wikilm", "gpt2"])
+def test_losses_are_of_each_next_token(kind: str) -> None:
+    model = make(kind).eval()
+    expected = []
+    with torch.no_grad():
+        for tokens in HELD_OUT:
+            log_p = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            expected += [-float(log_p[i - 1, tokens[i]]) for i in range(1, len(tokens))]
+    ours = sequence_losses(model, HELD_OUT, batch_size=2)
+    torch.testing.assert_close(ours, torch.tensor(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(sequence_losses(model, HELD_OUT, batch_size=1), ours, atol=1e-5, rtol=0)
+
+
+def test_updates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    ours, theirs = make("wikilm", dropout=0.0), make("wikilm", dropout=0.0)
+    run = train(ours, SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=4))
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.01)
+    losses = []
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 1e-2 * warmed_cosine(step, 4)
+        loss = next_token_losses(theirs, running._batch(SEQUENCES, step, 4, 0)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    for (name, first), second in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(first, second, msg=name)
+    assert [update for update, _, _ in run.curve] == [2, 4]
+    assert [trained for _, trained, _ in run.curve] == pytest.approx(
+        [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
+    )
+    assert run.curve[-1][2] == pytest.approx(float(sequence_losses(theirs, HELD_OUT).mean()))
+    assert run.seconds > 0
+    assert not ours.training
+
+
+@pytest.mark.parametrize("kind", ["wikilm", "gpt2"])
+def test_a_run_that_was_killed_ends_with_the_same_weights(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, whose generator goes on too; what was done after the last state is done again."""
+    whole, parts = make(kind), make(kind)
+    expected = train(whole, SEQUENCES, HELD_OUT, **options(tmp_path / "whole"))
+    counted, plain = [0], running.next_token_losses
+
+    def killed(model: Any, batch: Any) -> Any:
+        counted[0] += model.training
+        if counted[0] == 4:
+            raise KeyboardInterrupt
+        return plain(model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "next_token_losses", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(parts, SEQUENCES, HELD_OUT, **options(tmp_path / "parts"))
+    again = make(kind)
+    run = train(again, SEQUENCES, HELD_OUT, **options(tmp_path / "parts"))
+    assert run.curve == expected.curve
+    for first, second in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(first, second)
+    assert train(make(kind), SEQUENCES, HELD_OUT, **options(tmp_path / "parts")).curve == run.curve
+
+
+def test_every_sequence_is_seen_once_an_epoch() -> None:
+    batches = [running._batch(SEQUENCES, step, 5, 3) for step in range(12)]
+    for epoch in (batches[:6], batches[6:]):
+        seen = sorted(tuple(tokens) for batch in epoch for tokens in batch)
+        assert seen == sorted(map(tuple, SEQUENCES))
+    assert batches[:6] != batches[6:]
+    assert len(running._batch(SEQUENCES[:3], 0, 5, 0)) == 3
+
+
+def test_the_rate_rises_and_falls() -> None:
+    shares = [warmed_cosine(step, 100) for step in range(100)]
+    assert shares[0] == pytest.approx(0.1)
+    assert max(shares) == shares[9]
+    assert shares[75] == pytest.approx(0.5 * (1 + math.cos(0.75 * math.pi)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 1}, "another training"),
+        ({"n_updates": 9}, "another training"),
+        ({"rate": 0.1}, "another training"),
+    ],
+)
+def test_the_state_of_another_training_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
+    with pytest.raises(InputError, match=said):
+        train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2) | changes)
+
+
+def test_a_damaged_state_and_a_loss_that_is_none_are_refused(tmp_path: Path) -> None:
+    train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
+    path = tmp_path / running.STATE
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="damaged"):
+        train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
+    broken = make("wikilm")
+    with torch.no_grad():
+        broken.lm_head.classes.fill_(math.nan)
+    with pytest.raises(InputError, match="not finite"):
+        train(broken, SEQUENCES, HELD_OUT, **options(tmp_path / "b"))
+    with pytest.raises(InputError, match="No sequence has two tokens"):
+        train(make("wikilm"), SEQUENCES, [[2]], **options(tmp_path / "c"))
+    with pytest.raises(InputError, match="not among those from 0 to 23"):
+        train(make("wikilm"), [[2, V]], HELD_OUT, **options(tmp_path / "c"))
+    with pytest.raises(InputError, match="the model reads 16"):
+        train(make("gpt2"), SEQUENCES, [[2] * 17], **options(tmp_path / "c"))
+    with pytest.raises(InputError, match="Linear"):
+        train(torch.nn.Linear(2, 2), SEQUENCES, HELD_OUT, **options(tmp_path / "c"))

@@ -1,0 +1,47 @@
+"""Vocabularies of a corpus: counted by hand, and read back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from conftest import make_sentences
+
+from matlens import InputError
+from matlens.training.vocabularies import END, bpe_tokenizer, token_sequences, word_dictionary
+
+
+def test_a_dictionary_has_the_most_frequent_words() -> None:
+    corpus = make_sentences()
+    counts = Counter(" ".join(corpus.sentences).split())
+    expected = sorted(counts, key=lambda word: (-counts[word], word))[:16]
+    dictionary = word_dictionary(corpus, n_words=20)
+    assert list(dictionary.words[4:20]) == expected
+    assert list(dictionary.counts[4:20]) == [counts[word] for word in expected]
+
+
+def test_sentences_become_tokens_between_two_ends() -> None:
+    corpus = make_sentences()
+    dictionary = word_dictionary(corpus, n_words=20)
+    sequences = token_sequences(dictionary.tokenizer(), corpus, longest=9)
+    for sentence, tokens in zip(corpus.sentences, sequences, strict=True):
+        known = [word if word in dictionary.words else "<unk>" for word in sentence.split()]
+        assert [dictionary.words[token] for token in tokens] == ["</s>", *known, "</s>"][:9]
+
+
+def test_pieces_of_words_are_learnt_and_read_back() -> None:
+    corpus = make_sentences()
+    tokenizer = bpe_tokenizer(corpus, n_tokens=280, longest=32)
+    assert len(tokenizer) == 280
+    assert tokenizer.model_max_length == 32
+    (tokens,) = token_sequences(tokenizer, type(corpus)("one", corpus.sentences[:1], 1, 0, 0, 0), longest=64)
+    assert tokenizer.decode(tokens) == f"{END}{corpus.sentences[0]}{END}"
+    assert len(tokens) < len(corpus.sentences[0])
+    assert tokenizer.decode(tokenizer("naïve 日本")["input_ids"]) == "naïve 日本"
+
+
+def test_numbers_that_leave_no_room_are_refused() -> None:
+    with pytest.raises(InputError, match="n_tokens"):
+        bpe_tokenizer(make_sentences(), n_tokens=100, longest=8)
+    with pytest.raises(InputError, match="n_words"):
+        word_dictionary(make_sentences(), n_words=4)

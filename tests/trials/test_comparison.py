@@ -1,0 +1,75 @@
+"""Methods side by side give what each gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import WORDS
+
+from matlens import InputError, pruning, trials
+from matlens.corpora import Corpus, make_windows
+
+METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
+
+
+@pytest.fixture(scope="module")
+def texts(small_model: Callable[[str], Any]) -> list[Any]:
+    generator = np.random.default_rng(5)
+    return [
+        make_windows(
+            small_model("gpt2"), Corpus(name, (" ".join(generator.choice(WORDS, 400)),), 1, 0, 0, 0), size=20
+        )
+        for name in ("fitted", "a", "b")
+    ]
+
+
+@pytest.fixture(scope="module")
+def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
+    judged = {"a": texts[1], "b": texts[2]}
+    return trials.pruning_table(
+        small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES, progress=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "choice", "method"), [(1, "angle", "replaceme"), (1, "loss", "refit"), (2, "loss", "out")]
+)
+def test_a_row_is_what_pruning_alone_gives(
+    n: int, choice: str, method: str, table: pd.DataFrame, small_model: Callable[[str], Any], texts: list[Any]
+) -> None:
+    model = small_model("gpt2")
+    pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
+    for name, judged in (("a", texts[1]), ("b", texts[2])):
+        rows = table[(table["n_left_out"] == n) & (table["choice"] == choice) & (table["method"] == method)]
+        ours = rows[rows["corpus"] == name].set_index("metric")["value"]
+        assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
+        alone = trials.compare_pruned(model, pruned, judged, progress=False)
+        expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
+        pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
+        whole = table[(table["method"] == "whole") & (table["corpus"] == name)]["value"].item()
+        assert whole == pytest.approx(alone[alone["method"] == "whole"]["value"].item())
+
+
+def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
+    rows = [
+        ("whole", "", 0, 10.0), ("replaceme", "angle", 3, 30.0), ("refit", "greedy", 3, 20.0),
+        ("out", "angle", 3, 50.0),
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["method", "choice", "n_left_out", "value"]).assign(
+        corpus="a", metric="perplexity", blocks=""
+    )
+    gone = trials.added_perplexity(table).set_index("method")["gone"]
+    assert gone.to_dict() == pytest.approx({"replaceme": 0, "refit": 0.5, "out": -1})
+    with pytest.raises(InputError, match="no replaceme"):
+        trials.added_perplexity(table[table["choice"] != "angle"])
+
+
+def test_nothing_to_compare_is_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
+    with pytest.raises(InputError, match="nothing to compare"):
+        trials.pruning_table(small_model("gpt2"), texts[0], {}, [1], progress=False)
+    with pytest.raises(InputError, match="from 1 to 2"):
+        trials.pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [3], progress=False)
