@@ -18,8 +18,9 @@ WORKERS ?= 2
 BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
-# Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
-# analysis's target. JOBS analyses run at a time, each of which computes with one thread.
+# About ninety minutes on two cores (docs/results/audit.md says what each takes); 'make results SIZES=paper' has the
+# papers' sizes. $(RESULTS)/NAME.csv is one analysis's target. JOBS analyses run at a time, each of which computes with
+# one thread.
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
@@ -94,7 +95,10 @@ RESULTS_B := \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
 
-.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b pages docs install clean
+# Linear parts and what can be left out: an hour and a half more, so 'make results-c' is asked for by itself.
+RESULTS_C := linearity linearity_bert pruning
+
+.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-c pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -139,6 +143,11 @@ tables: $(RESULTS)/$(firstword $(RESULTS_A)).csv results-b results-a $(RESULTS)/
 results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
 
 results-b: $(RESULTS_B:%=$(RESULTS)/%.csv)
+
+results-c: install
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) $(RESULTS_C:%=$(RESULTS)/%.csv)
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
 
 # The pages alone, after a change of a section.
 pages: install

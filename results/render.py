@@ -29,7 +29,7 @@ What a section can say, beside all that Jinja2 and pandas offer:
     Rows of a table that lies beside the sections.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
-``judging``, ``lens``, ``linearity``
+``judging``, ``lens``, ``linearity``, ``trials``
     The rooms of matlens, whose ``lens.savings(table)`` and the like sum a table up.
 """
 
@@ -50,7 +50,7 @@ import jinja2
 import pandas as pd
 from markdown.extensions.toc import slugify
 
-from matlens import InputError, judging, lens, linearity
+from matlens import InputError, judging, lens, linearity, trials
 from matlens.storage import read_table
 
 RESULTS = Path(__file__).resolve().parent
@@ -259,7 +259,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
-        "judging": judging, "lens": lens, "linearity": linearity,
+        "judging": judging, "lens": lens, "linearity": linearity, "trials": trials,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}

@@ -13,7 +13,7 @@ from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOp
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.cli.several import agreed, leading, run_with_others
-from matlens.commands import cache, explore, lens, prune, shards, updates, values
+from matlens.commands import cache, explore, lens, parts, shards, updates, values
 from matlens.commands import plan as planning
 from matlens.errors import InputError
 from matlens.processes.joining import started_by_many
@@ -176,7 +176,8 @@ app.command()(shards.shard)
 app.command()(shards.merge)
 app.command()(explore.explore)
 app.command()(explore.serve)
-app.command()(prune.prune)
+app.command()(parts.linearity)
+app.command()(parts.prune)
 
 
 def main() -> None:

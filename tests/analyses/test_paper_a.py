@@ -18,6 +18,7 @@ import pytest
 import torch
 from analysing import (
     LENSES,
+    LINEARITY,
     NO_CORPUS,
     OF_FFNS,
     OPTIONS,
@@ -38,7 +39,7 @@ from matlens.corpora.examples import is_masked
 from matlens.patching.schemes import wrr_schemes
 
 OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own
-ELSEWHERE = (LENSES, PRUNING)  # with tests of their own
+ELSEWHERE = (LENSES, LINEARITY, PRUNING)  # with tests of their own
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
