@@ -18,8 +18,9 @@ WORKERS ?= 2
 BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
-# Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
-# analysis's target. JOBS analyses run at a time, each of which computes with one thread.
+# About ninety minutes on two cores (docs/results/audit.md says what each takes); 'make results SIZES=paper' has the
+# papers' sizes. $(RESULTS)/NAME.csv is one analysis's target. JOBS analyses run at a time, each of which computes with
+# one thread.
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small

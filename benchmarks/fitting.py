@@ -9,7 +9,7 @@ least 12 times faster than scikit-learn.
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -50,7 +50,7 @@ def main(
 
     best = fastest({"floor": floor, "ours": ours, "scikit_learn": scikit_learn}, rounds)
     best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
-    job = {"pairs": len(pairs), "samples": samples, "width": width, "rounds": rounds}
+    job: dict[str, Any] = {"pairs": len(pairs), "samples": samples, "width": width, "rounds": rounds}
     measured = Measured("fitting", out, **job)
     measured.add_times(best)
     measured.add("fitting all pairs / its products", best["ours"] / best["floor"], most=1.2, profiled=ours)

@@ -69,20 +69,20 @@ def _measured(sentences: int, mode: str) -> float:
     return float(peak)
 
 
-def _collected(model: Any, examples: Any, folder: Path, **how: Any) -> None:
+def _collected(model: Any, examples: Any, **how: Any) -> None:
     collect(model, examples, progress=False, **how)
 
 
 def _on_disk(model: Any, examples: Any, folder: Path) -> None:
-    _collected(model, examples, folder, folder=folder)
+    _collected(model, examples, folder=folder)
 
 
 def _in_memory(model: Any, examples: Any, folder: Path) -> None:
-    _collected(model, examples, folder)
+    _collected(model, examples)
 
 
 def _all_positions(model: Any, examples: Any, folder: Path) -> None:
-    _collected(model, examples, folder, folder=folder, positions="all")
+    _collected(model, examples, folder=folder, positions="all")
 
 
 def _moments(model: Any, examples: Any, folder: Path) -> None:

@@ -68,7 +68,7 @@ class Measured:
 
     def __init__(self, name: str, out: Path | None, *, model: str = "", corpus: str = "", **job: Any) -> None:
         self._name, self._out, self._rows = f"speed_{name}", out, list[dict[str, Any]]()
-        self._on = {"experiment": "speed", "model": model, "corpus": corpus}
+        self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
         self._origin: dict[str, Any] = {
             "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
         }  # fmt: skip
@@ -101,8 +101,10 @@ class Measured:
         reached = (most is None or value <= most) and (least is None or value >= least)
         print(f"{what}: {value:.4g} {unit}{f' (aim: {aim})' if aim else ''}", flush=True)
         estimate = Estimate.without_interval(value, 1)
-        named = {"method": what, "layer": None, "target": None, "metric": unit, "estimate": estimate}
-        self._rows.append(result_row(**self._on, **named, aim=aim, reached=reached if aim else None))
+        named: dict[str, Any] = {"method": what, "layer": None, "target": None, "metric": unit}
+        self._rows.append(
+            result_row(**self._on, **named, estimate=estimate, aim=aim, reached=reached if aim else None)
+        )
         if not reached and profiled is not None:
             self._origin["profiles"][what] = _profile(profiled)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -210,7 +210,7 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
     rows = []
     for names, part in table.groupby(named, sort=False, dropna=False):
-        cells = dict(zip(named, names, strict=True))
+        cells: dict[str, Any] = dict(zip(named, names, strict=True))
         mean = Estimate.without_interval(float(part["value"].mean()), int(part["n"].iloc[0]))
         k = None if pd.isna(cells["k"]) else cells["k"]
         rows.append(result_row(**cells | {"k": k}, layer=None, estimate=mean))

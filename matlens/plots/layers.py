@@ -331,7 +331,8 @@ def trajectory_figure(
     ax.grid(False)
     for row, column in np.ndindex(values.shape):
         text = literal(_short_token(str(words.iat[row, column])))
-        ax.text(column, row, text, ha="center", va="center", fontsize=6, color=ink(image, shown[row, column]))
+        colour_of_text = ink(image, float(shown[row, column]))
+        ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour_of_text)
     ax.set_xticks(range(n), [literal(_short_token(str(token))) for token in tokens], rotation=45, ha="right")
     ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
     ax.set_yticks([layers.index(tick) for tick in ticks], list(map(str, ticks)))
