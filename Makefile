@@ -18,8 +18,9 @@ WORKERS ?= 2
 BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
 # Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
-# Under ninety minutes on two cores; 'make results SIZES=paper' has the papers' sizes. $(RESULTS)/NAME.csv is one
-# analysis's target. JOBS analyses run at a time, each of which computes with one thread.
+# About ninety minutes on two cores (docs/results/audit.md says what each takes); 'make results SIZES=paper' has the
+# papers' sizes. $(RESULTS)/NAME.csv is one analysis's target. JOBS analyses run at a time, each of which computes with
+# one thread.
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
@@ -58,6 +59,7 @@ RESULTS_A := \
 	paper_a_table1_tokens \
 	paper_a_fig6_alternation \
 	paper_a_sec5_corpora \
+	paper_a_sec5_matrix_languages \
 	paper_a_fig9_early_exit \
 	submodule_positions \
 	submodule_alone \
@@ -93,7 +95,10 @@ RESULTS_B := \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
 
-.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b pages docs install clean
+# Linear parts and what can be left out: an hour and a half more, so 'make results-c' is asked for by itself.
+RESULTS_C := linearity linearity_bert pruning
+
+.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-c pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -139,6 +144,11 @@ results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
 
 results-b: $(RESULTS_B:%=$(RESULTS)/%.csv)
 
+results-c: install
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) $(RESULTS_C:%=$(RESULTS)/%.csv)
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
+
 # The pages alone, after a change of a section.
 pages: install
 	$(BIN)/python results/render.py
@@ -152,6 +162,15 @@ $(RESULTS)/submodule_positions.csv: OPTIONS = --patched $(PATCHED)
 $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every $(EVERY)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
+
+# One text in several languages, beside Wikipedia and news: as many tokens of each.
+LANGUAGES := en de fr ru tr
+
+$(RESULTS)/paper_a_sec5_matrix_languages.csv: | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps weblate==5.14.3
+	$(BIN)/python analyses/paper_a_sec5_corpora.py --suffix _languages --positions all --every 5 \
+		--corpus wikipedia-sample --corpus news-sample $(LANGUAGES:%=--corpus messages-%) \
+		--train 450 --val 200 --out $(RESULTS)
 
 # The small BERT is trained on sentences that no analysis of it is validated on.
 $(RESULTS)/small_bert.csv: | install
@@ -223,14 +242,13 @@ mutate: install
 attack: install
 	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
+# Speed and memory as ratios, and the page of them: about half an hour. Seconds are those of one processor.
+BENCHMARKS := starting collecting fitting memory skipping projecting events wide
+
 bench: install
-	$(BIN)/python benchmarks/starting.py
-	$(BIN)/python benchmarks/collecting.py
-	$(BIN)/python benchmarks/fitting.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/skipping.py
-	$(BIN)/python benchmarks/projecting.py
-	$(BIN)/python benchmarks/events.py
+	@for name in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --out $(RESULTS) || exit 1; done
+	$(BIN)/python results/gather.py $(RESULTS)
+	$(BIN)/python results/render.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

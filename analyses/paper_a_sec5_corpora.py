@@ -1,41 +1,67 @@
 """Paper A, section 5.2: maps fitted on one corpus and tested on another.
 
-Maps onto the last layer, fitted on equally many sentences of each corpus and tested on each: the precision
-of every layer, and its mean over layers. Expect little loss across corpora: the paper lost 5.5% and 8% of
+Maps onto the last layer, fitted on equally many samples of each corpus and tested on each: the precision of
+every layer, and its mean over layers. Expect little loss across corpora: the paper lost 5.5% and 8% of
 Precision@1 on GPT-2, relative to maps of the same corpus, and nearly nothing on BERT.
+
+Any number of corpora can be given, of other languages and domains too; from three on they are drawn as
+matrices, a row for each corpus that maps were fitted on and a column for each that they are judged on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Annotated, Any
 
 import pandas as pd
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from matlens import plots
-from matlens.cli import Report, run_study
+from matlens.cli import PositionChoice, Report, run_study
 from matlens.errors import printable
-from matlens.linearity import fit_equally_many, transfer_losses, transfer_quality
+from matlens.linearity import fit_equally_many, transfer_losses, transfer_means, transfer_quality
 from matlens.study import Study, origin_of
 
-NAME = "paper_a_sec5_corpora"
+NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
+_SIDE_BY_SIDE = 2  # corpora whose layers are drawn beside each other
 
 
-def main(studies: Iterator[Study], report: Report) -> None:
+def main(
+    studies: Iterator[Study],
+    report: Report,
+    positions: Annotated[
+        PositionChoice,
+        typer.Option(
+            help="A sample is one drawn token of each training sentence (drawn), or any token (all)."
+        ),
+    ] = PositionChoice.drawn,
+    every: Annotated[int, typer.Option(min=1, help="From every how many layers there are maps.")] = 1,
+) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
     # A corpus that has too few sentences is split in the same proportion.
-    by_corpus = {study.corpus.name: replace(study, adjustable=("train", "validation")) for study in studies}
-    maps = fit_equally_many({name: study.stream[0] for name, study in by_corpus.items()})
+    how: dict[str, Any] = {"adjustable": ("train", "validation"), "positions": positions.value}
+    by_corpus = {study.corpus.name: replace(study, **how) for study in studies}
+    if positions is not PositionChoice.drawn:  # beside what others have collected at drawn positions
+        by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
+    samples = {name: study.stream[0] for name, study in by_corpus.items()}
+    maps = fit_equally_many(samples, every=every)
     validations = {name: study.validation for name, study in by_corpus.items()}
     readout = next(iter(by_corpus.values())).readout
     table = transfer_quality(readout, maps, validations)
-    origins = {name: origin_of(maps[name], validations[name]) for name in maps}
-    n_fitted = min(study.sizes[0] for study in by_corpus.values())
     show(transfer_losses(table))
-    report.write(NAME, table, {"studies": origins, "n_fitted": n_fitted}, plots.across_corpora(table))
+    origin = {
+        "studies": {name: origin_of(maps[name], validations[name]) for name in maps},
+        "n_fitted": min(of_corpus.n_rows for of_corpus in samples.values()),
+        "positions": positions.value,
+    }
+    few = len(by_corpus) <= _SIDE_BY_SIDE
+    report.write(NAME, table, origin, plots.across_corpora(table) if few else None)
+    means = transfer_means(table)
+    report.write(MATRIX, means, origin, None if few else plots.transfer_heatmaps(means))
 
 
 def show(losses: pd.DataFrame) -> None:

@@ -17,8 +17,9 @@ from rich.table import Table
 
 from matlens.cli import Report, run_study
 from matlens.corpora import Corpus, make_windows
-from matlens.pruning import added_perplexity, pruning_table
+from matlens.pruning import Choice, Method
 from matlens.study import Study
+from matlens.trials import added_perplexity, pruning_table
 
 NAME = "pruning"
 
@@ -31,6 +32,9 @@ def main(
     judged: Annotated[
         int, typer.Option(min=2, help="Windows of each corpus that models are judged on.")
     ] = 12,
+    heal: Annotated[int, typer.Option(min=0, help="Tokens that the best is healed on; 0 for none.")] = 0,
+    method: Annotated[list[Method] | None, typer.Option(help="Only these methods.")] = None,
+    choice: Annotated[list[Choice] | None, typer.Option(help="Only these ways of choosing.")] = None,
     size: Annotated[list[int] | None, typer.Option(help="How many blocks; by default 3, 6 and 9.")] = None,
 ) -> None:
     """Leave blocks out in every way, and print how much of what ReplaceMe adds to the perplexity is gone."""
@@ -45,6 +49,9 @@ def main(
             for name, text in texts.items()
         },
         size or [3, 6, 9],
+        methods=method or tuple(Method),
+        choices=choice or tuple(Choice),
+        heal=heal,
     )
     report.write(NAME, table, several[0].origin_of_weights | {"windows": windows, "window": window})
     show(added_perplexity(table))

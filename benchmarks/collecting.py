@@ -13,15 +13,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from turns import fastest, plain_smollm2, print_ratio, print_times, smollm2_examples
+from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
 from matlens.corpora import Examples
+from matlens.models import SMOLLM2
 
 
-def compare(plain: Any, model: Any, examples: Examples, rounds: int) -> None:
-    """Print the ratios for a model, plain and as matlens loads it."""
+def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:
+    """Measure the ratios for a model, plain and as matlens loads it."""
     size, cut = default_batch_tokens(model), examples.up_to_positions()
     sites = [f"h.{layer}" for layer in range(model.cfg.n_layers + 1)]
 
@@ -44,20 +45,30 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int) -> None:
         "streaming all positions": passing,
     }  # fmt: skip
     best = fastest(works, rounds)
-    print_times(best, f"{len(examples)} sentences, {len(examples.tokens)} tokens")
-    print(f"collecting / forward: {best['collecting'] / best['forward, cut']:.2f}")
-    print_ratio("collecting / trunk", best["collecting"] / best["trunk, cut"], 1.05, collected)
-    ratio = best["streaming all positions"] / best["forward"]
-    print_ratio("streaming all positions / forward", ratio, 1.15, passing)
-    print(f"streaming all positions / trunk: {best['streaming all positions'] / best['trunk']:.2f}")
+    measured.add_times(best)
+    measured.add(
+        "collecting / trunk cut at positions", best["collecting"] / best["trunk, cut"], most=1.05,
+        profiled=collected,
+    )  # fmt: skip
+    measured.add("collecting / forward passes cut at positions", best["collecting"] / best["forward, cut"])
+    measured.add(
+        "streaming all positions / forward passes", best["streaming all positions"] / best["forward"],
+        most=1.15, profiled=passing,
+    )  # fmt: skip
+    measured.add("streaming all positions / trunk", best["streaming all positions"] / best["trunk"])
 
 
 def main(
     sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 400,
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    out: Out = None,
 ) -> None:
-    """Print the ratios of collecting and of streaming to bare forward passes of SmolLM2."""
-    compare(plain_smollm2(), *smollm2_examples(sentences), rounds)
+    """Measure the ratios of collecting and of streaming to bare forward passes of SmolLM2."""
+    model, examples = smollm2_examples(sentences)
+    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
+    measured = Measured("collecting", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
+    compare(plain_smollm2(), model, examples, rounds, measured)
+    measured.write()
 
 
 if __name__ == "__main__":

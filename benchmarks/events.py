@@ -12,15 +12,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from turns import fastest, plain_smollm2, print_ratio, print_times, smollm2_examples
+from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
 
 from matlens.activations import default_batch_tokens
 from matlens.corpora import Examples
 from matlens.ffn import Trace, event_scores
+from matlens.models import SMOLLM2
 
 
-def compare(plain: Any, model: Any, examples: Examples, rounds: int) -> None:
-    """Print the ratios for a model, plain and as matlens loads it."""
+def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:
+    """Measure the ratios for a model, plain and as matlens loads it."""
 
     @torch.inference_mode()
     def bare(read: Examples) -> None:
@@ -37,18 +38,23 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int) -> None:
         "events": events,
     }
     best = fastest(works, rounds)
-    print_times(best, f"{len(examples)} sentences, {len(examples.tokens)} tokens")
-    print(f"events / forward passes: {best['events'] / best['whole sentences']:.2f}")
+    measured.add_times(best)
     ratio = best["events"] / best["cut at positions"]
-    print_ratio("events / forward passes cut at positions", ratio, 1.2, events)
+    measured.add("events / forward passes cut at positions", ratio, most=1.2, profiled=events)
+    measured.add("events / forward passes", best["events"] / best["whole sentences"])
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 2000,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 1,
+    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 400,
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+    out: Out = None,
 ) -> None:
-    """Print the ratio of tracing, events included, to bare forward passes of SmolLM2."""
-    compare(plain_smollm2(), *smollm2_examples(sentences), rounds)
+    """Measure the ratio of tracing, events included, to bare forward passes of SmolLM2."""
+    model, examples = smollm2_examples(sentences)
+    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
+    measured = Measured("events", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
+    compare(plain_smollm2(), model, examples, rounds, measured)
+    measured.write()
 
 
 if __name__ == "__main__":

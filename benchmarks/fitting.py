@@ -9,12 +9,12 @@ least 12 times faster than scikit-learn.
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from sklearn.linear_model import LinearRegression
-from turns import fastest, print_times
+from turns import Measured, Out, fastest
 
 from matlens.linear import fit_samples
 
@@ -26,8 +26,9 @@ def main(
     width: Annotated[int, typer.Option(help="d_model.")] = 576,
     samples: Annotated[int, typer.Option(help="Sentences.")] = 4000,
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+    out: Out = None,
 ) -> None:
-    """Print the ratios for random samples of the shape of SmolLM2's."""
+    """Measure the ratios for random samples of the shape of SmolLM2's."""
     torch.manual_seed(0)
     vectors = {f"h.{layer}": torch.randn(samples, width) for layer in range(layers + 1)}
     pairs = list(itertools.combinations(vectors, 2))
@@ -49,9 +50,12 @@ def main(
 
     best = fastest({"floor": floor, "ours": ours, "scikit_learn": scikit_learn}, rounds)
     best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
-    print_times(best, f"{len(pairs)} pairs of {samples} samples, d = {width}")
-    print(f"fitting / floor: {best['ours'] / best['floor']:.2f} (aim: at most 1.2)")
-    print(f"scikit-learn / fitting: {best['scikit_learn'] / best['ours']:.1f} (aim: at least 12)")
+    job: dict[str, Any] = {"pairs": len(pairs), "samples": samples, "width": width, "rounds": rounds}
+    measured = Measured("fitting", out, **job)
+    measured.add_times(best)
+    measured.add("fitting all pairs / its products", best["ours"] / best["floor"], most=1.2, profiled=ours)
+    measured.add("scikit-learn pair by pair / fitting", best["scikit_learn"] / best["ours"], least=12)
+    measured.write()
 
 
 if __name__ == "__main__":

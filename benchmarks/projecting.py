@@ -13,7 +13,7 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import fastest
+from turns import Measured, Out, fastest
 
 import matlens
 from matlens.ffn import Projection, ValueVectors, top_tokens_of_all
@@ -55,8 +55,9 @@ def main(
     model: Annotated[str, typer.Option(help="What matlens.load reads.")] = SMOLLM2,
     top: Annotated[int, typer.Option(help="Tokens of each vector.")] = 30,
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+    out: Out = None,
 ) -> None:
-    """Print the time as a ratio to the bare product, and the memory above the model."""
+    """Measure the time as a ratio to the bare product, and the memory above the model."""
     loaded = matlens.load(model, device="cpu")
     values, projection = ValueVectors(loaded), Projection.from_model(loaded)
     above: list[float] = []
@@ -67,12 +68,13 @@ def main(
             top_tokens_of_all(values, projection, k=top, progress=False)
         above.append(peak.value - before)
 
-    best = fastest({"ours": project, "bare": lambda: _bare(values, projection)}, rounds)
-    print(
-        f"top {top} of {len(values):,} value vectors in {len(projection.unembedding):,} tokens: "
-        f"{best['ours']:.1f} s, {best['ours'] / best['bare']:.2f} of the bare product "
-        f"({best['bare']:.1f} s), {max(above):.0f} MiB above the model"
-    )
+    best = fastest({"ours": project, "bare product": lambda: _bare(values, projection)}, rounds)
+    measured = Measured("projecting", out, model=model, value_vectors=len(values), top=top, rounds=rounds)
+    measured.add_times(best)
+    ratio = best["ours"] / best["bare product"]
+    measured.add("top tokens of all value vectors / the product", ratio, most=1.2, profiled=project)
+    measured.add("memory above the model", max(above), unit="MiB", most=1024)
+    measured.write()
 
 
 if __name__ == "__main__":

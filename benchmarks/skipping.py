@@ -11,17 +11,19 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import fastest, smollm2_examples
+from turns import Measured, Out, fastest, smollm2_examples
 
 from matlens import LinearMap, MapSet
+from matlens.models import SMOLLM2
 from matlens.patching import Scheme, Variant, run_variants
 
 
 def main(
     sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 200,
     rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    out: Out = None,
 ) -> None:
-    """Print the time of schemes as a ratio to that of the whole model."""
+    """Measure the time of schemes as a ratio to that of the whole model."""
     model, examples = smollm2_examples(sentences)
     last = model.cfg.n_layers
     schemes = {
@@ -40,9 +42,13 @@ def main(
         for name, variant in variants.items()
     }
     best = fastest(works, rounds)
+    job = {"sentences": sentences, "rounds": rounds}
+    measured = Measured("skipping", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
     for name, scheme in schemes.items():
-        share, ratio = scheme.n_blocks / last, best[name] / best["all blocks"]
-        print(f"{name:20} {scheme.n_blocks:3} of {last} blocks ({share:.2f}): {ratio:.2f} of the time")
+        if name != "all blocks":
+            what = f"{name} ({scheme.n_blocks} of {last}) / all blocks"
+            measured.add(what, best[name] / best["all blocks"])
+    measured.write()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from functools import partial
 from typing import Annotated
 
 import typer
-from turns import fastest
+from turns import Measured, Out, fastest
 
 _STARTS = {
     "python": "pass",
@@ -22,13 +23,16 @@ _STARTS = {
 _AIMS = {"import matlens": 0.3, "matlens --help": 0.6}
 
 
-def main(rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 5) -> None:
-    """Print the seconds of a start, and the aim."""
+def main(
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 5, out: Out = None
+) -> None:
+    """Measure the seconds of a start."""
     run = partial(subprocess.run, check=True, capture_output=True)
     works = {name: partial(run, [sys.executable, "-c", code]) for name, code in _STARTS.items()}
-    for name, seconds in fastest(works, rounds).items():
-        aim = f" (aim: at most {_AIMS[name]})" if name in _AIMS else ""
-        print(f"{name:14} {seconds:.2f} s{aim}")
+    measured = Measured("starting", out, rounds=rounds)
+    for name, seconds in fastest(works, rounds, time.perf_counter).items():
+        measured.add(name, seconds, unit="seconds", most=_AIMS.get(name))
+    measured.write()
 
 
 if __name__ == "__main__":

@@ -1,51 +1,148 @@
-"""What benchmarks share: works that are timed by turns in one process, a model and sentences to run it on."""
+"""What benchmarks share: works timed by turns, a table of what is measured, a model and sentences."""
 
 from __future__ import annotations
 
 import cProfile
+import platform
 import pstats
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM
 
 import matlens
 from matlens.corpora import Examples
+from matlens.metrics import Estimate
 from matlens.models import SMOLLM2, smollm2_path
+from matlens.storage import result_row, result_table, write_results
+
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder for a table of what is measured.", show_default=False)
+]
+_PROFILED = 10  # functions that take the most time of what is too slow
 
 
-def fastest(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def clock() -> Callable[[], float]:
+    """What time is taken by: with one thread (``OMP_NUM_THREADS=1``) seconds of the processor.
+
+    Of these, other jobs on the machine take none.
+    """
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def fastest(
+    works: Mapping[str, Callable[[], object]], rounds: int, seconds: Callable[[], float] | None = None
+) -> dict[str, float]:
     """Seconds of each work in its fastest turn; they take turns, so that what slows one down slows all.
 
-    With one thread (``OMP_NUM_THREADS=1``) they are seconds of the processor, of which other jobs on the
-    machine take none.
+    They are taken by `clock`, or by what is given.
     """
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds = seconds or clock()
     best = dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
         for name, work in works.items():
-            start = clock()
+            start = seconds()
             work()
-            best[name] = min(best[name], clock() - start)
+            best[name] = min(best[name], seconds() - start)
     return best
 
 
-def print_times(best: Mapping[str, float], job: str) -> None:
-    """Print what was done, and the seconds of each work."""
-    print(f"{job}, {torch.get_num_threads()} threads")
-    for name, seconds in best.items():
-        print(f"{name:{max(map(len, best))}} {seconds:7.2f} s")
+class Measured:
+    """What a benchmark measures: printed as it comes, and at the end written as a table.
+
+    Parameters
+    ----------
+    name
+        Of the benchmark; the table is called ``speed_<name>``.
+    out
+        Folder of the table; without one, nothing is written.
+    model, corpus
+        What it is measured on.
+    job
+        Sizes of the job, which go into the JSON beside the table.
+    """
+
+    def __init__(self, name: str, out: Path | None, *, model: str = "", corpus: str = "", **job: Any) -> None:
+        self._name, self._out, self._rows = f"speed_{name}", out, list[dict[str, Any]]()
+        self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
+        self._origin: dict[str, Any] = {
+            "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
+        }  # fmt: skip
+
+    def add(
+        self,
+        what: str,
+        value: float,
+        *,
+        unit: str = "ratio",
+        most: float | None = None,
+        least: float | None = None,
+        profiled: Callable[[], object] | None = None,
+    ) -> None:
+        """Add a number, and where it misses its aim the profile of the work that is too slow.
+
+        Parameters
+        ----------
+        what, value, unit
+            What is measured, the number and its unit.
+        most, least
+            The aim: at most or at least this.
+        profiled
+            The work.
+        """
+        bounds = [
+            f"at {word} {bound:g}" for word, bound in (("least", least), ("most", most)) if bound is not None
+        ]
+        aim = " and ".join(bounds)
+        reached = (most is None or value <= most) and (least is None or value >= least)
+        print(f"{what}: {value:.4g} {unit}{f' (aim: {aim})' if aim else ''}", flush=True)
+        estimate = Estimate.without_interval(value, 1)
+        named: dict[str, Any] = {"method": what, "layer": None, "target": None, "metric": unit}
+        self._rows.append(
+            result_row(**self._on, **named, estimate=estimate, aim=aim, reached=reached if aim else None)
+        )
+        if not reached and profiled is not None:
+            self._origin["profiles"][what] = _profile(profiled)
+
+    def add_times(self, best: Mapping[str, float]) -> None:
+        """Add the seconds of each work."""
+        for name, seconds in best.items():
+            self.add(name, seconds, unit="seconds")
+
+    def write(self) -> None:
+        """Write the table with its JSON."""
+        if self._out is not None:
+            table = result_table(self._rows, "aim", "reached")
+            write_results(self._out, self._name, table, self._origin)
+            print(self._out / f"{self._name}.csv")
 
 
-def print_ratio(name: str, ratio: float, most: float, profiled: Callable[[], object] | None = None) -> None:
-    """Print a ratio beside the aim, and where it is not reached what the time goes into."""
-    print(f"{name}: {ratio:.2f} (aim: at most {most})")
-    if ratio > most and profiled is not None:
-        profile = cProfile.Profile()
-        profile.runcall(profiled)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(12)
+def _profile(work: Callable[[], object]) -> list[list[Any]]:
+    """Where the time of a work goes: functions with the seconds that are spent in each itself."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    stats = pstats.Stats(profile)
+    total = stats.total_tt  # type: ignore[attr-defined]
+    entries = sorted(stats.stats.items(), key=lambda entry: -entry[1][2])  # type: ignore[attr-defined]
+    lines = []
+    for (file, line, name), (_, calls, seconds, *_others) in entries[:_PROFILED]:
+        place = name if file == "~" else f"{name} ({Path(file).name}:{line})"
+        print(f"  {seconds:8.2f} s {seconds / total:6.1%} {calls:9,} {place}")
+        lines.append([place, calls, round(seconds, 3), round(seconds / total, 4)])
+    return lines
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def smollm2_examples(sentences: int) -> tuple[Any, Examples]:

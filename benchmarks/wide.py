@@ -12,7 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import fastest
+from turns import Measured, Out, fastest
 
 from matlens.linear import Moments, update_bytes
 
@@ -31,8 +31,12 @@ def main(
     width: Annotated[int, typer.Option(help="d_model.")] = 4096,
     updates: Annotated[int, typer.Option(help="Batches of as many samples as the width.")] = 3,
     split: Annotated[bool, typer.Option(help="Products of slices in float32.")] = False,
+    solved: Annotated[
+        bool, typer.Option("--solved", help="Solve the same samples by torch.linalg.lstsq as well.")
+    ] = False,
+    out: Out = None,
 ) -> None:
-    """Print the error and the memory of a fit."""
+    """Measure the error and the memory of a fit."""
     generator = torch.Generator().manual_seed(0)
 
     def batch() -> torch.Tensor:
@@ -50,14 +54,22 @@ def main(
             moments.update(x, y)
 
     seconds = fastest({"updates": update}, 1)["updates"]
-    planned = update_bytes(width, width, 1, held=updates > 1)
-    print(
-        f"d = {width}, {updates * width} samples: {seconds:.1f} s; memory {(_peak() - before) / 1e9:.2f} GB, "
-        f"planned {planned / 1e9:.2f} GB ({(_peak() - before) / planned - 1:+.1%})"
-    )
+    planned, taken = update_bytes(width, width, 1, held=updates > 1), _peak() - before
+    measured = Measured("wide", out, width=width, samples=updates * width, split=split)
+    measured.add("updates", seconds, unit="seconds")
+    measured.add("memory of a fit, planned", planned / 1e9, unit="GB")
+    measured.add("memory of a fit / planned", taken / planned, most=1.1, least=0.9)
     weight, _ = moments.solution(intercept=False, ridge=0.0)
-    error = max(float((x.double() @ weight.T - y).norm() / y.norm()) for x, y in zip(xs, ys, strict=True))
-    print(f"predictions against the known map: {error:.1e}")
+    errors = [float((x.double() @ weight.T - y).norm() / y.norm()) for x, y in zip(xs, ys, strict=True)]
+    measured.add("error of predictions against the known map", max(errors), unit="relative", most=1e-10)
+    if solved:
+        reference = torch.linalg.lstsq(torch.cat(xs).double(), torch.cat(ys), driver="gels").solution.T
+        off = max(
+            float((x.double() @ (weight - reference).T).norm() / y.norm())
+            for x, y in zip(xs, ys, strict=True)
+        )
+        measured.add("predictions against torch.linalg.lstsq in float64", off, unit="relative", most=1e-10)
+    measured.write()
 
 
 if __name__ == "__main__":

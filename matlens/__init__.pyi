@@ -27,6 +27,7 @@ from . import pruning as pruning
 from . import storage as storage
 from . import study as study
 from . import training as training
+from . import trials as trials
 from . import wikilm as wikilm
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus

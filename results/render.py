@@ -29,7 +29,7 @@ What a section can say, beside all that Jinja2 and pandas offer:
     Rows of a table that lies beside the sections.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
-``judging``, ``lens``, ``linearity``
+``judging``, ``lens``, ``linearity``, ``trials``
     The rooms of matlens, whose ``lens.savings(table)`` and the like sum a table up.
 """
 
@@ -50,11 +50,12 @@ import jinja2
 import pandas as pd
 from markdown.extensions.toc import slugify
 
-from matlens import InputError, judging, lens, linearity
+from matlens import InputError, judging, lens, linearity, trials
 from matlens.storage import read_table
 
 RESULTS = Path(__file__).resolve().parent
 PAGES = RESULTS.parent / "docs" / "results"
+BENCHMARKS = "speed_"  # how tables of benchmarks are called
 MADE_BY = "Make it with 'make results'."
 VERDICTS = ("same", "in part", "different", "not seen")
 
@@ -147,7 +148,8 @@ class Results:
     def costs(self) -> pd.DataFrame:
         """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
         taken: dict[str, list[float]] = {}
-        for path in sorted(self.folder.glob("*.json")):
+        analyses = (path for path in self.folder.glob("*.json") if not path.stem.startswith(BENCHMARKS))
+        for path in sorted(analyses):
             seconds = self.origin(path.stem).get("processor_seconds", math.nan)
             taken.setdefault(self.command(path.stem), []).append(seconds)
         rows = [(command, pd.Series(seconds).max()) for command, seconds in sorted(taken.items())]
@@ -257,7 +259,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
-        "judging": judging, "lens": lens, "linearity": linearity,
+        "judging": judging, "lens": lens, "linearity": linearity, "trials": trials,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}

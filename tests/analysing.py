@@ -25,7 +25,7 @@ OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, REMOVAL, *TRACED)  # not the colum
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 
-PRUNING = "pruning"  # judged on text that runs on
+PRUNING, LINEARITY = "pruning", "linearity"  # judged on text that runs on
 LENSES = "lens_report"  # of several tables
 
 STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
@@ -44,7 +44,7 @@ OPTIONS = {
     "paper_a_fig6_alternation": [*MAPS, "title", "patched"],
     "paper_a_fig7_models": [*MAPS, "title"],
     "paper_a_fig9_early_exit": [*MAPS, "title"],
-    "paper_a_sec5_corpora": [*MAPS, "title"],
+    "paper_a_sec5_corpora": [*MAPS, "title", "positions", "every"],
     "paper_a_table1_tokens": [*MAPS, "title", "prompt", "layer"],
     "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
     "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],
@@ -66,7 +66,8 @@ OPTIONS = {
     ],
     "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
     LENSES: [*MAPS, "title", "layer", "tuned", "jacobian", "longest", "evaluations"],
-    PRUNING: [*MAPS, "window", "windows", "judged", "size"],
+    PRUNING: [*MAPS, "window", "windows", "judged", "heal", "method", "choice", "size"],
+    LINEARITY: [*MAPS, "title", "window", "windows", "judged"],
     "sample_sizes": MAPS,
     "sinks": [*MAPS, "title"],
     "small_bert": ["corpus", "seed", "out", "train", "val", "trunk", "steps"],

@@ -76,6 +76,13 @@ COMMANDS = (
             str(w.fresh("out")),
         ],
     ),
+    Command(
+        ("linearity",),
+        lambda w: [
+            *_model(w), "--corpus", str(w.text), "--window", "12", "--judged", "2", "--out",
+            str(w.fresh("out")),
+        ],
+    ),
     Command(("cache", "show"), lambda w: []),
     Command(("cache", "clear"), lambda w: []),
     Command(("lens", "fit"), _sampled(_SIZES[:4])),

@@ -12,6 +12,7 @@ from typing import Any
 
 import matlens
 from attack.signatures import OF_EACH
+from attack.targets_atlas import ATLAS
 from attack.targets_comparing import COMPARING
 from attack.targets_first import FIRST
 from attack.targets_judging import JUDGING
@@ -22,7 +23,7 @@ from attack.targets_rooms import ROOMS
 from attack.targets_seeing import SEEING
 from attack.targets_training import TRAINING
 
-TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS, *TRAINING]
+TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PARTS, *TRAINING, *ATLAS]
 
 # What takes nothing from a user, or is made by the library alone; and where it is tried instead.
 EXEMPT = {
@@ -31,7 +32,9 @@ EXEMPT = {
     "models.require_finite": "a check of the library's own",
     "annotation.WordNet": "takes nothing",
     "annotation.WordNet.describe": "needs a dictionary that is downloaded",
+    "cli.print_atlas": "prints what the library has computed",
     "cli.print_members": "prints what the library has computed",
+    "trials.task_scores": "needs a package that is no part of the installation",
     "cli.Report": "writes what analyses have computed",
     "cli.run_study": "takes an analysis, which is no user's input",
     "control.Grader.grade": "a protocol, whose implementations are the user's or those below",

@@ -12,7 +12,7 @@ import matlens
 from attack.kept import VALUES, kept, once
 from attack.signatures import Target
 from attack.world import World
-from matlens import cache, catalogue, explorer, ffn, pruning
+from matlens import cache, catalogue, explorer, ffn, trials
 
 _FOLLOWED = torch.tensor([5, 6])
 _ON_A_PAGE = ("model", "prompt", "tokens", "layers", "lenses", "followed", "texts", "updates")
@@ -64,7 +64,7 @@ def _pruning_table(world: World) -> Any:
     return once(
         world,
         "pruning",
-        lambda: pruning.pruning_table(
+        lambda: trials.pruning_table(
             world.model, world.windows, {"text": world.windows}, [1], choices=["angle"],
             methods=["out", "replaceme"], progress=False,
         ),
@@ -175,20 +175,32 @@ ROOMS: list[Target] = [
     # Pruning.
     Target(
         "pruning.prune",
-        {"blocks": "layers", "choice": "choice", "penalty": "positive"},
+        {"blocks": "layers", "choice": "choice", "penalty": "positive", "heal": "seed"},
         {"blocks": lambda _: [1], "method": lambda _: "refit"},
         takes={
             "blocks=[]": lambda w, pruned: pruned.model.config.n_layer == 3,
         },
     ),
     Target(
+        "pruning.prune_attention",
+        {"attention": "layers", "penalty": "positive"},
+        {"attention": lambda _: [1], "method": lambda _: "refit"},
+        takes={"attention=[]": lambda _, pruned: pruned.attention == ()},
+    ),
+    Target(
         "pruning.save_pruned",
         {"table": "table"},
     ),
-    Target("pruning.compare_pruned"),
+    Target("trials.compare_pruned"),
     Target(
-        "pruning.pruning_table",
-        {"judged": "lenses", "sizes": "layers", "methods": "methods", "choices": "methods"},
+        "trials.pruning_table",
+        {
+            "judged": "lenses",
+            "sizes": "layers",
+            "methods": "methods",
+            "choices": "methods",
+            "heal": "seed",
+        },
         {
             "judged": lambda w: {"text": w.windows},
             "sizes": lambda _: [1],
@@ -196,9 +208,9 @@ ROOMS: list[Target] = [
             "choices": lambda _: ["angle"],
         },
     ),
-    Target("pruning.added_perplexity", good={"table": _pruning_table}),
+    Target("trials.added_perplexity", good={"table": _pruning_table}),
     Target(
-        "pruning.speed",
+        "trials.speed",
         {"model": "object", "rounds": "whole"},
         {"model": lambda w: w.plain, "n_tokens": lambda _: 2},
     ),

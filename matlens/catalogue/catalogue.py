@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,11 +23,12 @@ from matlens.arguments import require_choice, require_whole
 from matlens.cache.contents import hash_contents
 from matlens.cache.dequantized import MODEL, model_key, software
 from matlens.cache.entries import Cache, default_cache
-from matlens.catalogue.known import Known, describe
+from matlens.catalogue.known import Known, describe_or_say_why
 from matlens.catalogue.weights import DamagedWeights, NotInFiles, WeightFiles
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_tokens_of_all
 from matlens.ffn.values import ValueParts, ValueVectors
+from matlens.kinds.stacks import Stack
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.places import CHECKPOINT, locate
@@ -80,7 +81,7 @@ class Catalogue:
     ----------
     name
         The model, as `matlens.load` takes it; one that is loaded already is read itself, without the cache.
-    device, dtype, revision, trust_remote_code
+    device, dtype, revision, trust_remote_code, stack
         As in `matlens.load`.
 
     Raises
@@ -97,16 +98,18 @@ class Catalogue:
         dtype: torch.dtype = torch.float32,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        stack: Stack | None = None,
     ) -> None:
         self._load: Callable[[], Any] = lambda: name
         self._place: _Place | None = None
         if isinstance(name, torch.nn.Module):
             return
         self._dtype, self._device = dtype, choose_device(device)
-        self._place = None if trust_remote_code else _place_of(name, revision, dtype)
+        self._place = None if trust_remote_code else _place_of(name, revision, dtype, stack)
         self._load = lambda: load(
-            name, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
-        )
+            name, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code,
+            stack=stack,
+        )  # fmt: skip
 
     @cached_property
     def model(self) -> TransformerBridge:
@@ -211,7 +214,10 @@ class Catalogue:
 
     @cached_property
     def _known(self) -> Known | None:
-        """What is kept of the model; ``None`` the first time, when the model is built for it."""
+        """What is kept of the model; ``None`` the first time, when the model is built for it.
+
+        Also ``None`` where its parts are not in its files, such as the experts of a mixture.
+        """
         place = self._place
         if place is None:
             return None
@@ -219,6 +225,8 @@ class Catalogue:
         if entry is not None:
             try:
                 known = Known(entry.folder, place.weights(), self._dtype, self._device)
+                if known.reason is not None:
+                    return None
                 known.require_there()
                 return known
             except NotInFiles:  # the dequantized model is gone, and is made anew
@@ -226,10 +234,11 @@ class Catalogue:
             except (DamagedWeights, InputError, OSError, KeyError, TypeError, ValueError) as error:
                 place.cache.discard(entry.folder, f"{error}")
         model = self.model  # which keeps a dequantized model first
-        with suppress(NotInFiles, InputError):  # it is read off the model each time
+        with suppress(NotInFiles, InputError):  # the files are not kept: it is tried again the next time
             files = place.weights()
             about = {"what": "where value vectors lie", "of": place.name}
-            place.cache.keep(PARTS, place.key, lambda folder: describe(folder, files, model), about=about)
+            fill = partial(describe_or_say_why, files=files, model=model)
+            place.cache.keep(PARTS, place.key, fill, about=about)
         return None
 
     def _identity(self, known: Known) -> ModelIdentity:
@@ -288,7 +297,9 @@ class _Matrices(Sequence[Tensor]):
         return self._read[layer]
 
 
-def _place_of(name: str | os.PathLike[str], revision: str | None, dtype: torch.dtype) -> _Place | None:
+def _place_of(
+    name: str | os.PathLike[str], revision: str | None, dtype: torch.dtype, stack: Stack | None
+) -> _Place | None:
     """Where the files of a model are on this machine; ``None`` where nothing can be kept of them."""
     cache = default_cache()
     folder, gguf, commit = locate(name, revision)
@@ -298,6 +309,7 @@ def _place_of(name: str | os.PathLike[str], revision: str | None, dtype: torch.d
     from importlib.metadata import version
 
     key: dict[str, Any] = {"layout": _LAYOUT, "dtype": str(dtype), "software": software()}
+    key |= {} if stack is None else {"stack": stack}
     key["software"] |= {package: version(package) for package in _SOFTWARE}
     if gguf is not None and gguf.lower().endswith(CHECKPOINT):
         return None  # it is read in less time than its parts would be

@@ -21,6 +21,7 @@ from matlens.catalogue.weights import (
     named_tensors,
     require_same_modules,
 )
+from matlens.errors import InputError
 from matlens.ffn.values import FFN_OUT, ValueVectors, norm_after_ffn_module
 from matlens.models.anatomy import output_layer
 from matlens.models.identity import ModelIdentity
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _RECORD, _TOKENIZER = "parts.json", "tokenizer.json"
+_REASON = "not_in_files"  # why there is nothing else in a record
 
 
 class Known:
@@ -54,6 +56,12 @@ class Known:
     def __init__(self, folder: Path, files: WeightFiles, dtype: torch.dtype, device: torch.device) -> None:
         self.folder, self.files, self.dtype, self.device = folder, files, dtype, device
         self._record: Mapping[str, Any] = read_json(folder / _RECORD)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the parts are not in the files, where it has been tried to find them there and failed."""
+        reason = self._record.get(_REASON)
+        return None if reason is None else str(reason)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -129,6 +137,19 @@ class Known:
             return []
         modules = build_modules(self._record["class"], self.files, records, self.dtype)
         return [module.to(self.device) for module in modules]
+
+
+def describe_or_say_why(folder: Path, files: WeightFiles, model: TransformerBridge) -> None:
+    """Write down where the parts of a model lie in its files, or why they cannot be read there.
+
+    The reason holds as long as the files, their tokenizer and the software are the same, so it is not looked
+    for again.
+    """
+    try:
+        describe(folder, files, model)
+    except (NotInFiles, InputError) as error:
+        (folder / _TOKENIZER).unlink(missing_ok=True)
+        write_json(folder / _RECORD, {_REASON: str(error)})
 
 
 def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None:

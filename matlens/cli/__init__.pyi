@@ -4,6 +4,8 @@ from .options import LinkageChoice as LinkageChoice
 from .options import LinkageOption as LinkageOption
 from .options import Memory as Memory
 from .options import Patched as Patched
+from .options import PositionChoice as PositionChoice
+from .printing import print_atlas as print_atlas
 from .printing import print_members as print_members
 from .scripts import Report as Report
 from .scripts import run_study as run_study

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from matlens.arguments import require_number, require_whole, short
 from matlens.cli import options
-from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice
+from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice, StackChoice
 from matlens.errors import InputError
 from matlens.progress import waiting
 
@@ -55,6 +55,7 @@ class ModelOptions(Group):
     dtype: options.Dtype = DtypeChoice.float32
     revision: options.Revision = None
     trust_remote_code: options.Trust = False
+    stack: options.StackOption = None
 
     def check(self) -> None:
         """Refuse a name that there is no model of, or a device that is not there, before any work."""
@@ -65,6 +66,18 @@ class ModelOptions(Group):
             from matlens.models.loading import choose_device
 
             choose_device(self.device)
+
+    def require_sentences(self) -> None:
+        """Refuse a decoder that needs a source for each sentence, which no corpus has, before any work."""
+        if self.stack == StackChoice.decoder:
+            raise InputError(
+                "The decoder of an encoder-decoder reads pairs of a source and a target, and a corpus has "
+                "sentences alone. Expected --stack encoder; in Python matlens.inputs.make_pairs makes pairs."
+            )
+
+    @property
+    def _stack(self) -> Any:
+        return None if self.stack is None else self.stack.value
 
     def catalogue(self) -> Catalogue:
         """What is read of the model's weights, without the model where that is known."""
@@ -80,6 +93,7 @@ class ModelOptions(Group):
                 dtype=getattr(torch, self.dtype),
                 revision=self.revision,
                 trust_remote_code=self.trust_remote_code,
+                stack=self._stack,
             )
 
     def load(self) -> TransformerBridge:
@@ -96,6 +110,7 @@ class ModelOptions(Group):
                 dtype=getattr(torch, self.dtype),
                 revision=self.revision,
                 trust_remote_code=self.trust_remote_code,
+                stack=self._stack,
             )
 
 
@@ -150,6 +165,7 @@ class SampleOptions(Group):
             if fit.ridge is not None:
                 known[MAPS]["ridge"] = fit.ridge
         require_output(self.out, known)
+        model.require_sentences()
         model.check()
         if fit is not None:
             fit.check(model)
@@ -159,6 +175,7 @@ class SampleOptions(Group):
         from matlens.study.output import require_shard_folder
 
         require_shard_folder(self.out, {"model": {"dtype": model.dtype.value}, "data": {"seed": self.seed}})
+        model.require_sentences()
         model.check()
         fit.check(model)
 

@@ -32,6 +32,13 @@ class LinkageChoice(StrEnum):
     complete = "complete"
 
 
+class StackChoice(StrEnum):
+    """Which stack of an encoder-decoder is read."""
+
+    encoder = "encoder"
+    decoder = "decoder"
+
+
 class DtypeChoice(StrEnum):
     """Precision that the model runs in."""
 
@@ -54,8 +61,8 @@ CorpusName = Annotated[
     str,
     typer.Option(
         "--corpus",
-        help="wikipedia-sample, news-sample, a text file with one sentence a line, a .jsonl file, a Leipzig "
-        "corpus, or a dataset id (name or name:config).",
+        help="wikipedia-sample, news-sample, messages-de (and other languages), a text file with one "
+        "sentence a line, a .jsonl file, a Leipzig corpus, or a dataset id (name or name:config).",
     ),
 ]
 Models = Annotated[list[str], typer.Option("--model", help="Like --model elsewhere; give it once for each.")]
@@ -109,6 +116,10 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; by default t
 Dtype = Annotated[DtypeChoice, typer.Option(help="Precision of the model; fits are in float64 anyway.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
+StackOption = Annotated[
+    StackChoice | None,
+    typer.Option("--stack", help="Of an encoder-decoder such as T5, the stack whose stream is read."),
+]
 PositionsOption = Annotated[
     PositionChoice,
     typer.Option(

@@ -178,6 +178,34 @@ def print_members(report: Any, exits: Any) -> None:
     print_table(title, ("lens", *heads), rows)
 
 
+def print_atlas(table: Any, correlations: Any) -> None:
+    """Print which score tells what replacing a part costs, and what the first parts cost together.
+
+    Parameters
+    ----------
+    table, correlations
+        The tables of `matlens.linearity.linearity_atlas` and of `matlens.linearity.rank_correlations`.
+    """
+    everywhere = correlations[correlations["kind"] == "all kinds"]
+    rows = [
+        (
+            row["metric"],
+            row["method"],
+            row["tokens"],
+            *(number_text(row[k]) for k in ("value", "low", "high")),
+        )
+        for row in everywhere.to_dict("records")
+    ]
+    heads = ("score", "part is", "tokens", "correlation", "from", "to")
+    print_table("Rank correlation of scores with the rise of the loss, over all parts", heads, rows)
+    together = table[table["kind"].str.startswith("together") & (table["metric"] == "rise")]
+    rows = [
+        (row["kind"].partition(": ")[2], row["tokens"], number_text(row["value"]), row["parts"])
+        for row in together.to_dict("records")
+    ]
+    print_table("Parts replaced together", ("of", "tokens", "rise, nats", "parts"), rows)
+
+
 def print_figures(paths: Sequence[Path]) -> None:
     """Print where figures are."""
     print_line("Figures: " + ", ".join(map(str, paths)))

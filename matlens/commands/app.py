@@ -10,10 +10,10 @@ import typer
 from matlens import __version__
 from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
-from matlens.cli.options import Device, DtypeChoice, Folder, Title, Trust
+from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results, run_app
 from matlens.cli.several import agreed, leading, run_with_others
-from matlens.commands import cache, explore, lens, prune, shards, updates, values
+from matlens.commands import cache, explore, lens, parts, shards, updates, values
 from matlens.commands import plan as planning
 from matlens.errors import InputError
 from matlens.processes.joining import started_by_many
@@ -119,6 +119,7 @@ def evaluate(
         ),
     ] = True,
     trust_remote_code: Trust = False,
+    stack: StackOption = None,
 ) -> None:
     """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
     from matlens.linear.mapsets import MapSet
@@ -133,7 +134,7 @@ def evaluate(
             f"The maps in {folder / MAPS} were fitted in {own.value}, not in {dtype.value}. Where the same "
             "weights are meant in another precision, say so with --other-precision."
         )
-    options = ModelOptions(name, device, dtype or own, revision, trust_remote_code)
+    options = ModelOptions(name, device, dtype or own, revision, trust_remote_code, stack)
     evaluate_maps(options.load(), folder, same_precision=same_precision)
     print_results(folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
@@ -175,7 +176,8 @@ app.command()(shards.shard)
 app.command()(shards.merge)
 app.command()(explore.explore)
 app.command()(explore.serve)
-app.command()(prune.prune)
+app.command()(parts.linearity)
+app.command()(parts.prune)
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def serve(
         typer.Option(
             "--maps",
             metavar="FOLDER",
-            help="Maps to put in the place of blocks and sub-modules, as 'matlens run' fits them; give it "
+            help="Maps to put in the place of blocks and sub-modules, such as a study keeps; give it "
             "once for each folder.",
         ),
     ] = None,

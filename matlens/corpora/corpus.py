@@ -119,10 +119,11 @@ def load_corpus(
     Parameters
     ----------
     source
-        "wikipedia-sample" or "news-sample"; a file: text with one sentence a line, ``.jsonl``,
-        Leipzig (``id<TAB>sentence``, plain or in its ``.tar.gz``), each also packed by gzip, bz2, xz or zip;
-        a folder with a dataset; the id of a dataset, ``name`` or ``name:config``; or the sentences
-        themselves: whatever gives them one by one, or rows of which a field holds a text, such as a dataset.
+        "wikipedia-sample", "news-sample", or one text in many languages, "messages-en", "messages-de" and so
+        on; a file: text with one sentence a line, ``.jsonl``, Leipzig (``id<TAB>sentence``, plain or in its
+        ``.tar.gz``), each also packed by gzip, bz2, xz or zip; a folder with a dataset; the id of a dataset,
+        ``name`` or ``name:config``; or the sentences themselves: whatever gives them one by one, or rows of
+        which a field holds a text, such as a dataset.
     field
         Name of the field that holds the text, in JSON lines and datasets. A dataset's texts are split into
         sentences.

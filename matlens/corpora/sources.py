@@ -7,6 +7,7 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from matlens.corpora.samples import news_sample, wikipedia_sample
 from matlens.corpora.streams import inner_name, numbered_lines
 from matlens.errors import InputError, printable
 from matlens.storage.files import open_regular
+from matlens.translations import LANGUAGES, messages
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 """What sentences are read from."""
@@ -33,12 +35,13 @@ Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 SAMPLES: dict[str, Callable[[], Iterator[str]]] = {
     "wikipedia-sample": wikipedia_sample,
     "news-sample": news_sample,
+    **{f"messages-{language}": partial(messages, language) for language in LANGUAGES},
 }
 """The samples that come with packages, by their names."""
 _CHOICES = (
-    f"Give one of the samples ({', '.join(SAMPLES)}), the path of a text file with one sentence a line, "
-    "of a .jsonl file or of a Leipzig corpus, or the id of a dataset on the Hugging Face Hub (name or "
-    "name:config)."
+    "Give one of the samples (wikipedia-sample, news-sample, or messages-LANGUAGE for "
+    f"{', '.join(LANGUAGES)}), the path of a text file with one sentence a line, of a .jsonl file or of a "
+    "Leipzig corpus, or the id of a dataset on the Hugging Face Hub (name or name:config)."
 )
 _FILE_SUFFIXES = (*ARCHIVE_SUFFIXES, *PACKED_SUFFIXES, ".txt", ".tsv", ".csv", ".jsonl", ".json")
 _LEIPZIG_LINE = re.compile(r"[0-9]+\t")

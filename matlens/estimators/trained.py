@@ -167,8 +167,9 @@ def fit_maps(
         raise InputError("The method 'jacobian' is fitted on sentences. Expected a corpus.")
     rows: Activations | None = None
     if {*ON_ROWS} & {*names}:
-        rows = data if isinstance(data, Activations) else None
-        if rows is None:
+        if isinstance(data, Activations):
+            rows = data
+        else:
             examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
             rows = collect(
                 model, examples, sites_of_rows(names, wanted, n_layers), positions=positions, folder=folder,

@@ -26,6 +26,7 @@ from matlens.ffn.values import NormGain, ValueName, ValueVectors, unembedding
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.numerics.largest import largest
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
@@ -162,7 +163,7 @@ class Projection:
         InputError
             ``k`` is less than 1, or more than the vocabulary has.
         """
-        return self._extreme(vectors, k, lambda scores: scores.topk(k))
+        return self._extreme(vectors, k, lambda scores: largest(scores, k))
 
     def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
         """The ``k`` tokens with the smallest scores for each vector, the smallest first: what it demotes.

@@ -27,6 +27,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
+from matlens.models.weights import weights_at_rest
 from matlens.signatures import checked
 from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 TRACE = "trace"  # what a folder of a trace says that it holds
 GROUPS = ("dominant", "random")
 REFERENCES = ("before", "final")
-_READOUT_ROWS = 512  # vectors that are read out together, of one layer or of several
+_READOUT_ROWS = 4096  # vectors that are read out together, of one layer or of several
 
 
 @checked
@@ -201,8 +202,10 @@ class _BatchReader:
     """Reads the rows of a trace off batches of vectors, in the layout in which they are stored."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
-        self._values, self._readout, self._embedding = ValueVectors(model), Readout(model), unembedding(model)
-        self.model = ModelIdentity.from_model(model)
+        with weights_at_rest(model):
+            self._values, self._readout = ValueVectors(model), Readout(model)
+            self.model = ModelIdentity.from_model(model)
+        self._embedding = unembedding(model)
         self._k = require_count(k, self._values)
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]
@@ -251,19 +254,22 @@ class _BatchReader:
             columns["scale"][:, layer, 0] = scale
             index = {
                 "dominant": contribution.topk(self._k).indices,
-                "random": self._drawn[layer][torch.from_numpy(batch.index)],
+                "random": self._drawn[layer][torch.from_numpy(batch.index)].long(),
             }
             tokens = {"before": columns["before"][:, layer, 0].long(), "final": final}
+            # All static scores are less work than bringing together the vectors of some of them.
+            vectors = self._values.layer(layer)
+            static = {
+                reference: (self._embedding[token.to(self._embedding.device)] @ vectors.T).cpu()
+                for reference, token in tokens.items()
+            }
             for group, of_group in index.items():
                 coefficient = m.gather(1, of_group)
                 columns[f"index.{group}"][:, layer] = of_group
                 columns[f"coefficient.{group}"][:, layer] = coefficient
-                scaled = scale[:, None] * coefficient
-                vectors = self._values.layer(layer)[of_group.to(self._values.device)]
-                for reference, token in tokens.items():
-                    e = self._embedding[token.to(self._embedding.device)]
-                    static = torch.einsum("nkd,nd->nk", vectors, e).cpu()
-                    columns[f"score.{group}.{reference}"][:, layer] = scaled * static
+                for reference, scores in static.items():
+                    of_reference = scale[:, None] * coefficient * scores.gather(1, of_group)
+                    columns[f"score.{group}.{reference}"][:, layer] = of_reference
         return {name: values.flatten(1) for name, values in columns.items()}
 
     @staticmethod

@@ -35,6 +35,7 @@ from matlens.storage.tables import result_row, result_table
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_DRAWN = 2**22  # random numbers that are ranked together
 DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 DOMINANCE, REMOVAL = "dominance", "removal"  # experiments
 AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal is read out
@@ -178,8 +179,13 @@ def require_count(k: int, values: ValueVectors) -> int:
 
 def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
     """Draw for each layer ``k`` different sub-updates of each of ``n`` examples, from the seed alone."""
-    generator, shape = torch.Generator().manual_seed(seed), (n, values.d_mlp)
-    return [torch.rand(shape, generator=generator).topk(k).indices for _ in range(values.n_layers)]
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [len(rows) for rows in torch.arange(n).split(max(_DRAWN // values.d_mlp, 1))]
+
+    def drawn(rows: int) -> Tensor:
+        return torch.rand((rows, values.d_mlp), generator=generator).topk(k).indices.to(torch.int32)
+
+    return [torch.cat([drawn(rows) for rows in sizes]) for _ in range(values.n_layers)]
 
 
 @checked
@@ -274,7 +280,7 @@ def dominance(
         index = torch.from_numpy(rows.index)
         for layer, site in enumerate(sites):
             share = _relative(rows.vectors[site].abs() * norms[layer])
-            chosen = {"dominant": share.topk(k).indices, "random": drawn[layer][index]}
+            chosen = {"dominant": share.topk(k).indices, "random": drawn[layer][index].long()}
             for method, of_method in chosen.items():
                 shares[method, "share"][layer, index] = share.gather(1, of_method).sum(1)
                 negative = rows.vectors[site].gather(1, of_method) < 0

@@ -48,6 +48,7 @@ def fit_samples(
     intercept: bool = False,
     ridge: float = 0.0,
     provenance: Provenance | None = None,
+    split: bool = False,
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
@@ -69,6 +70,9 @@ def fit_samples(
         See `Moments.solve`.
     provenance
         Goes into the maps; by default what `Activations` say of themselves.
+    split
+        Whether products in float64 are sums of exact ones in float32, see `Moments`: for devices that are
+        slow in float64.
 
     Raises
     ------
@@ -103,7 +107,8 @@ def fit_samples(
     side_by_side = _SideBySide(wanted)
     for source, targets in by_source(named).items():
         pairs_of_source = [(source, target) for target in targets]
-        kept = PairMoments(pairs_of_source, widths={site: of.shape[1] for site, of in wanted.items()})
+        widths = {site: of.shape[1] for site, of in wanted.items()}
+        kept = PairMoments(pairs_of_source, widths=widths, split=split)
         n, size = len(wanted[source]), chunk_size(wanted[source])
         for start in range(0, n, size):
             part = slice(start, start + size)
@@ -206,6 +211,7 @@ def fit_stream(
     ridge: float = 0.0,
     provenance: Provenance | None = None,
     divided: bool = False,
+    split: bool = False,
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that pass by once and are not kept.
 
@@ -216,7 +222,7 @@ def fit_stream(
     rows, weights
         As in `fit_samples`, in the order of the collection; where batches are vectors by site alone, in the
         order in which these pass by.
-    pairs, intercept, ridge, provenance
+    pairs, intercept, ridge, provenance, split
         As in `fit_samples`.
     divided
         Whether several processes each pass batches of their own, as ``stream(..., divided=True)`` gives
@@ -228,7 +234,7 @@ def fit_stream(
         As in `fit_samples`; or the batches are of a model with other changes than the provenance says.
     """
     ridge = require_ridge(ridge)
-    kept = PairMoments(pairs)
+    kept = PairMoments(pairs, split=split)
     named = [(source, target) for source, targets in kept.targets.items() for target in targets]
     for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance):
         kept.update(vectors, weights=of_batch)

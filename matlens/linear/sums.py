@@ -52,11 +52,19 @@ class PairMoments:
         How many coordinates the sites have, where that is known before the first samples.
     norms
         Whether to keep the squared norm of each sample too, from which a penalty for few samples is chosen.
+    split
+        Whether products are split into exact ones in float32, see `Moments`.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], *, widths: Mapping[str, int] | None = None, norms: bool = False
+        self,
+        pairs: Sequence[Pair],
+        *,
+        widths: Mapping[str, int] | None = None,
+        norms: bool = False,
+        split: bool = False,
     ) -> None:
+        self._split = split
         named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
         self.targets, self.widths = by_source(named), dict(widths or {})
         self._pairs = [(source, target) for source, targets in self.targets.items() for target in targets]
@@ -153,13 +161,13 @@ class PairMoments:
 
     def empty(self) -> PairMoments:
         """Moments of the same pairs, of no samples yet."""
-        return PairMoments(self._pairs, widths=self.widths, norms=self._norms is not None)
+        return PairMoments(self._pairs, widths=self.widths, norms=self._norms is not None, split=self._split)
 
     def _prepare(self) -> None:
         for source, targets in self.targets.items():
             d_out = sum(self.widths[target] for target in targets)
             self._moments[source] = Moments(
-                self.widths[source], d_out, source=source, target=", ".join(targets)
+                self.widths[source], d_out, source=source, target=", ".join(targets), split=self._split
             )
 
     def _flush(self) -> None:

@@ -1,6 +1,7 @@
 from .alternation import best_schemes as best_schemes
 from .alternation import named_schemes as named_schemes
 from .alternation import scheme_quality as scheme_quality
+from .atlas import linearity_atlas as linearity_atlas
 from .costs import Costs as Costs
 from .costs import exit_costs as exit_costs
 from .heads import constant_maps as constant_maps
@@ -8,6 +9,12 @@ from .heads import head_ablation as head_ablation
 from .heads import head_pairs as head_pairs
 from .heads import head_r2 as head_r2
 from .heads import head_replacements as head_replacements
+from .ranking import GROUPS as GROUPS
+from .ranking import added_rise as added_rise
+from .ranking import atlas_summary as atlas_summary
+from .ranking import first_parts as first_parts
+from .ranking import rank_correlations as rank_correlations
+from .scores import SCORES as SCORES
 from .sinks import fit_quality_without_sinks as fit_quality_without_sinks
 from .sinks import later_sinks as later_sinks
 from .sinks import sink_norms as sink_norms
@@ -28,4 +35,5 @@ from .transfer import fit_equally_many as fit_equally_many
 from .transfer import fit_quality_by_size as fit_quality_by_size
 from .transfer import fits_side_by_side as fits_side_by_side
 from .transfer import transfer_losses as transfer_losses
+from .transfer import transfer_means as transfer_means
 from .transfer import transfer_quality as transfer_quality

@@ -1,10 +1,13 @@
-"""Maps of several fits judged on the same examples: other positions, other corpora (paper A, section 5.2)."""
+"""Maps of several fits judged on the same examples: other positions, other corpora (paper A, section 5.2).
+
+Corpora can be of other languages and domains, as many as one likes: each set of maps is judged on each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -15,13 +18,15 @@ from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples, is_masked
 from matlens.errors import InputError
 from matlens.lens.quality import fit_quality, prediction_quality
-from matlens.linear.fitting import fit_samples, fit_stream
+from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
 from matlens.linear.mapsets import MapSet
+from matlens.linear.pairs import resolve_pairs
+from matlens.metrics import Estimate
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.signatures import checked
-from matlens.storage.tables import require_columns
+from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -134,21 +139,27 @@ def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
 
 
 @checked
-def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
+def fit_equally_many(samples: Mapping[str, Activations], *, every: int = 1) -> dict[str, MapSet]:
     """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has.
 
     Parameters
     ----------
     samples
-        The stream on training sentences, by their corpus.
+        The stream on training sentences, by their corpus; at all positions a sample is a token.
+    every
+        From every how many layers, from the embeddings on.
     """
     _require_some(samples, "samples")
+    every = require_whole(every, "every", least=1)
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():
-        last = of_corpus.provenance.identity.n_layers
-        pairs = [(layer, last) for layer in range(last)]
-        maps[name] = MapSet(fit_samples(of_corpus.head(equal), pairs))
+        pairs = resolve_pairs("last", of_corpus.provenance)[::every]
+        if of_corpus.positions == "all":
+            chosen = torch.arange(of_corpus.n_rows) < equal
+            maps[name] = MapSet(fit_rows(of_corpus, pairs, rows=chosen))
+        else:
+            maps[name] = MapSet(fit_samples(of_corpus.head(equal), pairs))
     return maps
 
 
@@ -156,7 +167,7 @@ def fit_equally_many(samples: Mapping[str, Activations]) -> dict[str, MapSet]:
 def transfer_quality(
     readout: Readout, maps: Mapping[str, MapSet], validations: Mapping[str, Activations]
 ) -> pd.DataFrame:
-    """Precision and surprisal of the maps of each corpus, tested on each (section 5.2).
+    """Precision, surprisal and r2 of the maps of each corpus, tested on each (section 5.2).
 
     ``corpus`` says which one they are tested on, and the method, ``mat of <corpus>``, which they were fitted
     on. The last layer, where there is no map, is left out.
@@ -175,10 +186,35 @@ def transfer_quality(
     tables = []
     for fitted, fits in maps.items():
         for tested, validation in validations.items():
-            quality = prediction_quality(readout, fits, validation, methods=["mat"])
-            quality = quality[quality["layer"] < validation.provenance.identity.n_layers]
-            tables.append(quality.assign(experiment=ACROSS_CORPORA, corpus=tested, method=f"mat of {fitted}"))
+            predicted = prediction_quality(readout, fits, validation, methods=["mat"])
+            predicted = predicted[predicted["layer"] < validation.provenance.identity.n_layers]
+            fit = fit_quality(fits, validation, progress=False)
+            for quality in (predicted, fit[fit["method"] == "mat"]):
+                named = {"experiment": ACROSS_CORPORA, "corpus": tested, "method": f"mat of {fitted}"}
+                tables.append(quality.assign(**named))
     return pd.concat(tables, ignore_index=True)
+
+
+@checked
+def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
+    """Means over layers of what `transfer_quality` gives: a row for each two corpora and each number.
+
+    The columns are the same, without a layer; `matlens.plots.transfer_heatmaps` draws them as matrices.
+
+    Parameters
+    ----------
+    table
+        A table of `transfer_quality`.
+    """
+    require_columns(table, COLUMNS, what="the table of linearity.transfer_quality")
+    named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
+    rows = []
+    for names, part in table.groupby(named, sort=False, dropna=False):
+        cells: dict[str, Any] = dict(zip(named, names, strict=True))
+        mean = Estimate.without_interval(float(part["value"].mean()), int(part["n"].iloc[0]))
+        k = None if pd.isna(cells["k"]) else cells["k"]
+        rows.append(result_row(**cells | {"k": k}, layer=None, estimate=mean))
+    return result_table(rows)
 
 
 @checked

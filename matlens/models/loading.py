@@ -427,7 +427,8 @@ def _read_wikilm(path: Path, dtype: torch.dtype, stack: str | None = None) -> tu
     register()
     model, dictionary = read_wikilm(path)
     _require_readable(str(path), model.config, stack)
-    return dictionary.tokenizer(longest=model.config.max_position_embeddings), model.to(dtype)
+    torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type
+    return dictionary.tokenizer(longest=model.config.max_position_embeddings), model
 
 
 def model_name(name: str | os.PathLike[str], commit: str | None) -> str:

@@ -250,7 +250,8 @@ class Readout:
         screened = Screen.suits(unembed) and self._scale > 0
         if screened and (self._screen is None or not self._screen.holds(unembed)):
             self._screen = Screen(unembed)
-        for part in h.split(max(_SCREENED // self.d_vocab, 1)):
+        most = max(_SCREENED // self.d_vocab, 1)
+        for part in h.tensor_split(max(-(-len(h) // most), 1)):  # all of one size, none of a few rows
             features = part.to(self.device, torch.float32)
             for module in list(self._head)[:-1]:
                 features = module(features)

@@ -6,7 +6,8 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -69,9 +70,23 @@ def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
     return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
 
 
+@contextmanager
+def weights_at_rest(model: TransformerBridge) -> Iterator[None]:
+    """Look at the weights once, while several things are made of them that each ask whose they are.
+
+    For a few lines, in which nothing changes the model.
+    """
+    token = _AT_HAND.set((model, fingerprint(model)))
+    try:
+        yield
+    finally:
+        _AT_HAND.reset(token)
+
+
 def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
     """Both, the second remembered for as long as the first is the same."""
-    exact = fingerprint(model)
+    at_hand = _AT_HAND.get()
+    exact = at_hand[1] if at_hand is not None and at_hand[0] is model else fingerprint(model)
     if model not in _ROUNDED or _ROUNDED[model][0] != exact:
         _ROUNDED[model] = (exact, _kept_fingerprints(model, exact))
     return exact, dict(_ROUNDED[model][1])
@@ -94,6 +109,7 @@ def _kept_fingerprints(model: TransformerBridge, exact: str) -> dict[str, str]:
     return rounded
 
 
+_AT_HAND: ContextVar[tuple[Any, str] | None] = ContextVar("fingerprint at hand", default=None)
 _ROUNDED: WeakKeyDictionary[Any, tuple[str, dict[str, str]]] = WeakKeyDictionary()
 
 
@@ -124,17 +140,39 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
-@checked
-def require_finite_weights(model: TransformerBridge) -> None:
-    """Refuse weights that are not finite.
+def require_in_memory(model: TransformerBridge) -> None:
+    """Refuse a model whose weights are brought in from elsewhere for each pass, as accelerate offloads them.
 
     Raises
     ------
     InputError
-        A parameter holds NaN or infinity; the message names it.
+        A parameter is on no device.
     """
+    parameters = model.original_model.named_parameters()
+    absent = next((name for name, tensor in parameters if tensor.is_meta), None)
+    if absent is not None:
+        absent = absent.replace("_original_component.", "")
+        raise InputError(
+            f"Weights of {model.cfg.model_name} are not in memory, {absent} among them: "
+            "they are offloaded to the disk or to the processor, where what is read off weights "
+            "cannot find them. Expected a model that is wholly on its devices: give it more of them "
+            "(device_map), or load it in half precision (dtype)."
+        )
+
+
+@checked
+def require_finite_weights(model: TransformerBridge) -> None:
+    """Refuse weights that are not finite, or not there.
+
+    Raises
+    ------
+    InputError
+        A parameter holds NaN or infinity; the message names it. Or it is on no device.
+    """
+    require_in_memory(model)
     for name, tensor in model.original_model.named_parameters():
-        if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
+        if not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
             continue
         place = name.replace("_original_component.", "")
         if bool(tensor.isnan().any()) or tensor.dtype != torch.float16:
@@ -176,6 +214,7 @@ def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that a checkpoint holds."""
+    require_in_memory(model)
     yield from model.original_model.named_parameters()
     for place, module in model.original_model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

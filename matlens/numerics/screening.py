@@ -24,7 +24,10 @@ class Screen:
     """An unembedding, and a copy in the quicker precision; ``x -> E x + b`` for features ``x``."""
 
     def __init__(self, unembed: nn.Linear) -> None:
-        self._weight, self._bias = unembed.weight.detach(), unembed.bias
+        self._weight = unembed.weight.detach()
+        # TransformerLens gives a bias of zeros to a layer that has none.
+        biased = unembed.bias is not None and bool(unembed.bias.any())
+        self._bias = unembed.bias.detach() if biased else None
         self._state = _state(unembed)
         exact = self._weight.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         self._halved = exact and self._bias is None and _bfloat16_is_quicker(self._weight)
@@ -48,7 +51,7 @@ class Screen:
         return not hung and not parametrize.is_parametrized(module)
 
     def holds(self, unembed: nn.Linear) -> bool:
-        """Whether the weights are those that the copy was made of."""
+        """Whether weights and bias are those that the copy was made of."""
         return self._state == _state(unembed)
 
     def takes(self, x: Float[Tensor, "n d"]) -> bool:
@@ -141,8 +144,9 @@ class Screen:
         return torch.cat(values)
 
 
-def _state(unembed: nn.Linear) -> tuple[int, int]:
-    return unembed.weight.data_ptr(), unembed.weight._version
+def _state(unembed: nn.Linear) -> tuple[tuple[int, int], ...]:
+    parts = [unembed.weight] if unembed.bias is None else [unembed.weight, unembed.bias]
+    return tuple((part.data_ptr(), part._version) for part in parts)
 
 
 def _bfloat16_is_quicker(weight: Tensor) -> bool:

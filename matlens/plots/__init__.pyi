@@ -16,6 +16,8 @@ from .replacements import alternation as alternation
 from .replacements import attention_heads as attention_heads
 from .replacements import by_fitting as by_fitting
 from .replacements import by_method as by_method
+from .replacements import linearity_figure as linearity_figure
+from .replacements import transfer_heatmaps as transfer_heatmaps
 from .style import layer_ticks as layer_ticks
 from .style import literal as literal
 from .style import model_title as model_title

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matlens.arguments import require_choice
 from matlens.errors import InputError
 from matlens.models.vocabulary import visible
-from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, method_looks
+from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, ink, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import (
     add_legend,
@@ -330,10 +330,9 @@ def trajectory_figure(
     image = ax.imshow(shown, origin="lower", aspect="auto", cmap=_COLOURS[colour].colours, norm=norm)
     ax.grid(False)
     for row, column in np.ndindex(values.shape):
-        red, green, blue, _ = image.cmap(image.norm(shown[row, column]))
-        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
         text = literal(_short_token(str(words.iat[row, column])))
-        ax.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+        colour_of_text = ink(image, float(shown[row, column]))
+        ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour_of_text)
     ax.set_xticks(range(n), [literal(_short_token(str(token))) for token in tokens], rotation=45, ha="right")
     ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
     ax.set_yticks([layers.index(tick) for tick in ticks], list(map(str, ticks)))

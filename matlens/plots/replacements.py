@@ -1,13 +1,26 @@
-"""What is left of predictions where parts of the model are replaced by linear maps."""
+"""What is left of predictions where linear maps replace parts of the model, or were fitted elsewhere."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pandas as pd
+from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
-from matlens.plots.colours import REPLACED, method_looks
+from matlens.plots.colours import REPLACED, ink, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
-from matlens.plots.style import add_legend, layer_ticks, literal, percent_ticks, styled, title_of
+from matlens.plots.style import (
+    add_legend,
+    layer_ticks,
+    literal,
+    model_title,
+    percent_ticks,
+    short_name,
+    styled,
+    title_of,
+)
 from matlens.signatures import checked
 
 _MANY = 8  # methods; the names of more stand on the right
@@ -23,6 +36,16 @@ _WHERE = {
     "not-sink": "at all but sinks",
     "predicted": "only at the predicted token",
 }
+_MATRICES = {
+    "r2": (r"$r^2$", "Blues"),
+    "precision": ("Precision@1", "Blues"),
+    "surprisal": ("surprisal (nats)", "Blues_r"),
+}
+
+_ATLAS_KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")
+_ATLAS_WAYS = {"all": "replaced at all tokens", "no sinks": "replaced at all but sinks"}
+_ATLAS_SCORES = (("r2 of the variance", r"$r^2$ of the whole variance"), ("nbl bound", "NBL's bound"))
+_ATLAS_LEAST = 1e-3  # nats; what rises less stands there
 
 
 @checked
@@ -145,4 +168,113 @@ def by_fitting(results: pd.DataFrame) -> Figure:
     add_legend(figure, columns=1 + len(replaced))
     names = ", ".join(ways["name"].dropna().unique())
     figure.suptitle(f"{literal(names)}: {title_of(results)}")
+    return figure
+
+
+@checked
+@styled
+def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
+    """What it costs to replace each part by its map, layer by layer, and which score says so beforehand.
+
+    Above are heatmaps, kinds of parts down and layers across: the rise of the loss with each part replaced at
+    all tokens, at all but sinks, and with each left out. Below are two scores against the rise, and rank
+    correlations with their intervals.
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.linearity.linearity_atlas`.
+    correlations
+        That of `matlens.linearity.rank_correlations`.
+    """
+    single = results[~results["kind"].str.startswith("together")]
+    modes = list(dict.fromkeys(single["tokens"]))
+    ways = [("map", mode) for mode in modes] + [("left out", modes[0])]
+    titles = {("map", mode): _ATLAS_WAYS.get(mode, literal(mode)) for mode in modes}
+    rises = single[single["metric"] == "rise"]
+    figure = Figure(figsize=(11, 6.6))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.1, 1))
+    upper, lower = parts
+    above = upper.subplots(1, len(ways), squeeze=False)[0]
+    below = lower.subplots(1, 3)
+    kinds = [kind for kind in _ATLAS_KINDS if kind in set(rises["kind"])]
+    layers = range(int(rises["layer"].max()) + 1)
+    norm = SymLogNorm(0.01, vmin=0, vmax=10)
+    for ax, (method, mode) in zip(above, ways, strict=True):
+        part = rises[(rises["method"] == method) & (rises["tokens"] == mode)]
+        cells = part.pivot(index="kind", columns="layer", values="value").reindex(index=kinds, columns=layers)
+        image = ax.imshow(cells.to_numpy(float), cmap="cividis", norm=norm, aspect="auto")
+        ax.grid(False)
+        ax.set_yticks(range(len(kinds)), kinds)
+        ax.set_xticks(layer_ticks(len(layers) - 1))
+        ax.set_xlabel("block, or the first of a jump")
+        ax.set_title(titles.get((method, mode), "left out"))
+    for ax in above[1:]:
+        ax.set_yticklabels([])
+    bar = upper.colorbar(image, ax=list(above), extend="both", ticks=[0, 0.01, 0.1, 1, 10])
+    bar.set_ticklabels(["0", "0.01", "0.1", "1", "10"])
+    bar.set_label("rise of the loss, nats a token")
+    mode = modes[-1]
+    wide = single[single["tokens"] == mode].pivot_table(
+        index=["kind", "layer"], columns=["method", "metric"], values="value"
+    )
+    looks = method_looks(kinds)
+    for ax, (score, label) in zip(below[:2], _ATLAS_SCORES, strict=True):
+        for kind, look in looks.items():
+            if kind in wide.index.get_level_values("kind"):
+                of_kind = wide.xs(kind, level="kind")
+                ax.plot(
+                    of_kind["map", score], of_kind["map", "rise"].clip(lower=_ATLAS_LEAST), look.marker,
+                    color=look.colour, label=kind, mew=0, ms=3.5, alpha=0.8,
+                )  # fmt: skip
+        ax.set_yscale("log")
+        ax.set_xlabel(label)
+    below[0].set_ylabel("rise of the loss with the map, nats")
+    shown = correlations[(correlations["tokens"] == mode) & (correlations["method"] == "map")]
+    shown = shown[shown["kind"] == "all kinds"].iloc[::-1]
+    spread = [shown["value"] - shown["low"], shown["high"] - shown["value"]]
+    below[2].errorbar(shown["value"], range(len(shown)), xerr=spread, fmt="o", color="black")
+    below[2].set_yticks(range(len(shown)), shown["metric"])
+    below[2].set_ylim(-0.6, len(shown) - 0.4)
+    below[2].set_xlabel("rank correlation of score and rise")
+    add_legend(figure, below[0].get_legend_handles_labels()[0], columns=len(kinds))
+    figure.suptitle(title_of(rises))
+    return figure
+
+
+@checked
+@styled
+def transfer_heatmaps(means: pd.DataFrame) -> Figure:
+    """How well the maps of each corpus do on each, as matrices: r2, Precision@1 and surprisal.
+
+    Parameters
+    ----------
+    means
+        The table of `matlens.linearity.transfer_means`.
+    """
+    corpora = list(means["corpus"].unique())
+    names = [literal(short_name(corpus)) for corpus in corpora]
+    figure = Figure(figsize=(2.2 + 1.35 * len(corpora), 1.9 + 0.36 * len(corpora)))
+    for ax, (metric, (label, colours)) in zip(
+        figure.subplots(1, 3, sharey=True), _MATRICES.items(), strict=True
+    ):
+        part = means[(means["metric"] == metric) & (means["k"].isna() | (means["k"] == 1))]
+        grid = part.pivot(index="method", columns="corpus", values="value").astype(float)
+        grid = grid.loc[[f"mat of {corpus}" for corpus in corpora], corpora]
+        low = max(float(grid.to_numpy().min()), -1.0)
+        image = ax.imshow(grid, cmap=colours, vmin=low, vmax=float(grid.to_numpy().max()), aspect="auto")
+        ax.grid(False)
+        for (row, column), value in np.ndenumerate(grid.to_numpy()):
+            weight = "bold" if row == column else "normal"
+            ax.text(
+                column, row, f"{value:.2f}", ha="center", va="center", fontsize=6.5,
+                color=ink(image, value), weight=weight,
+            )  # fmt: skip
+        ax.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        ax.set_yticks(range(len(names)), names)
+        ax.set_xlabel("judged on")
+        ax.set_title(label)
+        ax.label_outer()
+    figure.axes[0].set_ylabel("maps fitted on")
+    figure.suptitle(model_title(means.iloc[0]["model"], "means over layers"))
     return figure

@@ -1,11 +1,7 @@
 from .choices import Choice as Choice
 from .choices import Method as Method
-from .comparison import added_perplexity as added_perplexity
-from .comparison import pruning_table as pruning_table
-from .evaluation import Speed as Speed
-from .evaluation import compare_pruned as compare_pruned
-from .evaluation import speed as speed
 from .layouts import plain_copy as plain_copy
 from .pruned import Pruned as Pruned
 from .pruned import prune as prune
+from .pruned import prune_attention as prune_attention
 from .saving import save_pruned as save_pruned

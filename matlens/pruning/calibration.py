@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from matlens.arguments import require_whole
 from matlens.corpora.examples import Examples, is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
 from matlens.progress import Bar
+from matlens.pruning.attention import (
+    choose_attention,
+    fold_attention,
+    require_foldable_attention,
+    silence_all,
+)
 from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
+from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, read_blocks, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -32,6 +41,14 @@ PENALTY = 0.1  # of the refitted matrix, which has more numbers than calibration
 def usual_penalty(method: Method) -> float:
     """The penalty of a method unless another is given."""
     return PENALTY if method == Method.refit else 0.0
+
+
+class Healed(NamedTuple):
+    """What healing took, and the divergence from the whole model that is left, in nats."""
+
+    n_tokens: int
+    divergence: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,7 @@ class Calibration:
 
     layout: Layout
     streams: Streams
+    _order: list[int] = field(default_factory=list)  # blocks as they go one after the other
 
     @classmethod
     def run(cls, model: TransformerBridge, windows: Examples, *, fold: bool, progress: bool) -> Calibration:
@@ -61,6 +79,11 @@ class Calibration:
         if is_masked(model):
             raise InputError(
                 f"{model.cfg.architecture} predicts masked tokens, not the next one. Expected a decoder."
+            )
+        if not hasattr(model, "unembed"):
+            raise InputError(
+                f"{model.cfg.architecture} has no head that predicts the next token. Expected a "
+                "...ForCausalLM checkpoint."
             )
         changes = ModelIdentity.from_model(model).changes
         if changes:
@@ -76,7 +99,54 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        return choose_blocks(self.streams.beginning(CHOSEN_ON), n, choice, progress=progress)
+        beginning, n_layers = self.streams.beginning(CHOSEN_ON), len(self.layout.blocks)
+        n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+        if choice != Choice.greedy:
+            return choose_blocks(beginning, n, choice, progress=progress)
+        if n > len(self._order):
+            self._order[:] = greedy_order(beginning, n, progress=progress)
+        return tuple(sorted(self._order[:n]))
+
+    def without_attention(
+        self,
+        attention: int | Sequence[int],
+        method: Method,
+        penalty: float | None = None,
+        *,
+        progress: bool = True,
+    ) -> tuple[Any, tuple[int, ...]]:
+        """A plain model in which the attention of some blocks writes nothing, and which these are.
+
+        Raises
+        ------
+        InputError
+            The FFNs do not read what attention adds, or the text has too few tokens for the method.
+        """
+        if method == Method.refit:
+            _require_enough(self.layout, self.streams.tokens)
+        if method != Method.out:
+            require_foldable_attention(self.layout)
+        n_layers = len(self.layout.blocks)
+        if isinstance(attention, int):
+            n = require_whole(attention, "The number of attentions to leave out", least=0, most=n_layers - 1)
+            layers = choose_attention(self.streams.beginning(CHOSEN_ON), n, progress=progress)
+        else:
+            layers = read_blocks(attention, n_layers)
+        penalty = usual_penalty(method) if penalty is None else penalty
+        matrices = fold_attention(self.streams, layers, method, penalty, progress=progress)
+        pruned = build(self.layout, (), matrices)
+        silence_all(replace(self.layout, model=pruned), layers)
+        return pruned, layers
+
+    def heal(
+        self, pruned: Any, blocks: Sequence[int], n_tokens: int, *, seed: int = 0, progress: bool = True
+    ) -> Healed:
+        """Train the folded matrices of a model that `without` has made, in place."""
+        began = time.monotonic()
+        kept = [index for index in range(len(self.layout.blocks)) if index not in set(blocks)]
+        folded = [first - 1 for first, _ in spans_of(blocks)]
+        divergence = heal(self.streams, pruned, kept, folded, n_tokens, seed=seed, progress=progress)
+        return Healed(n_tokens, divergence, time.monotonic() - began)
 
     def without(
         self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True

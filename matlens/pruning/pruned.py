@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from matlens.arguments import require_choice, require_number
+from matlens.arguments import require_choice, require_number, require_seed, require_whole
 from matlens.corpora.examples import Examples
+from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration, usual_penalty
 from matlens.pruning.choices import Choice, Method
@@ -16,6 +17,8 @@ from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+_MOST_HEALED = 10**9  # tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Pruned:
         What became of the matrix before each span of them.
     provenance
         The whole model, the calibration text, and the settings.
+    attention
+        Numbers of the blocks whose attention writes nothing.
     """
 
     model: Any
@@ -41,6 +46,7 @@ class Pruned:
     blocks: tuple[int, ...]
     method: Method
     provenance: Provenance
+    attention: tuple[int, ...] = ()
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -57,6 +63,8 @@ def prune(
     method: str = Method.refit,
     choice: str = Choice.greedy,
     penalty: float | None = None,
+    heal: int = 0,
+    seed: int = 0,
     progress: bool = True,
 ) -> Pruned:
     """Leave blocks out of a model and fold maps into the weights before them (definitions, section 11).
@@ -80,6 +88,11 @@ def prune(
         `Choice`; on the first 2,048 tokens of the calibration text.
     penalty
         How much the folded map is held near what the model has; by default 0.1 for ``refit`` and 0 otherwise.
+    heal
+        On how many tokens of the text the folded matrices are then trained towards what the whole model says;
+        by default not at all. It takes some five times as long as reading so many tokens.
+    seed
+        Seed of the order in which texts are read then.
     progress
         Whether to show bars.
 
@@ -92,16 +105,71 @@ def prune(
     choice = Choice(require_choice(choice, Choice, "choice"))
     if penalty is not None:
         penalty = require_number(penalty, "penalty", least=0)
+    require_whole(heal, "heal", least=0, most=_MOST_HEALED)
+    require_seed(seed)
     given = None if isinstance(blocks, int) else read_blocks(blocks, model.cfg.n_layers)
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
     gone = calibration.choose(blocks, choice, progress=progress) if isinstance(blocks, int) else given
     assert gone is not None
-    details = {
+    if heal and (method == Method.out or not gone):
+        raise InputError(
+            "There is no folded matrix to heal. Expected blocks to leave out, and another method than out."
+        )
+    details: dict[str, Any] = {
         "blocks_left_out": list(gone), "method": method.value,
         "penalty": usual_penalty(method) if penalty is None else penalty,
         "choice": choice.value if isinstance(blocks, int) else "given",
         "n_tokens": calibration.streams.tokens.numel(),
     }  # fmt: skip
-    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     made = calibration.without(gone, method, penalty, progress=progress)
+    if heal:
+        healed = calibration.heal(made, gone, heal, seed=seed, progress=progress)
+        details["healed"] = {**healed._asdict(), "seed": seed}
+    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     return Pruned(made, model.tokenizer, gone, method, provenance)
+
+
+@checked
+def prune_attention(
+    model: TransformerBridge,
+    windows: Examples,
+    attention: int | Sequence[int],
+    *,
+    method: str = Method.refit,
+    penalty: float | None = None,
+    progress: bool = True,
+) -> Pruned:
+    """Leave the attention of some blocks out, and fold a map in its place into the FFN before it.
+
+    Its output matrix becomes zero. A plain model has no block without attention, so what is left of it is
+    still computed and cached: neither time nor memory is saved until an engine skips it.
+
+    Parameters
+    ----------
+    model, windows, method, penalty, progress
+        See `prune`. A map can be folded where the FFN reads what attention adds: GPT-2, Llama and their like.
+    attention
+        How many, those without which the loss on the first 2,048 tokens rises least, each for itself; or the
+        numbers of the blocks, from 1 on.
+
+    Raises
+    ------
+    InputError
+        The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
+        or settings are not usable.
+    """
+    method = Method(require_choice(method, Method, "method"))
+    if penalty is not None:
+        penalty = require_number(penalty, "penalty", least=0)
+    if not isinstance(attention, int):
+        read_blocks(attention, model.cfg.n_layers)
+    calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
+    made, layers = calibration.without_attention(attention, method, penalty, progress=progress)
+    details: dict[str, Any] = {
+        "attention_left_out": list(layers), "method": method.value,
+        "penalty": usual_penalty(method) if penalty is None else penalty,
+        "choice": "loss" if isinstance(attention, int) else "given",
+        "n_tokens": calibration.streams.tokens.numel(),
+    }  # fmt: skip
+    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
+    return Pruned(made, model.tokenizer, (), method, provenance, layers)

@@ -90,7 +90,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     folder
         A new or empty folder.
     table
-        What was measured, for the card; see `matlens.pruning.compare_pruned`.
+        What was measured, for the card; see `matlens.trials.compare_pruned`.
 
     Raises
     ------
@@ -106,6 +106,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         write_text(work / CARD, model_card(pruned, table))
         request = {
             "blocks_left_out": list(pruned.blocks),
+            "attention_left_out": list(pruned.attention),
             "method": pruned.method.value,
             "provenance": pruned.provenance.to_json(),
         }
@@ -134,6 +135,21 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
         f"{details.get('n_tokens', 0):,} tokens of `{visible(str(data.get('corpus', 'unnamed')))}`. "
         "All other weights are as they were.",
     ]  # fmt: skip
+    if pruned.attention:
+        lines += [
+            "",
+            f"The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its output "
+            "matrix is zero, and the FFN before each was changed by the same method. It is still computed "
+            "and cached.",
+        ]
+    if healed := details.get("healed"):
+        lines += [
+            "",
+            f"These matrices alone were then trained on {healed['n_tokens']:,} tokens of the same text "
+            "towards what the whole model says. It took "
+            f"{healed['seconds']:,.0f} seconds, and the divergence was "
+            f"{healed['divergence']:.4g} nats a token in the end.",
+        ]
     if table is not None:
         lines += [
             "",

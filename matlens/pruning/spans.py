@@ -75,7 +75,7 @@ def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = 
     if n == 0:
         return ()
     if choice == Choice.greedy:
-        return _greedy(streams, n, progress)
+        return tuple(sorted(greedy_order(streams, n, progress=progress)))
     starts = range(1, n_layers - n + 1)
     if choice == Choice.angle:
         turned = [float(angles(streams.h[start], streams.h[start + n]).mean()) for start in starts]
@@ -106,13 +106,15 @@ def loss_without(streams: Streams, blocks: Iterable[int]) -> float:
     return float(streams.losses(h).mean())
 
 
-def _greedy(streams: Streams, n: int, progress: bool) -> tuple[int, ...]:
-    """Take blocks away one by one.
+def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int]:
+    """Take blocks away one by one; which go, in the order in which they do.
 
     A block is tried again only while its loss without the blocks that were taken before it is below what the
     best of this round costs: losses rise as blocks go, so the others would only have become worse.
     """
-    losses = dict.fromkeys(range(1, len(streams.layout.blocks)), -math.inf)
+    n_layers = len(streams.layout.blocks)
+    n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+    losses = dict.fromkeys(range(1, n_layers), -math.inf)
     gone: list[int] = []
     with Bar(total=n, desc="blocks", unit="block", disable=not progress) as bar:
         while len(gone) < n:
@@ -126,4 +128,4 @@ def _greedy(streams: Streams, n: int, progress: bool) -> tuple[int, ...]:
             gone.append(best)
             del losses[best]
             bar.update(1)
-    return tuple(sorted(gone))
+    return gone

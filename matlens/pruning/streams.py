@@ -16,7 +16,7 @@ from matlens.pruning.layouts import Layout
 
 _TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens on which a block's sum is tried
-_TOLERANCE = 1e-4  # of the largest number that a block gives
+TOLERANCE = 1e-4  # of the largest number that a block gives
 MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.streams.MOST_BYTES for more
 
 
@@ -35,6 +35,8 @@ class Streams:
     ----------
     h
         ``h^0 .. h^L``.
+    rest
+        What blocks give behind their vectors, where they do.
     """
 
     def __init__(self, layout: Layout, tokens: Int[Tensor, "n length"], *, progress: bool = True) -> None:
@@ -48,7 +50,7 @@ class Streams:
                 "matlens.pruning.streams.MOST_BYTES."
             )
         self._step = max(1, _TOKENS // tokens.shape[1])
-        self._rest: tuple[Any, ...] | None = None  # what blocks give behind their vectors, where they do
+        self.rest: tuple[Any, ...] | None = None
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
         self.h: list[Tensor] = self._run(progress)
 
@@ -73,7 +75,7 @@ class Streams:
                     calls.append((args[1:], rest))
 
                 def after(_: nn.Module, __: Any, output: Any, seen: Any = seen) -> None:
-                    self._rest = output[1:] if isinstance(output, tuple) else None
+                    self.rest = output[1:] if isinstance(output, tuple) else None
                     seen.append(_first(output))
 
                 with ExitStack() as hooks:
@@ -145,26 +147,35 @@ class Streams:
         """The model's own read-out: the model, with one block that gives the stand-in for the last stream."""
         model, (parent, _, name) = self.layout.model, self.layout.path.rpartition(".")
         blocks, place = self.layout.blocks, self.layout.model.get_submodule(parent)
-        setattr(place, name, nn.ModuleList([_Giving(h.to(model.device), self._rest)]))
+        setattr(place, name, nn.ModuleList([Giving(h.to(model.device), self.rest)]))
         try:
             return model(tokens.to(model.device), use_cache=False).logits
         finally:
             setattr(place, name, blocks)
 
 
-class _Giving(nn.Module):
+class Giving(nn.Module):
     """A block that gives what it was made with."""
 
     def __init__(self, h: Tensor, rest: tuple[Any, ...] | None) -> None:
         super().__init__()
-        self._h, self._rest = h, rest
+        self._h, self.rest = h, rest
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self._h if self._rest is None else (self._h, *self._rest)
+        """Give it, whatever is given."""
+        return self._h if self.rest is None else (self._h, *self.rest)
 
 
 def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+def tried_streams(layout: Layout) -> Streams:
+    """Streams of a few drawn tokens, on which sums are tried."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = layout.model.config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (1, _TRIED), generator=generator)
+    return Streams(layout, tokens, progress=False)
 
 
 def require_foldable(layout: Layout) -> None:
@@ -178,10 +189,7 @@ def require_foldable(layout: Layout) -> None:
     InputError
         The sum does not hold in a block.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = layout.model.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (1, _TRIED), generator=generator)
-    streams = Streams(layout, tokens, progress=False)
+    streams = tried_streams(layout)
     for index, block in enumerate(layout.blocks):
         whole = streams.through(index, block, streams.h[index])
         silent = copy.deepcopy(block)
@@ -190,7 +198,7 @@ def require_foldable(layout: Layout) -> None:
         )
         rest = streams.through(index, silent, streams.h[index])
         error = (whole.h - whole.written - rest.h).abs().max()
-        if not bool(error <= _TOLERANCE * whole.h.abs().max()):
+        if not bool(error <= TOLERANCE * whole.h.abs().max()):
             raise InputError(
                 f"In block {index} of {type(layout.model).__name__} what the FFN's output matrix writes is "
                 "not added to the stream as it is (a norm or a factor stands between, as in Gemma 2 and 3, "

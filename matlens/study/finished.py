@@ -27,7 +27,7 @@ PARTS = (TRAIN, VALIDATION, MAPS)
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what damaged files can cause
 _MOST_FILES = 1000  # of a model's folder; more are no model alone
 # What bundled samples are made from and by: they change with these alone.
-_MAKERS = ("gensim", "mwparserfromhell", "sentencex")
+_MAKERS = ("gensim", "mwparserfromhell", "sentencex", "weblate")
 
 
 class RunNote:

@@ -12,6 +12,7 @@ from matlens import plots
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import InputError
+from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
@@ -37,7 +38,8 @@ def evaluate_maps(
 ) -> pd.DataFrame:
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
-    Predictions are read from maps onto the last layer; where there are none, only r2 is evaluated.
+    Predictions are read from maps onto the last layer; where there are none, or the model is an encoder,
+    which predicts nothing, only r2 is evaluated.
 
     Parameters
     ----------
@@ -69,10 +71,10 @@ def evaluate_maps(
                 f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
                 f"{folder / MAPS} and fit again."
             )
-    readout = readout or Readout(model)
     parts = [fit_quality(maps, validation, progress=progress)]
-    if any(target == str(Anatomy.from_model(model).stream[-1]) for _, target in maps):
-        parts.append(prediction_quality(readout, maps, validation, progress=progress))
+    last = str(Anatomy.from_model(model).stream[-1])
+    if stack_of(model) != ENCODER and any(target == last for _, target in maps):
+        parts.append(prediction_quality(readout or Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
     write_results(folder, RESULTS, results, origin_of(maps, validation))
     return results

@@ -33,6 +33,7 @@ from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
+from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
@@ -268,7 +269,7 @@ class Study:
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         resolve_pairs(self.pairs, self.n_layers)  # before the read-out, too
-        readout, _ = self.readout, self.maps
+        readout, _ = None if stack_of(self.model) == ENCODER else self.readout, self.maps
         return evaluate_maps(self.model, self.folder, readout=readout)
 
     @property

@@ -250,7 +250,8 @@ def _config(
     activation = settings.get("activation_fn", "relu")
     if activation not in ACTIVATIONS:
         raise refuse(f"its activation is {short(activation)}")
-    width, layers = settings.get("decoder_embed_dim"), settings.get("decoder_layers")
+    width: Any = settings.get("decoder_embed_dim")
+    layers = settings.get("decoder_layers")
     if any(settings.get(f"decoder_{side}_dim", width) != width for side in ("input", "output")):
         raise refuse("its input or output is of another width than its stream")
     blocks = {int(block[1]) for block in map(_BLOCK.match, tensors) if block}
@@ -269,11 +270,12 @@ def _config(
             f"the checkpoint {path.name} embeddings of {known}. Expected the dictionary of this checkpoint."
         )
     longest = settings.get("max_target_positions") or settings.get("tokens_per_sample") or 1024
+    heads: Any = settings.get("decoder_attention_heads")
+    inner: Any = settings.get("decoder_ffn_embed_dim")
     try:
         return WikiLMConfig(
-            vocab_size=n_words, hidden_size=width, num_hidden_layers=layers,
-            num_attention_heads=settings.get("decoder_attention_heads"),
-            intermediate_size=settings.get("decoder_ffn_embed_dim"), max_position_embeddings=longest,
+            vocab_size=n_words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+            intermediate_size=inner, max_position_embeddings=longest,
             cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=activation,
             tie_word_embeddings=bool(settings.get("tie_adaptive_weights")),
             tie_projections=bool(settings.get("tie_adaptive_weights")) and _ties_projections(settings),

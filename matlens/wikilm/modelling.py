@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from matlens.errors import InputError
 from matlens.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax, band_edges, band_widths
 
 ARCHITECTURE, MODEL_TYPE = "WikiLMForCausalLM", "wikilm"
-ACTIVATIONS = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}
 _SLOWEST = 10_000.0  # the longest wave of the positions, in multiples of the shortest
 
 

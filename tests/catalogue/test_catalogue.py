@@ -16,6 +16,7 @@ from matlens import catalogue as room
 from matlens.cache.entries import default_cache
 from matlens.catalogue import catalogue as module
 from matlens.catalogue.catalogue import Catalogue, Reading
+from matlens.catalogue.known import describe_or_say_why
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection, token_table, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
@@ -190,6 +191,37 @@ def test_a_damaged_entry_is_not_believed(
     assert loads == [folder]
     _ = Catalogue(folder, device="cpu").values
     assert loads == [folder]
+
+
+@pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
+def test_what_is_not_in_the_files_is_looked_for_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = ValueVectors(matlens.load(folder, device="cpu"))
+    tried: list[Path] = []
+
+    def describe(place: Path, **given: Any) -> None:
+        tried.append(place)
+        describe_or_say_why(place, **given)
+
+    monkeypatch.setattr(module, "describe_or_say_why", describe)
+    for _ in range(2):
+        assert torch.equal(Catalogue(folder, device="cpu").values.layer(1), expected.layer(1))
+    assert len(tried) == 1
+    assert "made anew" not in capsys.readouterr().err
+    change_weights(folder, "lm_head.weight")  # another model
+    _ = Catalogue(folder, device="cpu").values
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize("folder", ["t5"], indirect=True)
+def test_both_stacks_of_an_encoder_decoder_are_kept_apart(folder: Path) -> None:
+    for _ in range(2):
+        for stack in ("encoder", "decoder"):
+            model = matlens.load(folder, device="cpu", stack=stack)
+            ours = Catalogue(folder, device="cpu", stack=stack).values
+            assert ours.identity == ModelIdentity.from_model(model).of_weights
+            assert torch.equal(ours.layer(0), ValueVectors(model).layer(0))
 
 
 def test_a_switched_off_cache_reads_the_model(

@@ -22,7 +22,7 @@ from matlens.cli.groups import (
     SampleOptions,
     grouped,
 )
-from matlens.cli.options import DtypeChoice, ReadChoice, Title
+from matlens.cli.options import DtypeChoice, ReadChoice, StackChoice, Title
 
 
 def run(command: Any, *arguments: str) -> str:
@@ -87,8 +87,9 @@ def test_a_model_is_loaded_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -
         "matlens.models.loading.load", lambda *names, **options: calls.append((names, options))
     )
     ModelOptions("m", "cpu", DtypeChoice.bfloat16, "v2", True).load()
+    ModelOptions("m", "cpu", DtypeChoice.bfloat16, "v2", True, StackChoice.encoder).load()
     options = {"device": "cpu", "dtype": torch.bfloat16, "revision": "v2", "trust_remote_code": True}
-    assert calls == [(("m",), options)]
+    assert calls == [(("m",), options | {"stack": None}), (("m",), options | {"stack": "encoder"})]
 
 
 def test_a_corpus_is_read_as_the_options_say(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from command_lines import Outcome, run_command
 from conftest import N_LAYERS, WORDS
 from safetensors.torch import load_file, save_file
+from sklearn.metrics import r2_score
 
 import matlens
 from matlens.activations import collecting
@@ -322,6 +323,35 @@ def test_run_hands_the_penalty_and_the_intercept_on(
     assert without_command(files(finished / "maps")) == without_command(together)
     origin = json.loads((finished / "results.json").read_text())["maps"]
     assert (origin["intercept"], origin["ridge"]) == (True, 0.5)
+
+
+def test_a_stack_of_an_encoder_decoder(
+    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    """An encoder predicts nothing, so its maps have r2 alone; a decoder needs more than sentences."""
+    inputs = ["--model", model_folder("t5"), "--corpus", corpus, *sizes(), "--positions", "drawn"]
+    refused = run_matlens("run", *inputs, "--stack", "decoder", "--out", tmp_path / "none")
+    assert refused.code == 2
+    assert "pairs of a source and a target" in " ".join(refused.err.split())
+    assert not (tmp_path / "none").exists()
+    out = tmp_path / "out"
+    assert run_matlens("run", *inputs, "--stack", "encoder", "--out", out).code == 0
+    table = pd.read_csv(out / "results.csv")
+    assert set(table["metric"]) == {"r2"}
+    encoder = matlens.load(model_folder("t5"), device="cpu", stack="encoder")
+    n_layers = encoder.cfg.n_layers
+    assert table["target"].max() == n_layers
+    train, validation = (matlens.activations.Activations.load(out / part) for part in ("train", "validation"))
+    x, y = (train[layer].double().numpy() for layer in (0, n_layers))
+    mapped = validation[0].double().numpy() @ np.linalg.lstsq(x, y, rcond=None)[0]
+    (row,) = table[
+        (table["method"] == "mat") & (table["layer"] == 0) & (table["target"] == n_layers)
+    ].itertuples()
+    assert row.value == pytest.approx(r2_score(validation[n_layers].numpy(), mapped), abs=1e-4)
+    (out / "results.csv").unlink()
+    (out / "results.json").unlink()
+    assert run_matlens("evaluate", out, "--stack", "encoder").code == 0
+    pd.testing.assert_frame_equal(pd.read_csv(out / "results.csv"), table)
 
 
 def test_the_seed_decides(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:

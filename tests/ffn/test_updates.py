@@ -37,6 +37,7 @@ import matlens
 from matlens import InputError, collect, make_examples, make_prompts
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
+from matlens.ffn import updates
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates, dominance, dominant_table, random_sub_updates, removal_table
 from matlens.ffn.values import ValueVectors
@@ -188,6 +189,26 @@ def test_random_sub_updates_are_the_seeds_own_and_have_their_even_share(
     assert random_shares(0) != pytest.approx(random_shares(1), rel=1e-3)
     assert random_shares(0) == pytest.approx([10 / 128] * N_LAYERS, rel=0.15)
     assert random_shares(0, k=128) == pytest.approx([1] * N_LAYERS, rel=1e-5), "each is drawn only once"
+
+
+def test_random_sub_updates_are_drawn_a_few_examples_at_a_time(
+    small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the seed as if all numbers were drawn at once, in memory that does not grow with the examples."""
+    values = ValueVectors(small_model("gpt2"))
+    whole, largest, rand = random_sub_updates(values, 50, 3, seed=4), list[int](), torch.rand
+
+    def counted(shape: tuple[int, int], **how: Any) -> Tensor:
+        largest.append(shape[0])
+        return rand(shape, **how)
+
+    monkeypatch.setattr(updates, "_DRAWN", 7 * values.d_mlp)
+    monkeypatch.setattr(torch, "rand", counted)
+    parted = random_sub_updates(values, 50, 3, seed=4)
+    assert max(largest) == 7
+    assert all(torch.equal(one, other) for one, other in zip(whole, parted, strict=True))
+    numbers = rand((50, values.d_mlp), generator=torch.Generator().manual_seed(4))
+    assert torch.equal(whole[0].long(), numbers.topk(3).indices)
 
 
 # Left out

@@ -20,6 +20,7 @@ from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
 from matlens.models.identity import Provenance
+from matlens.numerics.products import split_product
 
 EPS = torch.finfo(torch.float64).eps
 N, D_IN, D_OUT = 40, 7, 3
@@ -616,3 +617,28 @@ def test_without_samples_there_is_no_map() -> None:
         list(fit_stream([empty], PAIRS))
     with pytest.raises(InputError, match=r"No samples of b\.0 -> c\.0, a\.0"):
         list(fit_samples(empty, PAIRS))
+
+
+@pytest.mark.parametrize(
+    "fit", [fit_samples, lambda samples, pairs, **how: fit_stream([samples], pairs, **how)]
+)
+def test_split_products_are_used_where_they_are_asked_for_and_give_the_same_maps(
+    fit: Callable[..., Iterator[LinearMap]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = list[tuple[int, ...]]()
+
+    def counted(a: Tensor, b: Tensor) -> Tensor:
+        split.append(tuple(b.shape))
+        return split_product(a, b)
+
+    monkeypatch.setattr("matlens.linear.moments.split_product", counted)
+    x = random(60, 5) * torch.tensor([1000.0, 1, 1, 1e-3, 1])
+    samples = {"h.0": x, "h.1": x @ random(5, 5, 3) + random(60, 5, 4), "h.2": random(60, 5, 5)}
+    pairs = [("h.0", "h.1"), ("h.0", "h.2")]
+    whole, parted = (list(fit(samples, pairs, split=how)) for how in (False, True))
+    assert split
+    assert sum(width for _, width in split) == 10
+    for ours, theirs in zip(parted, whole, strict=True):
+        exact = torch.linalg.lstsq(x.double(), samples[ours.target].double(), driver="gelsd").solution.T
+        for weight in (ours.weight.double(), theirs.weight.double()):
+            assert torch.allclose(weight * x.abs().amax(0), exact * x.abs().amax(0), rtol=1e-6, atol=1e-6)

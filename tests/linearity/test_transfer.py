@@ -24,6 +24,7 @@ from matlens.linearity.transfer import (
     fit_quality_by_size,
     fits_side_by_side,
     transfer_losses,
+    transfer_means,
     transfer_quality,
 )
 
@@ -116,11 +117,25 @@ def test_maps_of_each_corpus_are_fitted_on_as_many_and_tested_on_each(
                 substitutes[f"mat of {there}", layer] = mapped(equal, test, layer)
         judged = judged_by_hand(plain, test[-1], substitutes)
         of_corpus = table[table["corpus"] == here]
-        assert_judged(of_corpus, judged)
-        assert len(of_corpus) == 4 * len(judged)
+        assert_judged(of_corpus[of_corpus["metric"] != "r2"], judged)
+        assert len(of_corpus) == 5 * len(judged)
+        for row in of_corpus[of_corpus["metric"] == "r2"].itertuples():
+            h = substitutes[row.method, row.layer]
+            assert row.value == pytest.approx(r2_score(test[-1].numpy(), h.numpy()), abs=1e-4)
         for there in streams:
             first[here, there] = [judged[f"mat of {there}", layer][0] for layer in range(N_LAYERS)]
     assert set(table["experiment"]) == {"paper_a_sec5_corpora"}
+    means = transfer_means(table)
+    assert list(means.columns) == list(table.columns)
+    assert len(means) == 4 * 5
+    for row in means.itertuples():
+        same = (table["corpus"] == row.corpus) & (table["method"] == row.method)
+        same &= (table["metric"] == row.metric) & (
+            table["k"].isna() if row.k is pd.NA else table["k"] == row.k
+        )
+        assert row.value == pytest.approx(np.mean(table[same]["value"]))
+        assert row.n == len(tested[row.corpus].examples)
+        assert pd.isna(row.layer)
     losses = transfer_losses(table).set_index(["corpus", "method"])
     assert len(losses) == 4
     for (here, there), shares in first.items():
@@ -129,6 +144,26 @@ def test_maps_of_each_corpus_are_fitted_on_as_many_and_tested_on_each(
         assert row["difference"] == pytest.approx(np.mean(shares) - np.mean(same))
         relative = [(a - b) / b for a, b in zip(shares, same, strict=True)]
         assert row["relative"] == pytest.approx(np.mean(relative))
+
+
+def test_at_all_positions_as_many_tokens_of_each_corpus_count(
+    small_model: Models, plain_model: Models
+) -> None:
+    model, plain = small_model("llama"), plain_model("llama")
+    examples = {name: make_examples(model, corpus(name, n, n)) for name, n in (("long", 40), ("short", 12))}
+    collected = {
+        name: collect(model, part, positions="all", progress=False) for name, part in examples.items()
+    }
+    equal = len(examples["short"].tokens)
+    assert 40 < equal < len(examples["long"].tokens)
+    maps = fit_equally_many(collected, every=2)
+    for name, part in examples.items():
+        assert list(maps[name]) == [("h.0", "h.3"), ("h.2", "h.3")]
+        assert maps[name].provenance.to_json()["n_fitted"] == equal
+        stream = [h[:equal] for h in plain_stream("llama", plain, part, "all")]
+        for layer in (0, 2):
+            weight = torch.linalg.lstsq(stream[layer], stream[-1], driver="gelsd").solution.T
+            assert torch.allclose(maps[name][layer, 3].weight.double(), weight, rtol=1e-3, atol=1e-3)
 
 
 def test_fewer_and_fewer_sentences_are_the_first_ones(small_model: Models) -> None:

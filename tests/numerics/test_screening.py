@@ -98,6 +98,22 @@ def test_few_logits_are_computed_in_full(monkeypatch: pytest.MonkeyPatch, precis
     assert counted[0] < 50 * 20000 / 1000
 
 
+def test_a_bias_of_zeros_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerLens gives one to unembeddings that have none, and a real one is added in full precision."""
+    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: True)
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(2000, WIDTH, generator=generator), torch.randn(9, WIDTH, generator=generator)
+    unembed = layer(weight, torch.zeros(2000))
+    screen = Screen(unembed)
+    assert screen._logits(x)[0].dtype == torch.bfloat16
+    check(unembed, x, torch.arange(9))
+    with torch.no_grad():
+        unembed.bias[7] = 100
+    assert not screen.holds(unembed)
+    check(unembed, x, torch.arange(9))
+    assert Screen(unembed).top(x).tolist() == [7] * 9
+
+
 def test_a_layer_that_something_hangs_on_is_not_screened() -> None:
     unembed = layer(torch.randn(10, WIDTH))
     assert Screen.suits(unembed)

@@ -481,8 +481,14 @@ def test_the_weights_are_read_once_for_all_variants(
         name: MapSet.fit(collect(model, examples_of(model), progress=False), pairs="last", progress=False)
         for name, model in {"ours": model, "theirs": other}.items()
     }
-    read, fingerprint = [], weights.fingerprint
-    monkeypatch.setattr(weights, "fingerprint", lambda model: read.append(model) or fingerprint(model))
+    read: list[Any] = []
+    fingerprint = weights.fingerprint
+
+    def reading(model: Any) -> str:
+        read.append(model)
+        return fingerprint(model)
+
+    monkeypatch.setattr(weights, "fingerprint", reading)
     times = []
     for layers in ([0], [0, 1, 2]):
         read.clear()

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import LAYERS, N_LAYERS, WORDS, assert_near, plain_vectors
 
 from matlens import InputError, control, pruning
 from matlens.corpora import Corpus, make_windows
+from matlens.pruning.layouts import Layout
 
 Models = Callable[[str], Any]
 FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential")
@@ -163,6 +165,17 @@ def test_a_text_of_fewer_tokens_than_columns_is_refused(small_model: Models, tex
     with pytest.raises(InputError, match="48 columns"):
         pruning.prune(small_model("llama"), few, [1], progress=False)
     assert pruning.prune(small_model("llama"), few, [1], method="replaceme", progress=False).blocks == (1,)
+
+
+def test_a_model_without_a_head_is_refused(
+    small_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = small_model("gpt2"), windows("gpt2")
+    monkeypatch.delitem(model._modules, "unembed")
+    with pytest.raises(InputError, match="has no head"):
+        pruning.prune(model, text, [1], progress=False)
+    with pytest.raises(InputError, match="predicts the next token"):
+        Layout.from_model(transformers.GPT2Model(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2)))
 
 
 def test_a_model_that_is_changed_is_refused(small_model: Models, windows: Models) -> None:

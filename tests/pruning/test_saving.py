@@ -14,7 +14,7 @@ import torch
 import transformers
 from conftest import WORDS
 
-from matlens import InputError, pruning
+from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.saving import reserved
 from matlens.storage.verification import verify
@@ -37,7 +37,7 @@ def pruned(small_model: Callable[[str], Any], windows: Any) -> pruning.Pruned:
 def test_a_folder_loads_to_the_same_logits(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
 ) -> None:
-    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    table = trials.compare_pruned(small_model("llama"), pruned, windows, progress=False)
     folder = pruning.save_pruned(pruned, tmp_path / "model", table)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -95,7 +95,7 @@ def _reserve_too(folder: Path, refused: threading.Event) -> None:
 def test_what_is_measured_is_what_passes_by_hand_give(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], windows: Any
 ) -> None:
-    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    table = trials.compare_pruned(small_model("llama"), pruned, windows, progress=False)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
     whole = [
         windows.tokens[a:b] for a, b in zip(windows.offsets, windows.offsets[1:], strict=False) if b - a == 24
@@ -118,15 +118,15 @@ def test_another_models_pruned_model_is_refused(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any
 ) -> None:
     with pytest.raises(InputError, match="pruned model"):
-        pruning.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)
+        trials.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)
 
 
 def test_a_cache_holds_what_its_blocks_write(
     pruned: pruning.Pruned, plain_model: Callable[[str], Any]
 ) -> None:
     whole, rest = (
-        pruning.speed(plain_model("llama"), n_tokens=2, rounds=1),
-        pruning.speed(pruned.model, n_tokens=2),
+        trials.speed(plain_model("llama"), n_tokens=2, rounds=1),
+        trials.speed(pruned.model, n_tokens=2),
     )
     assert whole.cache == 3 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, width, bytes
     assert rest.cache == 2 * 2 * 2 * 8 * 4

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from conftest import WORDS
 
-from matlens import InputError, pruning
+from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
@@ -30,7 +30,7 @@ def texts(small_model: Callable[[str], Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
     judged = {"a": texts[1], "b": texts[2]}
-    return pruning.pruning_table(
+    return trials.pruning_table(
         small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES, progress=False
     )
 
@@ -47,7 +47,7 @@ def test_a_row_is_what_pruning_alone_gives(
         rows = table[(table["n_left_out"] == n) & (table["choice"] == choice) & (table["method"] == method)]
         ours = rows[rows["corpus"] == name].set_index("metric")["value"]
         assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
-        alone = pruning.compare_pruned(model, pruned, judged, progress=False)
+        alone = trials.compare_pruned(model, pruned, judged, progress=False)
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
         whole = table[(table["method"] == "whole") & (table["corpus"] == name)]["value"].item()
@@ -62,14 +62,14 @@ def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
     table = pd.DataFrame(rows, columns=["method", "choice", "n_left_out", "value"]).assign(
         corpus="a", metric="perplexity", blocks=""
     )
-    gone = pruning.added_perplexity(table).set_index("method")["gone"]
+    gone = trials.added_perplexity(table).set_index("method")["gone"]
     assert gone.to_dict() == pytest.approx({"replaceme": 0, "refit": 0.5, "out": -1})
     with pytest.raises(InputError, match="no replaceme"):
-        pruning.added_perplexity(table[table["choice"] != "angle"])
+        trials.added_perplexity(table[table["choice"] != "angle"])
 
 
 def test_nothing_to_compare_is_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
     with pytest.raises(InputError, match="nothing to compare"):
-        pruning.pruning_table(small_model("gpt2"), texts[0], {}, [1], progress=False)
+        trials.pruning_table(small_model("gpt2"), texts[0], {}, [1], progress=False)
     with pytest.raises(InputError, match="from 1 to 2"):
-        pruning.pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [3], progress=False)
+        trials.pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [3], progress=False)

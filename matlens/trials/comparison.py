@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,19 @@ from matlens.arguments import require_choice, require_whole
 from matlens.control.perplexity import perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples, require_own_tokens
 from matlens.errors import InputError
+from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.pruning.calibration import Calibration, whole_windows
 from matlens.pruning.choices import Choice, Method
-from matlens.pruning.evaluation import EXPERIMENT, ReadText, read_text
 from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
+from matlens.trials.evaluation import EXPERIMENT, read_text, speed
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+HEALED = "refit, healed"
+_ROUNDS = 3  # in which each model is timed
 
 
 @checked
@@ -32,13 +37,15 @@ def pruning_table(
     *,
     methods: Sequence[str] = tuple(Method),
     choices: Sequence[str] = tuple(Choice),
+    heal: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
 
     A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
     ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`. Rows of
-    the method ``whole`` are the whole model's. Blocks that two ways choose alike are folded and judged once.
+    the method ``whole`` are the whole model's. ``seconds`` are those of a token, see `speed`, and of no text.
+    Blocks that two ways choose alike are folded and judged once.
 
     Parameters
     ----------
@@ -50,6 +57,9 @@ def pruning_table(
         Numbers of blocks to leave out.
     methods, choices
         Names of `Method` and `Choice`.
+    heal
+        Where it is more than 0, ``refit`` of blocks chosen one after the other is also healed on so many
+        tokens of the windows: the method ``refit, healed``.
     progress
         Whether to show bars.
 
@@ -62,6 +72,7 @@ def pruning_table(
     of_choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
     for size in sizes:
         require_whole(size, "A number of blocks to leave out", least=1, most=model.cfg.n_layers - 1)
+    require_whole(heal, "heal", least=0, most=10**9)
     if not judged or not sizes or not of_methods or not of_choices:
         raise InputError(
             "There is nothing to compare: expected a text, a size, a method and a choice at least."
@@ -83,33 +94,45 @@ def pruning_table(
         )
         for corpus, read in whole.items()
     ]  # fmt: skip
-    known: dict[tuple[Any, Method], dict[str, ReadText]] = {}
-    for size in sizes:
-        for choice in of_choices:
-            blocks = calibration.choose(size, choice, progress=progress)
-            for method in of_methods:
-                if (blocks, method) not in known:
-                    pruned = calibration.without(blocks, method, progress=progress)
-                    known[blocks, method] = {
-                        corpus: read_text(pruned, of_corpus, desc=f"{size} {method.value}", progress=progress)
-                        for corpus, of_corpus in tokens.items()
-                    }
-                for corpus, read in known[blocks, method].items():
+
+    def time_row(timed: Any, **more: Any) -> dict[str, Any]:
+        cost = speed(timed, rounds=_ROUNDS)
+        return result_row(
+            EXPERIMENT, model=name, corpus="", layer=None, target=None, metric="seconds",
+            estimate=Estimate.without_interval(cost.seconds, _ROUNDS), **more,
+        )  # fmt: skip
+
+    rows.append(time_row(calibration.layout.model, method="whole", n_left_out=0, choice="", blocks=""))
+    if Choice.greedy in of_choices:
+        calibration.choose(max(sizes), Choice.greedy, progress=progress)  # the smaller are its beginning
+    known: dict[tuple[Any, str], list[dict[str, Any]]] = {}
+    for size, choice in itertools.product(sizes, of_choices):
+        blocks = calibration.choose(size, choice, progress=progress)
+        healing = heal > 0 and choice == Choice.greedy and Method.refit in of_methods
+        for called in [*(method.value for method in of_methods), *([HEALED] if healing else [])]:
+            if (blocks, called) not in known:
+                method = Method.refit if called == HEALED else Method(called)
+                pruned = calibration.without(blocks, method, progress=progress)
+                if called == HEALED:
+                    calibration.heal(pruned, blocks, heal, progress=progress)
+                more: dict[str, Any] = {"n_left_out": size, "blocks": " ".join(map(str, blocks))}
+                known[blocks, called] = [time_row(pruned, method=called, **more)]
+                for corpus, of_corpus in tokens.items():
+                    read = read_text(pruned, of_corpus, desc=f"{size} {called}", progress=progress)
+                    same = (read.likeliest == whole[corpus].likeliest).flatten()
                     estimates = {
                         "perplexity": perplexity_estimate(read.losses),
                         "ratio": perplexity_ratio(read.losses, whole[corpus].losses),
-                        "agreement": metrics.proportion(
-                            (read.likeliest == whole[corpus].likeliest).flatten()
-                        ),
+                        "agreement": metrics.proportion(same),
                     }
-                    rows += [
+                    known[blocks, called] += [
                         result_row(
-                            EXPERIMENT, model=name, corpus=corpus, method=method.value, layer=None,
-                            target=None, metric=metric, estimate=estimate, n_left_out=size,
-                            choice=choice.value, blocks=" ".join(map(str, blocks)),
+                            EXPERIMENT, model=name, corpus=corpus, method=called, layer=None, target=None,
+                            metric=metric, estimate=estimate, **more,
                         )
                         for metric, estimate in estimates.items()
                     ]  # fmt: skip
+            rows += [row | {"choice": choice.value} for row in known[blocks, called]]
     return result_table(rows, "n_left_out", "choice", "blocks")
 
 

@@ -1,0 +1,65 @@
+"""Targets of the atlas of linear parts, and of the text that it is judged on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attack.kept import draw, once
+from attack.signatures import Target
+from attack.world import World
+from matlens import inputs, linearity
+
+
+def _text(world: World) -> inputs.JudgedText:
+    return inputs.make_judged_text(world.model, world.corpus, size=12)
+
+
+def _table(world: World) -> Any:
+    def make() -> Any:
+        judged = inputs.make_judged_text(world.model, world.corpus, size=12, most=3)
+        return linearity.linearity_atlas(world.model, _text(world), judged, jumps=[2], progress=False)
+
+    return once(world, "atlas", make)
+
+
+def _correlations(world: World) -> Any:
+    return linearity.rank_correlations(_table(world), resamples=9)
+
+
+_OF_ATLAS = {"table": _table}
+
+ATLAS: list[Target] = [
+    Target(
+        "inputs.JudgedText",
+        {"truth": "object"},
+        {"examples": lambda w: _text(w).examples, "truth": lambda w: _text(w).truth},
+    ),
+    Target("inputs.make_judged_text", {"most": "object"}, {"size": lambda _: 12}),
+    Target(
+        "linearity.linearity_atlas",
+        {"fitted": "object", "judged": "object", "jumps": "object"},
+        {"fitted": _text, "judged": _text, "jumps": lambda _: [2]},
+    ),
+    Target(
+        "linearity.rank_correlations",
+        {"resamples": "whole"},
+        _OF_ATLAS | {"resamples": lambda _: 9},
+    ),
+    Target(
+        "linearity.first_parts",
+        {"n": "whole", "group": "choice", "tokens": "object"},
+        _OF_ATLAS | {"group": lambda _: "ffn"},
+    ),
+    Target(
+        "linearity.added_rise",
+        {"parts": "text", "tokens": "object"},
+        _OF_ATLAS | {"parts": lambda _: "ffn 1"},
+    ),
+    Target("linearity.atlas_summary", good=_OF_ATLAS),
+    Target(
+        "plots.linearity_figure",
+        {"correlations": "table"},
+        {"results": _table, "correlations": _correlations},
+        finish=draw,
+    ),
+]

@@ -1,0 +1,172 @@
+"""Commands about parts of a model: how linear each is, and a plain model without some of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from matlens.arguments import require_number
+from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
+from matlens.cli.options import Out, Seed
+from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
+from matlens.errors import InputError
+from matlens.pruning.choices import Choice, Method
+from matlens.storage.numbers import number_text
+
+
+@grouped
+def linearity(
+    model: ModelOptions,
+    corpus: CorpusOptions,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
+    windows: Annotated[int, typer.Option(min=2, help="Most windows or sentences to fit maps on.")] = 160,
+    judged: Annotated[int, typer.Option(min=2, help="Most windows or sentences to take losses of.")] = 8,
+    seed: Seed = 0,
+    out: Out = Path("out"),
+) -> None:
+    """Say how linear every part of a model is, and what it costs to put its map in its place.
+
+    Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed goes on where it was.
+    """
+    model.check()
+    sentences = corpus.load()
+    print(sentences.report())
+    n_judged = max(1, len(sentences) // 10)
+    parts = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
+    from matlens import plots
+    from matlens.inputs.judged import make_judged_text
+    from matlens.linearity.atlas import ATLAS, linearity_atlas
+    from matlens.linearity.ranking import CORRELATIONS, rank_correlations
+    from matlens.models.identity import ModelIdentity
+    from matlens.storage.tables import write_results
+
+    bridge = model.load()
+    fitted_on, judged_on = (
+        make_judged_text(bridge, part, size=window, most=most, seed=seed)
+        for part, most in zip(parts, (windows, judged), strict=True)
+    )
+    table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas")
+    correlations = rank_correlations(table, seed=seed)
+    origin = {
+        "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
+        "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+    }  # fmt: skip
+    for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
+        write_results(out, name, written, origin)
+        print_line(out / f"{name}.csv")
+    print_figures(plots.save(plots.linearity_figure(table, correlations), out, ATLAS))
+    print_atlas(table, correlations)
+
+
+@grouped
+def prune(
+    model: ModelOptions,
+    corpus: CorpusOptions,
+    out: Out,
+    blocks: Annotated[
+        str | None,
+        typer.Option(
+            "--blocks", help="How many blocks to leave out, or which: 13,14,15.", show_default=False
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            "--attention",
+            help="Instead: of how many blocks attention is left out, or of which.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        Method, typer.Option(help="What becomes of the FFN's output matrix before each span.")
+    ] = Method.refit,
+    choice: Annotated[
+        Choice, typer.Option(help="How blocks are chosen where only their number is given.")
+    ] = Choice.greedy,
+    penalty: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="How much it is held near what it was.", show_default="0.1 for refit, else 0"
+        ),
+    ] = None,
+    heal: Annotated[
+        int,
+        typer.Option(min=0, help="Train the folded matrices alone on so many tokens, minutes for 100,000."),
+    ] = 0,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window of running text.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Most windows to calibrate on.")] = 160,
+    judged: Annotated[int, typer.Option(min=2, help="Most windows to judge both models on.")] = 40,
+) -> None:
+    """Leave blocks out, fold a map into the weights before them, and write a plain Hugging Face folder.
+
+    Nine tenths of the corpus are for calibration, the rest to judge on.
+    """
+    if (blocks is None) == (attention is None) or (attention is not None and heal):
+        raise InputError(
+            "Expected --blocks or --attention, and one of them alone; --heal goes with the first."
+        )
+    wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
+    if penalty is not None:
+        require_number(penalty, "--penalty", least=0)
+    from matlens.pruning.saving import reserved, save_pruned
+
+    with reserved(out):  # before the work, as the only one that does it
+        model.check()
+        sentences = corpus.load()
+        print(sentences.report())
+        n_judged = max(1, len(sentences) // 10)
+        fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
+        from matlens.corpora.prompts import make_windows
+        from matlens.pruning.layouts import plain_copy
+        from matlens.pruning.pruned import prune as prune_model
+        from matlens.pruning.pruned import prune_attention
+        from matlens.trials.evaluation import compare_pruned, speed
+
+        bridge = model.load()
+        calibration = make_windows(bridge, fitted_on, size=window, most=windows)
+        if attention is None:
+            pruned = prune_model(
+                bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
+            )
+        else:
+            pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
+        table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
+        save_pruned(pruned, out, table)
+    rows = [
+        (
+            row["method"],
+            row["metric"],
+            number_text(row["value"]),
+            f"{number_text(row['low'])} to {number_text(row['high'])}",
+        )
+        for row in table.to_dict("records")
+    ]
+    print_table("Judged on other text", ("model", "measure", "value", "95% interval"), rows)
+    costs = []
+    for name, each in (("whole", plain_copy(bridge)), ("pruned", pruned.model)):
+        cost = speed(each)
+        numbers = (1000 * cost.seconds, cost.weights / 1e6, cost.cache / 1e3)
+        costs.append((name, *map(number_text, numbers)))
+    heads = ("model", "ms a token", "MB of weights", "KB of cache a token")
+    print_table("Writing tokens one by one", heads, costs)
+    if healed := pruned.provenance.details.get("healed"):
+        print_line(
+            f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "
+            f"{number_text(healed['divergence'])} nats a token from the whole model."
+        )
+    what = "attention of the blocks" if attention is not None else "blocks"
+    gone = pruned.blocks if attention is None else pruned.attention
+    print_line(f"Without the {what} {', '.join(map(str, gone)) or 'none'}: {out}")
+
+
+def _blocks(option: str, text: str | None) -> int | list[int]:
+    try:
+        numbers = [int(part) for part in str(text).removesuffix(",").split(",")]
+    except ValueError:
+        raise InputError(
+            f"{option} {str(text)[:40]!r}: expected how many, or their numbers with a comma behind each, "
+            "such as 13,14,15 (one block alone: 13,)."
+        ) from None
+    return numbers[0] if "," not in str(text) else numbers

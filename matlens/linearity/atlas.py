@@ -1,0 +1,307 @@
+"""The atlas: how linear every part of a model is, and what it costs to replace it or to leave it out.
+
+One pass over text to fit on gives moments, of which the maps and most scores are solved; the rest of the
+scores is of text that no map has seen. There, every part is replaced and left out in passes that begin where
+they differ from the model's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from matlens import metrics
+from matlens.activations.collecting import collect, stream
+from matlens.activations.sinks import find_sinks
+from matlens.control.perplexity import TextLosses, perplexity_ratio
+from matlens.corpora.examples import Examples
+from matlens.inputs.judged import JudgedText
+from matlens.linear.maps import LinearMap
+from matlens.linearity.parts import JUMPS, Part, model_parts
+from matlens.linearity.ranking import GROUPS, first_parts
+from matlens.linearity.scores import PartSums, held_out_scores
+from matlens.metrics import Estimate
+from matlens.models.anatomy import Anatomy
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM
+from matlens.patching.replacements import Where
+from matlens.patching.variants import Variant, run_variants
+from matlens.progress import Bar
+from matlens.signatures import checked
+from matlens.storage.files import read_json, require_seal, sealed, write_json
+from matlens.storage.folders import Workplace
+from matlens.storage.notes import Notes
+from matlens.storage.tables import result_row, result_table
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+ATLAS = "linearity"  # the experiment
+MAP, LEFT_OUT = "map", "left out"
+RISE, AGREEMENT = "rise", "agreement"
+ALL, NO_SINKS = "all", "no sinks"
+TOGETHER = "together"
+_HOLDS, _ROWS = "an atlas of linearity", "rows.json"
+_PLACES = 256  # whose distributions are made at once
+Row = dict[str, Any]
+
+
+@checked
+def linearity_atlas(
+    model: TransformerBridge,
+    fitted: JudgedText,
+    judged: JudgedText,
+    *,
+    folder: str | Path | None = None,
+    jumps: Sequence[int] = JUMPS,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Score every part of a model, replace it by its map, and leave it out (definitions, section 10).
+
+    A row for each part and number, with the columns ``kind``, ``tokens`` and ``parts``. Scores are of the
+    method ``map``: ``r2`` and ``r2 of the variance`` on the judged text; ``procrustes``, ``rotation`` and
+    ``nbl bound`` of the fitted text, see `FitScores`. ``rise`` is by how much the mean negative log
+    likelihood of the right token rises, in nats, with a 95% interval over texts; ``agreement`` how often the
+    likeliest token is the one of the whole model; both of the methods ``map`` and ``left out``. ``tokens`` is
+    ``all``, or ``no sinks`` where maps are fitted, judged and put at all tokens but attention sinks; where
+    there are no sinks among the judged tokens, the second would be the same and is left out. Parts are left
+    out at all tokens. Rows of the kind ``together`` are of the three parts of a group that cost least alone,
+    replaced together.
+
+    Parameters
+    ----------
+    model
+        A model with a read-out.
+    fitted, judged
+        Text to fit on, several times as many tokens as vectors have coordinates; and other text, see
+        `make_judged_text`.
+    folder
+        Where finished layers are kept: a call that was broken off goes on there. By default nothing is kept.
+    jumps
+        Over how many blocks jumps go.
+    progress
+        Whether to show bars.
+
+    Raises
+    ------
+    InputError
+        The text is too short or another model's, or the folder is of another job.
+    """
+    readout = Readout(model)
+    identity = ModelIdentity.from_model(model)
+    request = {
+        "provenance": Provenance(identity, fitted.examples.provenance, fitted.examples.fingerprint).to_json(),
+        "judged": {**judged.examples.provenance, "examples": judged.examples.fingerprint},
+        "jumps": list(jumps),
+    }
+    if folder is None:
+        with TemporaryDirectory() as temporary:
+            rows = _fill(Path(temporary) / "atlas", request, model, readout, fitted, judged, jumps, progress)
+    else:
+        rows = _fill(Path(folder), request, model, readout, fitted, judged, jumps, progress)
+    return result_table(rows, "kind", "tokens", "parts")
+
+
+def _fill(
+    folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: JudgedText,
+    judged: JudgedText, jumps: Sequence[int], progress: bool,
+) -> list[Row]:  # fmt: skip
+    place = Workplace(folder, _HOLDS, request)
+    with place.working():
+        if not place.finished:
+            notes = Notes(folder)
+            work = _Atlas(model, readout, fitted, judged, progress)
+            parts = model_parts(Anatomy.from_model(model), jumps=jumps)
+            done = {note["step"]: note["rows"] for note in notes.records}
+            layers = sorted({part.layer for part in parts})
+            left = [layer for layer in layers if f"layer {layer}" not in done]
+            if left or "scores" not in done or TOGETHER not in done:
+                work.fit(parts)
+            if "scores" not in done:
+                notes.add({"step": "scores", "rows": work.score_rows(parts)})
+            with Bar(total=len(layers), initial=len(layers) - len(left), desc="replacing", unit="layer",
+                     disable=not progress) as bar:  # fmt: skip
+                for layer in left:
+                    of_layer = [part for part in parts if part.layer == layer]
+                    notes.add({"step": f"layer {layer}", "rows": work.cost_rows(layer, of_layer)})
+                    bar.update(1)
+            rows = [row for note in notes.records for row in note["rows"]]
+            if TOGETHER not in done:
+                notes.add({"step": TOGETHER, "rows": work.together_rows(rows, parts)})
+            everything = [row for note in notes.records for row in note["rows"]]
+            write_json(folder / _ROWS, sealed({"rows": everything}))
+            place.finish()
+    return list(require_seal(read_json(folder / _ROWS), folder / _ROWS)["rows"])
+
+
+class _Case(NamedTuple):
+    """A way of doing without a part."""
+
+    part: Part
+    method: str
+    tokens: str
+
+
+class _Atlas:
+    """Everything that is worked out once: maps, scores, and the whole model on the judged text."""
+
+    def __init__(
+        self, model: TransformerBridge, readout: Readout, fitted: JudgedText, judged: JudgedText,
+        progress: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._readout, self._fitted, self._judged = model, readout, fitted, judged
+        self._progress = progress
+        self._name = ModelIdentity.from_model(model).name
+        self._sinks = find_sinks(model, judged.examples, progress=False)
+        self._modes = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
+        last = str(Anatomy.from_model(model).stream[-1])
+        self._whole = collect(model, judged.examples, [last], progress=False)[last]
+        self._losses, self._likeliest = self._read(self._whole)
+        self._maps: dict[tuple[Part, str], LinearMap] = {}
+        self._scores: dict[tuple[Part, str], dict[str, float]] = {}
+
+    def fit(self, parts: Sequence[Part]) -> None:
+        """Fit all maps, of moments from one pass."""
+        anatomy, examples = Anatomy.from_model(self._model), self._fitted.examples
+        widths = dict.fromkeys(_sites(parts), anatomy.d_model)
+        sums = PartSums(parts, widths, same_sites(anatomy))
+        sinks = _flat(find_sinks(self._model, examples, progress=self._progress), examples)
+        for rows in stream(self._model, examples, sums.sites, positions="all", progress=self._progress):
+            sums.update(rows.vectors, sinks[torch.from_numpy(rows.index)])
+        provenance = Provenance(
+            ModelIdentity.from_model(self._model), examples.provenance, examples.fingerprint, "all"
+        )
+        with Bar(total=2 * len(parts), desc="solving", unit="map", disable=not self._progress) as bar:
+            for part, with_sinks, linear, scores in sums.solve(provenance):
+                mode = ALL if with_sinks else NO_SINKS
+                self._maps[part, mode], self._scores[part, mode] = linear, scores.by_name()
+                bar.update(1)
+
+    def score_rows(self, parts: Sequence[Part]) -> list[Row]:
+        """All scores, those of the judged text included."""
+        examples = self._judged.examples
+        samples = collect(self._model, examples, _sites(parts), positions="all", progress=False)
+        sinks = _flat(self._sinks, examples)
+        rows = []
+        for part, mode in itertools.product(parts, self._modes):
+            chosen = torch.ones_like(sinks) if mode == ALL else ~sinks
+            x, y = samples[part.source][chosen], samples[part.target][chosen]
+            scores = held_out_scores(self._maps[part, mode](x), y) | self._scores[part, mode]
+            rows += [
+                self._row(part, MAP, mode, metric, Estimate.without_interval(value, len(y)))
+                for metric, value in scores.items()
+            ]
+        return rows
+
+    def cost_rows(self, layer: int, parts: Sequence[Part]) -> list[Row]:
+        """What it costs to do without each part of a layer, in every way."""
+        ways = [*((MAP, mode) for mode in self._modes), (LEFT_OUT, ALL)]
+        cases = [_Case(part, *way) for part, way in itertools.product(parts, ways)]
+        variants = {str(i): self._variant(layer, [case]) for i, case in enumerate(cases)}
+        vectors = run_variants(self._model, self._judged.examples, variants, progress=False)
+        return [
+            self._row(case.part, case.method, case.tokens, metric, estimate)
+            for i, case in enumerate(cases)
+            for metric, estimate in self._costs(vectors[str(i)]).items()
+        ]
+
+    def together_rows(self, rows: Iterable[Row], parts: Sequence[Part]) -> list[Row]:
+        """The parts that cost least alone, replaced together."""
+        table, by_key = pd.DataFrame(list(rows)), {(part.kind, part.layer): part for part in parts}
+        found = []
+        for group, mode in itertools.product(GROUPS, self._modes):
+            first = first_parts(table, group=group, tokens=mode)
+            chosen = [by_key[kind, layer] for kind, layer in first]
+            if len(chosen) < 2:
+                continue
+            layer = min(part.layer for part in chosen)
+            variant = self._variant(layer, [_Case(part, MAP, mode) for part in chosen])
+            vectors = run_variants(self._model, self._judged.examples, {"0": variant}, progress=False)["0"]
+            names = ", ".join(part.name for part in chosen)
+            for metric, estimate in self._costs(vectors).items():
+                row = self._row(chosen[0], MAP, mode, metric, estimate)
+                found.append(row | {"layer": None, "target": None, "kind": f"{TOGETHER}: {group}",
+                                    "parts": names})  # fmt: skip
+        return found
+
+    def _variant(self, layer: int, cases: Iterable[_Case]) -> Variant:
+        replacements = []
+        for case in cases:
+            where: Where = "all" if case.tokens == ALL else ~self._sinks
+            if case.method == LEFT_OUT:
+                replacements.append(case.part.left_out(where))
+            else:
+                replacements.append(case.part.replaced(self._maps[case.part, case.tokens], where))
+        return Variant(layer, replacements)
+
+    @torch.inference_mode()
+    def _read(self, h: Float[Tensor, "n d_model"]) -> tuple[np.ndarray, np.ndarray]:
+        """``-ln p`` of the right token and the likeliest token at each position; infinite where ``h`` is."""
+        losses, likeliest = np.full(len(h), np.inf), np.full(len(h), -1)
+        truth = torch.from_numpy(self._judged.truth)
+        for part in torch.arange(len(h)).split(_PLACES):
+            part = part[h[part].isfinite().all(1)]
+            if len(part):
+                log_p = self._readout.log_probs(h[part])
+                of_truth = log_p.gather(1, truth[part, None].to(log_p.device))[:, 0]
+                losses[part.numpy()] = -of_truth.double().cpu().numpy()
+                likeliest[part.numpy()] = log_p.argmax(1).cpu().numpy()
+        return losses, likeliest
+
+    def _costs(self, h: Float[Tensor, "n d_model"]) -> dict[str, Estimate]:
+        losses, likeliest = self._read(h)
+        same = torch.from_numpy(likeliest == self._likeliest)
+        return {RISE: rise(losses, self._losses, self._judged.texts), AGREEMENT: metrics.proportion(same)}
+
+    def _row(self, part: Part, method: str, tokens: str, metric: str, estimate: Estimate) -> Row:
+        corpus = str(self._judged.examples.provenance.get("corpus", "unnamed"))
+        row = result_row(
+            ATLAS, model=self._name, corpus=corpus, method=method, layer=part.layer,
+            target=part.blocks[-1] + 1, metric=metric, estimate=estimate, kind=part.kind, tokens=tokens,
+            parts="",
+        )  # fmt: skip
+        return row | {"k": None}
+
+
+def rise(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
+    """Mean difference of the losses of all tokens, in nats, with its 95% interval over texts."""
+    if not np.isfinite(losses).all():
+        return Estimate.without_interval(np.inf, len(np.unique(texts)))
+    numbers, index = np.unique(texts, return_inverse=True)
+    counts = np.bincount(index)
+    ours, theirs = (
+        TextLosses(np.bincount(index, weights=of_tokens), counts) for of_tokens in (losses, whole)
+    )
+    ratio = perplexity_ratio(ours, theirs)
+    value, low, high = (float(np.log(each)) for each in ratio[:3])
+    return Estimate(value, low, high, len(numbers))
+
+
+def same_sites(anatomy: Anatomy) -> dict[str, str]:
+    """Sites that carry what another does, by the sums of a family that have one term."""
+    return {
+        f"{total}.{layer}": f"{terms[0]}.{layer}"
+        for total, terms in anatomy.family.sums
+        if len(terms) == 1 and total in anatomy.kinds and terms[0] in (STREAM, *anatomy.kinds)
+        for layer in range(anatomy.n_layers)
+    }
+
+
+def _sites(parts: Iterable[Part]) -> list[str]:
+    return list(dict.fromkeys(site for part in parts for site in (part.source, part.target)))
+
+
+def _flat(of_places: Bool[Tensor, "n longest"], examples: Examples) -> Bool[Tensor, " n_tokens"]:
+    """What is known of each place of each sentence, token after token."""
+    sentence = np.repeat(np.arange(len(examples)), examples.lengths)
+    return of_places[torch.from_numpy(sentence), torch.from_numpy(examples.places)]

@@ -1,0 +1,116 @@
+"""The parts of a model that a map can stand for: norms, attention, FFNs, blocks, and jumps over several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from matlens.arguments import require_whole
+from matlens.linear.maps import LinearMap
+from matlens.models.anatomy import Anatomy
+from matlens.models.sites import STREAM, Site
+from matlens.patching.replacements import Replacement, Where
+from matlens.patching.submodules import SUBMODULES, submodule_pairs
+from matlens.signatures import checked
+
+JUMPS = (2, 4, 8)
+WRITING = ("attn", "ffn")  # what is added to the stream: nothing stands for it where it is left out
+BLOCK = "block"
+
+
+@checked
+@dataclass(frozen=True)
+class Part:
+    """A part of a model, from one site to another.
+
+    Attributes
+    ----------
+    kind
+        ``ln1``, ``attn``, ``ln2``, ``ffn``, ``block``, or ``jump 2`` and so on for so many blocks.
+    layer
+        The block, or the first of those that are jumped over.
+    source, target
+        The sites before and behind it.
+    """
+
+    kind: str
+    layer: int
+    source: str
+    target: str
+
+    @property
+    def name(self) -> str:
+        """``block 3``, ``jump 2 from 3``."""
+        between = " from " if self.kind.startswith("jump") else " "
+        return f"{self.kind}{between}{self.layer}"
+
+    @property
+    def blocks(self) -> range:
+        """The blocks that it lies in."""
+        after = Site.parse(self.target).layer if self.source.startswith(f"{STREAM}.") else self.layer + 1
+        return range(self.layer, after)
+
+    @property
+    def writes(self) -> bool:
+        """Whether what it gives is added to the stream, so that it is left out by nothing in its place."""
+        return self.kind in WRITING
+
+    def replaced(self, by: LinearMap, where: Where) -> Replacement:
+        """The part with a map in its place."""
+        return Replacement.from_map(by, where=where)
+
+    def left_out(self, where: Where) -> Replacement:
+        """The part left out: attention and FFN write nothing, and norms and blocks give what they read."""
+        function = _nothing if self.writes else _unchanged
+        return Replacement(function, Site.parse(self.source), Site.parse(self.target), where)
+
+    def touches(self, other: Part) -> bool:
+        """Whether two parts cannot be replaced together."""
+        if not set(self.blocks) & set(other.blocks):
+            return False
+        submodules = not self.source.startswith(f"{STREAM}.") and not other.source.startswith(f"{STREAM}.")
+        return not submodules or self.kind == other.kind
+
+
+def _nothing(h: Tensor) -> Tensor:
+    return torch.zeros_like(h)
+
+
+def _unchanged(h: Tensor) -> Tensor:
+    return h
+
+
+@checked
+def model_parts(anatomy: Anatomy, *, jumps: Sequence[int] = JUMPS) -> list[Part]:
+    """Every part of a model, block after block: its sub-modules, the block, and the jumps that start at it.
+
+    Parameters
+    ----------
+    anatomy
+        The sites of the model. Where the wiring of its blocks is not known, there are only blocks and jumps.
+    jumps
+        Over how many blocks a jump goes.
+
+    Raises
+    ------
+    InputError
+        A jump goes over fewer than two blocks.
+    """
+    spans = [require_whole(jump, "The blocks of a jump", least=2) for jump in dict.fromkeys(jumps)]
+    pairs = submodule_pairs(anatomy, SUBMODULES) if anatomy.kinds else []
+    parts = []
+    for layer in range(anatomy.n_layers):
+        for source, target in pairs:
+            if Site.parse(source).layer == layer:
+                kind = Site.parse(source).kind.removesuffix("_in").removesuffix("_post")
+                parts.append(Part(kind, layer, source, target))
+        for n_blocks in (1, *spans):
+            if layer + n_blocks <= anatomy.n_layers:
+                kind = BLOCK if n_blocks == 1 else f"jump {n_blocks}"
+                ends = Site(STREAM, layer), Site(STREAM, layer + n_blocks)
+                parts.append(Part(kind, layer, *map(str, ends)))
+    order = {kind: number for number, kind in enumerate((*SUBMODULES[2:3], "attn", "ln2", "ffn"))}
+    return sorted(parts, key=lambda part: (part.layer, order.get(part.kind, len(order))))

@@ -1,0 +1,235 @@
+"""How linear a part of a model is, from the moments of what enters and leaves it (definitions, section 10).
+
+With ``x = Q R`` and ``Z = Q^T y`` of the centred vectors, the best affine map leaves of ``y`` what lies
+outside of the columns of ``Q``: all scores are functions of ``R``, ``Z`` and the factor of ``y``, and no
+vector is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from matlens import metrics
+from matlens.errors import InputError
+from matlens.linear.maps import LinearMap
+from matlens.linear.moments import Moments
+from matlens.linearity.parts import Part
+from matlens.models.identity import Provenance
+
+R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
+PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"
+SCORES = (R2, R2_OF_VARIANCE, PROCRUSTES, ROTATION, BOUND)
+"""Names of the scores; of the last, less is more linear."""
+
+_ROUNDING = torch.finfo(torch.float32).eps
+
+
+class FitScores(NamedTuple):
+    """What the moments of the tokens that a map was fitted on say.
+
+    Attributes
+    ----------
+    procrustes
+        The score of 2405.12250: inputs and outputs centred and scaled to unit norm, one less the squared
+        error of the best linear map. That is the share of the whole variance that an affine map explains.
+    rotation
+        The same of the best rotation with a factor, as SciPy's ``procrustes``; NaN where widths differ.
+    bound
+        NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``; for attention and FFN those of
+        what enters with what leaves and what enters added up, as in NBL's code.
+    """
+
+    procrustes: float
+    rotation: float
+    bound: float
+
+    def by_name(self) -> dict[str, float]:
+        """The scores by the names that tables have."""
+        return {PROCRUSTES: self.procrustes, ROTATION: self.rotation, BOUND: self.bound}
+
+
+def fit_scores(
+    r: Float[Tensor, "k d_in"], z: Float[Tensor, "k d_out"], r_y: Float[Tensor, "k_y d_out"], *, added: bool
+) -> FitScores:  # fmt: skip
+    """Scores of a part, from the factors of centred samples.
+
+    Parameters
+    ----------
+    r, z
+        ``R`` and ``Q^T y`` of ``x = Q R``, see `Moments.factors`.
+    r_y
+        The factor of ``y``, or of ``x + y`` where that is ``added``.
+    added
+        Whether ``y`` is added to a stream, so that canonical correlations are those of ``x + y``.
+    """
+    of_x = float(r.square().sum())
+    crossed = r.T @ z
+    total = float(r_y.square().sum())
+    if added:  # |y|^2 = |x + y|^2 - 2 <x, y> - |x|^2
+        total -= 2 * float(crossed.trace()) + of_x
+    explained = float(_projected(r, z).square().sum())
+    rotation = math.nan
+    if r.shape[1] == z.shape[1] and of_x * total > 0:
+        rotation = float(torch.linalg.svdvals(crossed).sum()) ** 2 / (of_x * total)
+    beside = z + r if added else z
+    return FitScores(explained / total if total > 0 else math.nan, rotation, _bound(r, beside, r_y))
+
+
+def _bound(r: Tensor, z: Tensor, r_y: Tensor) -> float:
+    explained = _projected(r, z)
+    if _is_regular(r_y):
+        whitened = torch.linalg.solve_triangular(r_y, explained, upper=True, left=False)
+        return max(0.0, r_y.shape[1] - float(whitened.square().sum()))
+    _, s, vh = torch.linalg.svd(r_y, full_matrices=False)
+    kept = s > _level(s)
+    whitened = explained @ (vh[kept].T / s[kept])
+    return max(0.0, int(kept.sum()) - float(whitened.square().sum()))
+
+
+def _projected(r: Tensor, z: Tensor) -> Tensor:
+    """``Q^T y`` without the directions of ``Q`` that ``x`` does not reach."""
+    if _is_regular(r):
+        return z
+    u, s, _ = torch.linalg.svd(r, full_matrices=False)
+    return u[:, s > _level(s)].T @ z
+
+
+def _is_regular(r: Tensor) -> bool:
+    """Whether no coordinate nearly follows from those before it, so that no direction need be looked at."""
+    diagonal = r.diagonal().abs()
+    floor = 100 * _ROUNDING * r.norm(dim=0)
+    return len(r) == r.shape[1] and bool((diagonal > floor).all())
+
+
+def _level(s: Tensor) -> float:
+    """Singular values below this are rounding: vectors are computed in float32."""
+    return _ROUNDING * float(s.max() if len(s) else 0)
+
+
+def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> dict[str, float]:
+    """r2 in the mean over coordinates, and of the whole variance, on tokens that no map was fitted on."""
+    truth, predicted = truth.double(), predicted.double()
+    left = float((truth - predicted).square().sum())
+    total = float((truth - truth.mean(0)).square().sum())
+    return {R2: metrics.r2(predicted, truth), R2_OF_VARIANCE: 1 - left / total if total > 0 else math.nan}
+
+
+class PartSums:
+    """Moments of many parts at once, of all samples and of those that are no attention sinks.
+
+    Parameters
+    ----------
+    parts
+        The parts; all targets of one source share a factor.
+    widths
+        How many coordinates each site has.
+    same
+        Sites that carry what another does, such as what enters a norm and the stream: vectors are needed of
+        the others alone.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], widths: Mapping[str, int], same: Mapping[str, str] | None = None
+    ) -> None:
+        self._same = dict(same or {})
+        self._ends = {part: (self._carrier(part.source), self._carrier(part.target)) for part in parts}
+        self._widths = dict(widths)
+        self._targets: dict[str, list[str]] = {}
+        self._added: dict[str, str] = {}  # what is added to what enters, by its site
+        for part, (source, target) in self._ends.items():
+            self._targets.setdefault(source, []).append(target)
+            if part.writes:
+                self._added[target] = source
+        alone = {target for part, (_, target) in self._ends.items() if not part.writes} - set(self._targets)
+        self._alone = [*sorted(alone), *sorted(self._added)]
+        self._sums = self._empty()
+        self._sinks: list[dict[str, Tensor]] = []
+
+    def _carrier(self, site: str) -> str:
+        """The site of those that carry the same whose vectors are needed."""
+        return site if site not in self._same else self._carrier(self._same[site])
+
+    @property
+    def sites(self) -> list[str]:
+        """Every site whose vectors are needed."""
+        return list(dict.fromkeys(site for ends in self._ends.values() for site in ends))
+
+    def _empty(self) -> dict[str, Moments]:
+        sums = {
+            source: Moments(
+                self._widths[source], sum(self._widths[target] for target in targets), source=source,
+                target=", ".join(targets),
+            )
+            for source, targets in self._targets.items()
+        }  # fmt: skip
+        # Of these only the factor is needed; what they go with is their own first coordinate.
+        return sums | {f"{site} alone": Moments(self._widths[site], 1, source=site) for site in self._alone}
+
+    def update(self, vectors: Mapping[str, Float[Tensor, "n d"]], sinks: Bool[Tensor, " n"]) -> None:
+        """Add samples, and say which are sinks."""
+        self._add(self._sums, {site: of_site[~sinks] for site, of_site in vectors.items()})
+        if bool(sinks.any()):
+            self._sinks.append({site: of_site[sinks] for site, of_site in vectors.items()})
+
+    def _add(self, sums: Mapping[str, Moments], vectors: Mapping[str, Tensor]) -> None:
+        for source, targets in self._targets.items():
+            sums[source].update(vectors[source], [vectors[target] for target in targets])
+        for site in self._alone:
+            y = vectors[site]
+            if site in self._added:
+                y = y + vectors[self._added[site]]
+            sums[f"{site} alone"].update(y, y[:, :1])
+
+    def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, FitScores]]:
+        """Each part's map with an intercept and its scores: with sinks (True), and without (False).
+
+        Raises
+        ------
+        InputError
+            There are fewer samples than a map has columns.
+        """
+        sinks = self._empty()
+        if self._sinks:
+            joined = {site: torch.cat([part[site] for part in self._sinks]) for site in self._sinks[0]}
+            self._add(sinks, joined)
+        for with_sinks in (False, True):
+            for name, moments in self._sums.items():
+                if with_sinks:
+                    moments.merge(sinks[name])
+                if moments.n <= self._widths[moments.source]:
+                    raise InputError(
+                        f"The text to fit on has {moments.n} tokens{'' if with_sinks else ' but sinks'}, and "
+                        f"the vectors have {self._widths[moments.source]} coordinates. Expected more tokens, "
+                        "best ten times as many: more windows, or a larger corpus."
+                    )
+            yield from self._solved(with_sinks, provenance)
+
+    def _solved(
+        self, with_sinks: bool, provenance: Provenance
+    ) -> Iterable[tuple[Part, bool, LinearMap, FitScores]]:
+        of_source: dict[str, list[Part]] = {}
+        for part, (source, _) in self._ends.items():
+            of_source.setdefault(source, []).append(part)
+        for source, parts in of_source.items():
+            moments = self._sums[source]
+            r, z = moments.factors(centred=True)
+            # What LayerNorm leaves adds up to a constant, but for rounding, which must not be fitted.
+            weight, bias = moments.solution(intercept=True, ridge=_ROUNDING**2 * float(r.square().sum()))
+            assert bias is not None
+            widths = [self._widths[self._ends[part][1]] for part in parts]
+            shares = zip(weight.split(widths), bias.split(widths), z.split(widths, 1), strict=True)
+            for part, (of_weight, of_bias, of_z) in zip(parts, shares, strict=True):
+                target = self._ends[part][1]
+                name = f"{target} alone" if target in self._alone else target
+                r_y, _ = self._sums[name].factors(centred=True)
+                linear = LinearMap.from_solution(
+                    of_weight, of_bias, part.source, part.target,
+                    provenance.with_details(n_fitted=moments.n, intercept=True, ridge=0.0),
+                )  # fmt: skip
+                yield part, with_sinks, linear, fit_scores(r, of_z, r_y, added=part.writes)

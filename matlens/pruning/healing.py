@@ -1,0 +1,128 @@
+"""Healing: folded matrices trained, and nothing else, towards what the whole model says.
+
+What falls is the divergence of the pruned model's distributions from the whole model's, the mean of
+``KL(p || q)`` over tokens, on the text that maps were fitted on. What the whole model gives is known from its
+streams, and blocks before the first folded matrix need not be run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from matlens.errors import InputError
+from matlens.progress import Bar
+from matlens.pruning.layouts import Layout
+from matlens.pruning.streams import Giving, Streams
+
+RATE = 3e-4  # of Adam, at its highest
+_TOKENS = 1024  # of an update
+
+
+def heal(
+    streams: Streams, pruned: Any, kept: Sequence[int], folded: Sequence[int], n_tokens: int, *,
+    seed: int = 0, rate: float = RATE, progress: bool = True,
+) -> float:  # fmt: skip
+    """Train the folded matrices of a pruned model, in place; the mean divergence of the last updates.
+
+    Parameters
+    ----------
+    streams
+        The whole model on the text.
+    pruned
+        The plain model that was made of it.
+    kept
+        Numbers, in the whole model, of the pruned model's blocks.
+    folded
+        Numbers, in the whole model, of the blocks whose output matrices were folded.
+    n_tokens
+        How many tokens are read; the text as often as that takes.
+    seed
+        Seed of the order of the texts.
+    rate
+        The highest step width.
+    progress
+        Whether to show a bar.
+
+    Raises
+    ------
+    InputError
+        No matrix was folded, or the divergence is not finite.
+    """
+    if not folded:
+        raise InputError(
+            "No matrix was folded that could be healed. Expected blocks to leave out, and another method "
+            "than out."
+        )
+    layout, whole = replace(streams.layout, model=pruned), streams.layout
+    first = min(folded)
+    start = list(kept).index(first)
+    weights = [
+        parameter
+        for index in folded
+        for parameter in layout.writer_of(layout.blocks[list(kept).index(index)]).parameters()
+    ]
+    before = [parameter.requires_grad for parameter in pruned.parameters()]
+    n_texts, length = streams.tokens.shape
+    size = max(1, _TOKENS // length)
+    updates = max(1, math.ceil(n_tokens / (size * length)))
+    optimizer = torch.optim.Adam(weights, lr=rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / (0.1 * updates)) * (1 - step / updates)
+    )
+    order = _order(n_texts, size * updates, seed)
+    divergences: list[float] = []
+    try:
+        pruned.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        with Bar(total=updates, desc="healing", unit="update", disable=not progress) as bar:
+            for texts in order.split(size):
+                with torch.no_grad():
+                    truth = _read_from(whole, len(whole.blocks), streams, streams.h[-1][texts], texts)
+                given = _read_from(layout, start, streams, streams.h[first][texts], texts)
+                loss = (truth.exp() * (truth - given)).sum(-1).mean()
+                if not bool(loss.isfinite()):
+                    raise InputError("The divergence is not finite while healing. Expected a larger penalty.")
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                divergences.append(float(loss.detach()))
+                bar.update(1)
+                bar.set_postfix(kl=f"{divergences[-1]:.3f}")
+    finally:
+        for parameter, wanted in zip(pruned.parameters(), before, strict=True):
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
+    last = divergences[-max(1, updates // 10) :]
+    return sum(last) / len(last)
+
+
+def _order(n_texts: int, n: int, seed: int) -> Int[Tensor, " n"]:
+    """Numbers of texts, all of them in a new order each time."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(n_texts, generator=generator) for _ in range(-(-n // n_texts))]
+    return torch.cat(rounds)[:n]
+
+
+def _read_from(
+    layout: Layout, start: int, streams: Streams, h: Float[Tensor, "n length d_model"], texts: Tensor
+) -> Float[Tensor, "n length d_vocab"]:
+    """Logarithms of what a model says of texts whose stream before a block is known."""
+    parent, _, name = layout.path.rpartition(".")
+    place, blocks, device = layout.model.get_submodule(parent), layout.blocks, layout.model.device
+    # A vector that was made without gradients cannot be part of what has some.
+    known = Giving(h.clone().to(device), streams.rest)
+    setattr(place, name, nn.ModuleList([known] * start + list(blocks[start:]) if start else list(blocks)))
+    try:
+        logits = layout.model(streams.tokens[texts].to(device), use_cache=False).logits
+    finally:
+        setattr(place, name, blocks)
+    return logits.float().log_softmax(-1)

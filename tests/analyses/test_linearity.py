@@ -1,0 +1,43 @@
+"""The analysis of linearity on a small model: its tables are those of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from analysing import run
+
+import matlens
+from matlens import linearity
+from matlens.inputs import make_judged_text
+
+
+def test_the_tables_are_what_the_library_gives(
+    corpora: Path,
+    model_folder: Callable[[str], Path],
+    small_model: Callable[[str], Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(
+        "linearity", "--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--train", 90,
+        "--val", 30, "--windows", 60, "--judged", 5, "--device", "cpu", "--suffix", "_bert",
+        "--out", tmp_path,
+    )  # fmt: skip
+    assert "Parts replaced together" in capsys.readouterr().out
+    model = small_model("bert")
+    train, validation = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=90, n_validation=30)
+    expected = linearity.linearity_atlas(
+        model, make_judged_text(model, train, most=60), make_judged_text(model, validation, most=5),
+        progress=False,
+    )  # fmt: skip
+    table = pd.read_csv(tmp_path / "linearity_bert.csv", keep_default_na=False)
+    assert table["value"].astype(float).tolist() == pytest.approx(expected["value"].tolist(), nan_ok=True)
+    correlations = pd.read_csv(tmp_path / "linearity_correlations_bert.csv")
+    again = linearity.rank_correlations(expected)
+    assert correlations["value"].tolist() == pytest.approx(again["value"].tolist())
+    assert (tmp_path / "linearity_bert.png").is_file()
+    assert {"linearity_costs_bert.csv", "linearity_kinds_bert.csv"} <= {p.name for p in tmp_path.iterdir()}

@@ -1,0 +1,113 @@
+"""The commands `matlens prune` and `matlens linearity`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from command_lines import run_command
+from conftest import WORDS
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = np.random.default_rng(4)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(" ".join(generator.choice(WORDS, 20)) for _ in range(80)))
+    return path
+
+
+def test_a_folder_is_written_that_transformers_loads(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--blocks", "1",
+        "--window", "24", "--out", tmp_path / "pruned",
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "agreement" in outcome.out
+    assert "ms a token" in outcome.out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    assert loaded.config.num_hidden_layers == 2
+    again = run_command(asked, capsys)
+    assert again.code == 2
+    assert "not empty" in " ".join(again.err.split())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [("x", "expected how many"), ("0,1", "Block 0"), ("7", "from 0 to 2"), ("2,2", "one twice")],
+)
+def test_blocks_that_cannot_be_are_refused(
+    blocks: str,
+    message: str,
+    corpus: Path,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outcome = run_command(
+        [
+            "prune", "--model", model_folder("llama"), "--corpus", corpus, "--blocks", blocks,
+            "--window", "24", "--out", tmp_path / "pruned", "--device", "cpu",
+        ],
+        capsys,
+    )  # fmt: skip
+    assert outcome.code == 2
+    assert message in " ".join(outcome.err.replace("│", " ").split())
+    assert not (tmp_path / "pruned").exists()
+
+
+def test_an_atlas_is_written_and_drawn(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "linearity", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus,
+        "--window", "20",
+        "--windows", "20", "--judged", "3", "--out", tmp_path,
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Rank correlation" in outcome.out
+    assert "Parts replaced together" in outcome.out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "atlas", "linearity.csv", "linearity.json", "linearity.png", "linearity.pdf",
+        "linearity_correlations.csv", "linearity_correlations.json",
+    }  # fmt: skip
+    few = run_command([*asked[:-1], tmp_path / "few", "--windows", "2", "--window", "12"], capsys)
+    assert few.code == 2
+    assert "Expected more tokens" in " ".join(few.err.split())
+    assert not (tmp_path / "few").exists() or not list((tmp_path / "few").glob("*.csv"))
+
+
+def test_healing_is_told(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--blocks", "1",
+        "--window", "24", "--heal", "48", "--out", tmp_path / "healed",
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Healed on 48 tokens" in outcome.out
+    assert "then trained on 48 tokens" in (tmp_path / "healed" / "README.md").read_text()
+
+
+def test_attention_is_left_out(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--window", "24",
+        "--out", tmp_path / "fewer",
+    ]  # fmt: skip
+    for wrong in ([], ["--attention", "1", "--blocks", "1"], ["--attention", "1", "--heal", "9"]):
+        outcome = run_command([*asked, *wrong], capsys)
+        assert outcome.code == 2
+        assert "one of them alone" in " ".join(outcome.err.split())
+    outcome = run_command([*asked, "--attention", "1"], capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Without the attention of the blocks" in outcome.out

@@ -1,0 +1,199 @@
+"""The atlas gives what plain models patched by hand give."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import handpatched
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import D_MODEL, WORDS, plain_vectors
+from handpatched import patched_by_hand
+
+from matlens import InputError, linearity
+from matlens.activations import find_sinks
+from matlens.corpora import Corpus
+from matlens.inputs import JudgedText, make_judged_text
+from matlens.linearity import atlas
+
+Models = Callable[[str], Any]
+SIZE = 16
+
+
+def corpus(seed: int, n: int) -> Corpus:
+    generator = np.random.default_rng(seed)
+    words = (" ".join(generator.choice(WORDS, SIZE)) for _ in range(n))
+    return Corpus("text", tuple(words), n, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def texts(small_model: Models) -> Callable[[str], tuple[JudgedText, JudgedText]]:
+    def of_model(name: str) -> tuple[JudgedText, JudgedText]:
+        model = small_model(name)
+        return (
+            make_judged_text(model, corpus(1, 12), size=SIZE),
+            make_judged_text(model, corpus(2, 4), size=SIZE),
+        )
+
+    return of_model
+
+
+@pytest.fixture(scope="module")
+def tables(
+    small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]]
+) -> Callable[[str], pd.DataFrame]:
+    known: dict[str, pd.DataFrame] = {}
+
+    def of_model(name: str) -> pd.DataFrame:
+        if name not in known:
+            known[name] = linearity.linearity_atlas(small_model(name), *texts(name), progress=False)
+        return known[name]
+
+    return of_model
+
+
+def sentences_of(text: JudgedText) -> list[torch.Tensor]:
+    offsets = text.examples.offsets
+    return [torch.from_numpy(text.examples.tokens[a:b]) for a, b in itertools.pairwise(offsets)]
+
+
+def fit_by_hand(
+    name: str, plain: Any, model: Any, text: JudgedText, ends: tuple[str, str], tokens: str
+) -> Any:
+    x, y = (
+        torch.cat([plain_vectors(name, plain, tokens[None])[site][0] for tokens in sentences_of(text)])
+        for site in ends
+    )
+    if tokens == "no sinks":
+        sinks = find_sinks(model, text.examples, progress=False)
+        kept = torch.cat(
+            [~row[:length] for row, length in zip(sinks, text.examples.lengths.tolist(), strict=True)]
+        )
+        x, y = x[kept], y[kept]
+    ones = torch.cat([x, torch.ones(len(x), 1)], 1).double().numpy()
+    solution = np.linalg.lstsq(ones, y.double().numpy(), rcond=1e-6)[0]
+    return torch.from_numpy(solution[:-1].T).float(), torch.from_numpy(solution[-1]).float()
+
+
+def read_by_hand(name: str, plain: Any, text: JudgedText, parts: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Losses and likeliest tokens at the positions of each sentence."""
+    losses, likeliest = [], []
+    for s, tokens in enumerate(sentences_of(text)):
+        chosen = text.texts == s
+        with patched_by_hand(name, plain, parts, s), torch.no_grad():
+            log_p = plain(tokens[None]).logits[0].log_softmax(-1)[text.examples.positions[chosen]]
+        losses.append(-log_p[range(len(log_p)), text.truth[chosen]].double().numpy())
+        likeliest.append(log_p.argmax(1).numpy())
+    return losses, likeliest
+
+
+ENDS = {
+    "ffn": ("ffn_in.1", "ffn_out.1"), "attn": ("attn_in.1", "attn_out.1"), "ln1": ("ln1_in.1", "ln1_out.1"),
+    "block": ("h.1", "h.2"), "jump 2": ("h.1", "h.3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("llama", "all"), ("bert", "all"), ("gptj", "all"), ("llama-sinks", "no sinks")]
+)
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("method", ["map", "left out"])
+def test_costs_are_those_of_a_model_patched_by_hand(
+    name: str, tokens: str, kind: str, method: str, small_model: Models, plain_model: Models,
+    texts: Callable[[str], tuple[JudgedText, JudgedText]], tables: Callable[[str], pd.DataFrame],
+) -> None:  # fmt: skip
+    if tokens == "no sinks" and kind not in ("ffn", "attn", "ln1"):
+        kind = "ffn"  # by hand, blocks are replaced at all tokens alone
+    (fitted, judged), plain = texts(name), plain_model(name)
+    where: Any = "all"
+    if tokens == "no sinks" and method == "map":
+        sinks = find_sinks(small_model(name), judged.examples, progress=False)
+        assert 0 < int(sinks.sum()) < sinks.numel() / 2
+        where = tuple(map(tuple, (~sinks).tolist()))
+    if method == "map":
+        weight, bias = fit_by_hand(name, plain, small_model(name), fitted, ENDS[kind], tokens)
+    else:
+        weight, bias = torch.eye(D_MODEL) * (kind not in ("ffn", "attn")), None
+    part = handpatched.Part(*ENDS[kind], weight, bias, where)
+    ours, theirs = (read_by_hand(name, plain, judged, parts) for parts in ([part], []))
+    table = tables(name)
+    rows = table[
+        (table["kind"] == kind) & (table["layer"] == 1) & (table["method"] == method)
+        & (table["tokens"] == (tokens if method == "map" else "all"))
+    ].set_index("metric")  # fmt: skip
+    difference = np.concatenate(ours[0]) - np.concatenate(theirs[0])
+    assert rows.loc["rise", "value"] == pytest.approx(difference.mean(), abs=0.02 * np.abs(difference).max())
+    same = np.concatenate(ours[1]) == np.concatenate(theirs[1])
+    assert rows.loc["agreement", "value"] == pytest.approx(same.mean())
+    assert np.abs(difference).max() > 1e-5
+
+
+def test_a_table_has_every_part_and_number(tables: Callable[[str], pd.DataFrame]) -> None:
+    table = tables("llama-sinks")
+    single = table[~table["kind"].str.startswith("together")]
+    scores = single[single["metric"].isin(linearity.SCORES)]
+    assert len(scores) == 17 * 5 * 2  # three blocks of five parts, and two jumps
+    assert len(single) - len(scores) == 17 * 2 * 3
+    assert set(tables("llama")["tokens"]) == {"all"}
+    together = table[table["kind"].str.startswith("together")]
+    assert set(together["kind"]) == {f"together: {group}" for group in linearity.GROUPS}
+
+
+def test_the_first_parts_are_replaced_together(
+    small_model: Models, plain_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]],
+    tables: Callable[[str], pd.DataFrame],
+) -> None:  # fmt: skip
+    table, (fitted, judged), plain = tables("llama"), texts("llama"), plain_model("llama")
+    first = linearity.first_parts(table, group="ffn")
+    parts = []
+    for _, layer in first:
+        ends = f"ffn_in.{layer}", f"ffn_out.{layer}"
+        parts.append(handpatched.Part(*ends, *fit_by_hand("llama", plain, None, fitted, ends, "all")))
+    ours, theirs = (read_by_hand("llama", plain, judged, of_parts) for of_parts in (parts, []))
+    row = table[(table["kind"] == "together: ffn") & (table["metric"] == "rise")].iloc[0]
+    expected = (np.concatenate(ours[0]) - np.concatenate(theirs[0])).mean()
+    assert row["value"] == pytest.approx(expected, abs=2e-4)
+    assert row["parts"] == ", ".join(f"{kind} {layer}" for kind, layer in first)
+
+
+def test_what_was_broken_off_goes_on(
+    small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]],
+    tables: Callable[[str], pd.DataFrame], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run, calls = atlas.run_variants, []
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(atlas, "run_variants", failing)
+    asked = small_model("llama"), *texts("llama")
+    with pytest.raises(KeyboardInterrupt):
+        linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
+    table = linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
+    assert len(calls) == 1 + 3 + len(linearity.GROUPS)  # the first layer is not run again
+    pd.testing.assert_frame_equal(table, tables("llama"))
+    again = linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
+    assert len(calls) == 1 + 3 + len(linearity.GROUPS)
+    pd.testing.assert_frame_equal(again, table)
+    with pytest.raises(InputError, match="belongs to another job"):
+        linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", jumps=[2], progress=False)
+
+
+def test_a_rise_that_is_infinite_has_no_interval() -> None:
+    texts = np.array([0, 0, 1, 1])
+    whole = np.array([1.0, 2.0, 3.0, 4.0])
+    assert atlas.rise(np.array([1.0, np.inf, 3.0, 4.0]), whole, texts)[:2] == pytest.approx(
+        (np.inf, np.nan), nan_ok=True
+    )
+    usual = atlas.rise(whole + np.array([0.5, 0.5, 1.5, 1.5]), whole, texts)
+    assert usual.value == pytest.approx(1)
+    assert usual.low < 1 < usual.high
+    assert usual.n == 2

@@ -1,0 +1,97 @@
+"""Which score predicts the damage, and which parts go first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from matlens import InputError, linearity
+from matlens.linearity.ranking import spearman
+
+
+def atlas_table(n_layers: int = 8) -> pd.DataFrame:
+    """A table in which NBL's bound tells the rise of a map exactly, and r2 in part."""
+    generator, rows = np.random.default_rng(3), list[dict[str, Any]]()
+    for kind in ("attn", "ffn", "block"):
+        for layer in range(n_layers):
+            rise = float(generator.exponential())
+            numbers = {
+                ("map", "rise"): rise, ("left out", "rise"): rise + generator.exponential(),
+                ("map", "nbl bound"): 10 * rise, ("map", "r2"): -rise + generator.normal(),
+            }  # fmt: skip
+            rows += [
+                {
+                    "model": "m", "corpus": "c", "method": method, "metric": metric, "kind": kind,
+                    "layer": layer, "target": layer + 1, "value": value, "tokens": "all", "parts": "",
+                }
+                for (method, metric), value in numbers.items()
+            ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_correlations_are_those_of_scipy() -> None:
+    table = atlas_table()
+    ours = linearity.rank_correlations(table, resamples=99).set_index(["kind", "method", "metric"])
+    wide = table.pivot(index=["kind", "layer"], columns=["method", "metric"], values="value")
+    for kind, part in [("all kinds", wide), ("ffn", wide.loc[["ffn"]])]:
+        for method in ("map", "left out"):
+            expected = -stats.spearmanr(part["map", "r2"], part[method, "rise"]).statistic
+            row = ours.loc[(kind, method, "r2")]
+            assert row["value"] == pytest.approx(expected)
+            assert row["low"] < row["value"] < row["high"]
+            assert row["n"] == len(part)
+    assert ours.loc[("all kinds", "map", "nbl bound"), "value"] == pytest.approx(1)
+    assert ("ffn", "map", "procrustes") not in ours.index
+
+
+def test_an_interval_is_of_pairs_drawn_anew() -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=60)
+    y = x + generator.normal(size=60)
+    _, low, high = spearman(x, y, seed=1, resamples=999)
+    drawn = generator.integers(60, size=(999, 60))
+    expected = np.quantile([stats.spearmanr(x[i], y[i]).statistic for i in drawn], [0.025, 0.975])
+    assert (low, high) == pytest.approx(expected, abs=0.03)
+
+
+def test_the_first_parts_do_not_touch() -> None:
+    rows = [("ffn", 1, 0.1), ("block", 1, 0.2), ("attn", 1, 0.3), ("block", 2, 0.4), ("attn", 2, 0.5)]
+    table = pd.DataFrame(rows, columns=["kind", "layer", "value"]).assign(
+        method="map", metric="rise", tokens="all", target=3
+    )
+    assert linearity.first_parts(table) == [("ffn", 1), ("attn", 1), ("block", 2)]
+    assert linearity.first_parts(table, 1, group="block") == [("block", 1)]
+    assert linearity.first_parts(table, group="norms") == []
+    with pytest.raises(InputError, match="group"):
+        linearity.first_parts(table, group="all")
+
+
+def test_rises_are_added_up() -> None:
+    table = atlas_table()
+    rises = table[(table["metric"] == "rise") & (table["method"] == "map")].set_index(["kind", "layer"])
+    expected = rises.loc[("ffn", 2), "value"] + rises.loc[("attn", 5), "value"]
+    assert linearity.added_rise(table, "ffn 2, attn 5") == pytest.approx(expected)
+    with pytest.raises(InputError, match="no part 'ffn 9'"):
+        linearity.added_rise(table, "ffn 9")
+
+
+def test_a_summary_has_means_and_medians_of_each_kind() -> None:
+    table = atlas_table()
+    ours = linearity.atlas_summary(table).set_index(["kind", "method", "metric"])["value"]
+    for kind in ("ffn", "attn"):
+        rises = table[(table["kind"] == kind) & (table["metric"] == "rise") & (table["method"] == "map")]
+        assert ours[kind, "map", "rise"] == pytest.approx(rises["value"].mean())
+        assert ours[kind, "map", "median rise"] == pytest.approx(rises["value"].median())
+    assert ("ffn", "left out", "rise") in ours.index
+
+
+def test_what_is_no_atlas_is_refused() -> None:
+    table = atlas_table()
+    with pytest.raises(InputError, match="no rise"):
+        linearity.rank_correlations(table[table["metric"] != "rise"])
+    with pytest.raises(InputError, match="linearity_atlas"):
+        linearity.first_parts(table.drop(columns="kind"))

@@ -1,0 +1,142 @@
+"""Attention left out, with a map in its place in the FFN before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import LAYERS, WORDS, assert_near
+
+from matlens import InputError, pruning
+from matlens.corpora import Corpus, make_windows
+from matlens.pruning.attention import choose_attention
+from matlens.pruning.calibration import whole_windows
+from matlens.pruning.layouts import Layout
+from matlens.pruning.streams import Streams
+
+Models = Callable[[str], Any]
+ATTENTION = {"gpt2": "attn", "llama": "self_attn"}
+OUTPUTS = {"gpt2": "attn.c_proj", "llama": "self_attn.o_proj"}
+WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj"}
+
+
+@pytest.fixture(scope="module")
+def windows(small_model: Models) -> Models:
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
+    return lambda name: make_windows(small_model(name), text, size=24)
+
+
+def layers_of(name: str, model: Any) -> Any:
+    return model.get_submodule(LAYERS[name][0])
+
+
+def nothing(_: Any, __: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
+
+
+@torch.no_grad()
+def without(name: str, model: Any, gone: set[int], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of a plain model in which the attention of some blocks gives nothing."""
+    layers = layers_of(name, model)
+    hooks = [layers[i].get_submodule(ATTENTION[name]).register_forward_hook(nothing) for i in gone]
+    logits = model(tokens).logits
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_fold_is_what_least_squares_by_hand_gives(
+    name: str, small_model: Models, plain_model: Models, windows: Models
+) -> None:
+    """Block 1 loses its attention: what the FFN before it writes is to be that and attention's sum."""
+    pruned = pruning.prune_attention(small_model(name), windows(name), [1], penalty=0.0, progress=False)
+    plain, tokens = plain_model(name), whole_windows(windows(name))
+    layers = layers_of(name, plain)
+    writer, output = layers[0].get_submodule(WRITERS[name]), layers[1].get_submodule(OUTPUTS[name])
+    reads, writes, added = [], [], []
+    hooks = [
+        writer.register_forward_hook(
+            lambda _, args, out: (reads.append(args[0].detach()), writes.append(out.detach()), None)[2]
+        ),
+        output.register_forward_hook(lambda _, __, out: added.append(out.detach())),
+    ]
+    with torch.no_grad():
+        plain(tokens)
+    for hook in hooks:
+        hook.remove()
+    a, m, more = (torch.cat(x).flatten(0, -2).double().numpy() for x in (reads, writes, added))
+    a = a if writer.bias is None else np.hstack([a, np.ones((len(a), 1))])
+    expected = a @ np.linalg.lstsq(a, m + more, rcond=None)[0]
+    ours = layers_of(name, pruned.model)[0].get_submodule(WRITERS[name])
+    read = torch.cat(reads).flatten(0, -2)
+    with torch.no_grad():
+        assert_near(ours(read), torch.from_numpy(expected).float(), 1e-4)
+    assert pruned.attention == (1,)
+    assert not pruned.blocks
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_model_is_what_a_patched_pass_is(name: str, small_model: Models, windows: Models) -> None:
+    """The folded matrices put into the whole model, whose attention is turned to nothing by hooks."""
+    pruned = pruning.prune_attention(
+        small_model(name), windows(name), [1, 2], method="replaceme", progress=False
+    )
+    tokens = whole_windows(windows(name))[:4]
+    whole = pruning.plain_copy(small_model(name))
+    for block in (0, 1):
+        folded = layers_of(name, pruned.model)[block].get_submodule(WRITERS[name])
+        layers_of(name, whole)[block].get_submodule(WRITERS[name]).load_state_dict(folded.state_dict())
+    with torch.no_grad():
+        assert_near(pruned.model(tokens).logits, without(name, whole, {1, 2}, tokens), 1e-5)
+    assert (
+        float((without(name, whole, {1, 2}, tokens) - without(name, whole, set(), tokens)).abs().max()) > 1e-3
+    )
+
+
+def test_the_least_are_chosen(small_model: Models, plain_model: Models, windows: Models) -> None:
+    tokens = whole_windows(windows("llama"))
+    streams = Streams(Layout.from_model(pruning.plain_copy(small_model("llama"))), tokens, progress=False)
+    losses = {
+        i: torch.nn.functional.cross_entropy(
+            without("llama", plain_model("llama"), {i}, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        for i in (1, 2)
+    }
+    assert choose_attention(streams, 1, progress=False) == (min(losses, key=losses.__getitem__),)
+
+
+def test_a_folder_says_what_is_gone(small_model: Models, windows: Models, tmp_path: Path) -> None:
+    pruned = pruning.prune_attention(small_model("llama"), windows("llama"), 1, progress=False)
+    folder = pruning.save_pruned(pruned, tmp_path / "model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (gone,) = pruned.attention
+    assert not bool(layers_of("llama", loaded)[gone].self_attn.o_proj.weight.any())
+    assert f"attention of the blocks {gone} writes nothing" in (folder / "README.md").read_text()
+    with torch.no_grad():
+        tokens = torch.tensor([[3, 4, 5, 9]])
+        assert_near(loaded(tokens).logits, pruned.model(tokens).logits, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["neox", "gptj"])
+def test_blocks_side_by_side_are_refused(name: str, small_model: Models, windows: Models) -> None:
+    with pytest.raises(InputError, match="side by side"):
+        pruning.prune_attention(small_model(name), windows(name), [1], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"), [([0], "Block 0"), ([1, 1], "one twice"), (3, "from 0 to 2")]
+)
+def test_plans_that_cannot_be_are_refused(
+    attention: Any, message: str, small_model: Models, windows: Models
+) -> None:
+    with pytest.raises(InputError, match=message):
+        pruning.prune_attention(small_model("llama"), windows("llama"), attention, progress=False)

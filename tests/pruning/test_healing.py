@@ -1,0 +1,97 @@
+"""Healing trains the folded matrices alone, towards what the whole model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import LAYERS, WORDS, assert_near
+
+from matlens import InputError, pruning
+from matlens.corpora import Corpus, make_windows
+from matlens.pruning import healing
+from matlens.pruning.calibration import whole_windows
+from matlens.pruning.layouts import Layout
+from matlens.pruning.saving import model_card
+from matlens.pruning.streams import Streams
+
+Models = Callable[[str], Any]
+WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "gptj": "mlp.fc_out"}
+
+
+@pytest.fixture(scope="module")
+def windows(small_model: Models) -> Models:
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
+    return lambda name: make_windows(small_model(name), text, size=24)
+
+
+def divergence(whole: Any, pruned: Any, tokens: torch.Tensor) -> torch.Tensor:
+    truth, given = (model(tokens).logits.log_softmax(-1) for model in (whole, pruned))
+    return torch.nn.functional.kl_div(given, truth, log_target=True, reduction="none").sum(-1).mean()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_update_is_a_step_of_adam_by_hand(
+    name: str, small_model: Models, plain_model: Models, windows: Models
+) -> None:
+    folded = pruning.prune(small_model(name), windows(name), [2], method="replaceme", progress=False).model
+    path = f"{LAYERS[name][0]}.1.{WRITERS[name]}"
+    tokens = whole_windows(windows(name))
+    streams = Streams(Layout.from_model(pruning.plain_copy(small_model(name))), tokens, progress=False)
+    n_update = min(len(tokens), 1024 // 24)
+    expected = {key: value.clone() for key, value in folded.state_dict().items()}
+    writer = folded.get_submodule(path)
+    chosen = healing._order(len(tokens), n_update, 5)
+    loss = divergence(plain_model(name), folded, tokens[chosen])
+    gradients = torch.autograd.grad(loss, list(writer.parameters()))
+    for (key, _), gradient in zip(writer.named_parameters(), gradients, strict=True):
+        # The first step of Adam is the sign of the gradient, times the step width.
+        expected[f"{path}.{key}"] -= 1e-3 * gradient / (gradient.abs() + 1e-8)
+    left = healing.heal(streams, folded, [0, 1], [1], 24 * n_update, seed=5, rate=1e-3, progress=False)
+    assert left == pytest.approx(float(loss.detach()), rel=1e-4)
+    changed = [key for key, value in folded.state_dict().items() if key.startswith(path)]
+    for key, value in folded.state_dict().items():
+        if key in changed:
+            assert float((value - expected[key]).abs().mean()) < 2e-5
+        else:
+            assert torch.equal(value, expected[key]), key
+    assert all(weight.grad is None and weight.requires_grad for weight in folded.parameters())
+
+
+def test_the_divergence_falls(small_model: Models, plain_model: Models, windows: Models) -> None:
+    asked = small_model("llama"), windows("llama"), [2]
+    before, after = (pruning.prune(*asked, method="replaceme", heal=n, progress=False) for n in (0, 20_000))
+    tokens, whole = whole_windows(windows("llama")), plain_model("llama")
+    with torch.no_grad():
+        first, last = (float(divergence(whole, pruned.model, tokens)) for pruned in (before, after))
+    assert last < 0.997 * first
+    record = after.provenance.details["healed"]
+    assert record["divergence"] == pytest.approx(last, rel=0.2)
+    assert record["n_tokens"] == 20_000
+    assert "healed" not in before.provenance.details
+    assert "then trained on 20,000 tokens" in model_card(after, None)
+
+
+def test_streams_begin_at_the_first_folded_block(small_model: Models, windows: Models) -> None:
+    tokens = whole_windows(windows("gpt2"))[:3]
+    layout = Layout.from_model(pruning.plain_copy(small_model("gpt2")))
+    streams = Streams(layout, tokens, progress=False)
+    with torch.no_grad():
+        whole = layout.model(tokens).logits.log_softmax(-1)
+        for start in range(4):
+            ours = healing._read_from(layout, start, streams, streams.h[start], torch.arange(3))
+            assert_near(ours, whole, 1e-5)
+
+
+def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) -> None:
+    asked = small_model("llama"), windows("llama")
+    with pytest.raises(InputError, match="no folded matrix"):
+        pruning.prune(*asked, [1], method="out", heal=10, progress=False)
+    with pytest.raises(InputError, match="no folded matrix"):
+        pruning.prune(*asked, 0, heal=10, progress=False)
+    with pytest.raises(InputError, match="heal"):
+        pruning.prune(*asked, [1], heal=-1, progress=False)

@@ -1,0 +1,104 @@
+"""Models on tasks of lm-evaluation-harness: what is refused, what is asked, and how the answer is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from matlens import InputError, trials
+
+TASK = "task: colours\ndataset_path: json\noutput_type: multiple_choice\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "colours.yaml").write_text(TASK)
+    return tmp_path
+
+
+class Harness:
+    """As much of the harness as is asked."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def evaluate(self, **asked: Any) -> dict[str, Any]:
+        self.asked = asked
+        return {
+            "results": {
+                "colours": {
+                    "alias": "colours", "acc,none": 0.75, "acc_stderr,none": 0.1, "acc_norm,none": 0.5,
+                    "acc_norm_stderr,none": "N/A", "exact_match,strict": 1.0,
+                }
+            },
+            "n-samples": {"colours": {"original": 30, "effective": 20}},
+        }  # fmt: skip
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    fake, package, tasks = Harness(), ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
+    package.__spec__ = ModuleSpec("lm_eval", None)
+
+    class Manager:
+        def __init__(self, include_path: str, include_defaults: bool) -> None:
+            assert not include_defaults
+            self.all_tasks = [path.stem for path in Path(include_path).glob("*.yaml")]
+
+    vars(package)["simple_evaluate"], vars(tasks)["TaskManager"] = fake.evaluate, Manager
+    monkeypatch.setitem(sys.modules, "lm_eval", package)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    return fake
+
+
+def test_scores_are_read_with_their_intervals(
+    folder: Path, harness: Harness, model_folder: Callable[[str], Path]
+) -> None:
+    table = trials.task_scores(model_folder("llama"), ["colours"], folder, limit=20, seed=3)
+    rows = table.set_index("metric")
+    assert rows["value"].to_dict() == {"acc": 0.75, "acc_norm": 0.5, "exact_match (strict)": 1.0}
+    assert rows.loc["acc", "low"] == pytest.approx(0.75 - 0.196)
+    assert rows.loc["acc", "high"] == pytest.approx(0.75 + 0.196)
+    assert rows["low"].isna().to_dict() == {"acc": False, "acc_norm": True, "exact_match (strict)": True}
+    assert set(table["corpus"]) == {"colours"}
+    assert set(table["n"]) == {20}
+    assert harness.asked["model_args"]["pretrained"] == str(model_folder("llama"))
+    assert harness.asked["model_args"]["trust_remote_code"] is False
+    assert harness.asked["limit"] == 20
+    assert harness.asked["random_seed"] == 3
+    with pytest.raises(InputError, match="no task 'shapes'"):
+        trials.task_scores(model_folder("llama"), ["shapes"], folder)
+
+
+def test_without_the_harness_it_is_refused_in_words(
+    folder: Path, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"matlens\[tasks\]"):
+        trials.task_scores(model_folder("llama"), ["colours"], folder)
+
+
+def test_what_would_run_code_or_is_not_there_is_refused(
+    folder: Path, tmp_path: Path, model_folder: Callable[[str], Path], harness: Harness
+) -> None:
+    model = model_folder("llama")
+    with pytest.raises(InputError, match="no folder"):
+        trials.task_scores(model, ["colours"], folder / "other")
+    with pytest.raises(InputError, match="no model"):
+        trials.task_scores(folder, ["colours"], folder)
+    with pytest.raises(InputError, match="no tasks"):
+        trials.task_scores(model, [], folder)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="no file of a task"):
+        trials.task_scores(model, ["colours"], empty)
+    (folder / "bad.yaml").write_text(TASK + "doc_to_text: !function tools.text\n")
+    with pytest.raises(InputError, match="runs code"):
+        trials.task_scores(model, ["colours"], folder)
+    assert not harness.asked
