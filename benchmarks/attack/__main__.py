@@ -39,7 +39,9 @@ _MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and 
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Only cases whose names contain this.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only cases whose names contain this, or one of several with | between.")
+    ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     share: Annotated[float, typer.Option(min=0, max=1, help="Share of the bad inputs that are tried.")] = 1.0,
     mutations: Annotated[int, typer.Option(min=0, help="Mutations of files that are tried.")] = 1200,
@@ -49,7 +51,7 @@ def main(
     ] = None,
     beside: Annotated[
         Path | None,
-        typer.Option(help="Where the tables of another run are, of other cases, to be counted too."),
+        typer.Option(help="Where the tables of another run are, whose other cases count too."),
     ] = None,
     show: Annotated[bool, typer.Option(help="Print every case that is not clear.")] = False,
 ) -> None:
@@ -89,13 +91,15 @@ def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
         *engine_cases(world),
         *command_cases(world),
     ):
-        if only in case.name and chance.random() < share:
+        if any(part in case.name for part in only.split("|")) and chance.random() < share:
             yield case
 
 
 def _bad_arguments(world: World, only: str) -> Iterator[Case]:
     for target in TARGETS:
-        if only.partition("(")[0] in target.name or only in f"{target.name}(":
+        if any(
+            part.partition("(")[0] in target.name or part in f"{target.name}(" for part in only.split("|")
+        ):
             problem = working(target, world)
             if problem is None:
                 yield from target.cases(world)
@@ -110,8 +114,9 @@ def _report(judgements: list[Judgement], out: Path, beside: Path | None, *, show
         [(j.case.fault, j.case.name, j.verdict, j.words) for j in judgements],
         columns=["class", "case", "verdict", "words"],
     )
-    if beside is not None:
-        cases = pd.concat([pd.read_csv(beside / "cases.csv"), cases], ignore_index=True)
+    if beside is not None:  # what was tried again counts once
+        both = pd.concat([pd.read_csv(beside / "cases.csv"), cases], ignore_index=True)
+        cases = both.drop_duplicates("case", keep="last")
     cases.to_csv(out / "cases.csv", index=False)
     rows = []
     for fault, part in cases.groupby("class", sort=False):
