@@ -55,7 +55,10 @@ def folder_of(text: str | Path) -> Path:
 
 
 Model = Annotated[
-    str, typer.Option("--model", help="Hub name, Hugging Face folder, .gguf file, or smollm2-135m.")
+    str,
+    typer.Option(
+        "--model", help="Hub name, Hugging Face folder, .gguf file, .pt file of a WikiLM, or smollm2-135m."
+    ),
 ]
 CorpusName = Annotated[
     str,

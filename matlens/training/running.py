@@ -50,6 +50,7 @@ class TrainingRun:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
+@checked
 def warmed_cosine(step: int, n_steps: int) -> float:
     """Share of the full rate at an update: it rises in the first tenth, and falls to 0 as a cosine does."""
     return min(1, (step + 1) / (_WARM * n_steps)) * 0.5 * (1 + math.cos(math.pi * step / n_steps))
