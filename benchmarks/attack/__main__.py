@@ -65,7 +65,10 @@ def main(
         with contextlib.suppress(_Ended):  # what is known by then is reported
             every = chain(_cases(world, only, share, seed), mutation_cases(world, mutations, seed, only))
             judgements.extend(map(judge, every))
-    clear = _report(judgements, out, beside, show=show)
+    others = None if beside is None else pd.read_csv(beside / "cases.csv")
+    if others is not None:  # what was tried again counts once
+        others = others[[not _is_wanted(case, only) for case in others["case"]]]
+    clear = _report(judgements, out, others, show=show)
     if page is not None:
         write_table(page, pd.read_csv(out / "attack.csv"))
     if not clear:
@@ -91,7 +94,7 @@ def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
         *engine_cases(world),
         *command_cases(world),
     ):
-        if any(part in case.name for part in only.split("|")) and chance.random() < share:
+        if _is_wanted(case.name, only) and chance.random() < share:
             yield case
 
 
@@ -107,16 +110,19 @@ def _bad_arguments(world: World, only: str) -> Iterator[Case]:
                 print(problem)
 
 
-def _report(judgements: list[Judgement], out: Path, beside: Path | None, *, show: bool) -> bool:
+def _is_wanted(name: str, only: str) -> bool:
+    return any(part in name for part in only.split("|"))
+
+
+def _report(judgements: list[Judgement], out: Path, others: pd.DataFrame | None, *, show: bool) -> bool:
     """Write and print the tables; says whether all cases are clear."""
     out.mkdir(parents=True, exist_ok=True)
     cases = pd.DataFrame(
         [(j.case.fault, j.case.name, j.verdict, j.words) for j in judgements],
         columns=["class", "case", "verdict", "words"],
     )
-    if beside is not None:  # what was tried again counts once
-        both = pd.concat([pd.read_csv(beside / "cases.csv"), cases], ignore_index=True)
-        cases = both.drop_duplicates("case", keep="last")
+    if others is not None:
+        cases = pd.concat([others, cases], ignore_index=True)
     cases.to_csv(out / "cases.csv", index=False)
     rows = []
     for fault, part in cases.groupby("class", sort=False):
