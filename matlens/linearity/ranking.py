@@ -157,9 +157,8 @@ def rank_correlations(table: pd.DataFrame, *, seed: int = 0, resamples: int = _R
             of_tokens = of_tokens.copy()
             of_tokens["left out", "rise"] = wide.xs("all", level="tokens")["left out", "rise"]
         for kind in kinds:
-            part = of_tokens[
-                of_tokens.index.get_level_values("kind").isin(kinds if kind == _EVERY else [kind])
-            ]
+            of_kind = of_tokens.index.get_level_values("kind").isin(kinds if kind == _EVERY else [kind])
+            part: pd.DataFrame = of_tokens.loc[of_kind]
             for method in ("map", "left out"):
                 for score in SCORES:
                     estimate = _correlation(part, method, score, seed, resamples)
