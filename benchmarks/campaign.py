@@ -40,7 +40,7 @@ _modules = {
         "matlens.commands.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
         "matlens.linear.mapsets", "matlens.linear.sums", "matlens.activations.sums", "matlens.lens.lens",
         "matlens.explorer.usage",
-        "matlens.explorer.value_pages", "matlens.pruning.evaluation", "matlens.pruning.saving",
+        "matlens.explorer.value_pages", "matlens.trials.evaluation", "matlens.pruning.saving",
     )
 }  # fmt: skip
 _PATIENCE = 900.0  # seconds after which a process counts as hanging

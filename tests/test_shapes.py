@@ -21,6 +21,7 @@ from matlens.corpora import Examples
 from matlens.estimators import divergence
 from matlens.explorer.usage import Usage
 from matlens.ffn import Projection
+from matlens.inputs.judged import JudgedText
 from matlens.judging.cosines import matrix_cosine
 from matlens.kinds.experts import Mixture
 from matlens.lens import exit_layers
@@ -31,6 +32,7 @@ from matlens.numerics import split_product
 from matlens.pages.trajectory import LensCells
 from matlens.patching import Scheme, r2_score
 from matlens.pruning.spans import angles
+from matlens.trials.evaluation import read_text
 from matlens.wikilm.modelling import SinusoidalPositions
 
 # What says so: the package to every user where it can, and otherwise the annotations to its tests.
@@ -99,6 +101,18 @@ def test_a_wrong_shape_is_an_error_in_arrays_of_numpy() -> None:
         Examples(tokens[None], offsets, positions)
     with pytest.raises(WRONG, match="ids"):
         find_patterns(torch.arange(6), None, None)
+
+
+def test_right_tokens_are_one_a_position() -> None:
+    examples = Examples(np.arange(6), np.array([0, 2, 6]), np.array([1, 3]))
+    assert JudgedText(examples, np.array([4, 5])).examples.n_positions == 2
+    with pytest.raises(WRONG):
+        JudgedText(examples, np.array([[4], [5]]))
+
+
+def test_tokens_of_a_judged_text_are_a_row_a_window() -> None:
+    with pytest.raises(WRONG):
+        read_text(None, torch.ones(5, dtype=torch.long), desc="", progress=False)
 
 
 def test_a_wrong_dtype_is_an_error() -> None:

@@ -39,7 +39,9 @@ _MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and 
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Only cases whose names contain this.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only cases whose names contain this, or one of several with | between.")
+    ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     share: Annotated[float, typer.Option(min=0, max=1, help="Share of the bad inputs that are tried.")] = 1.0,
     mutations: Annotated[int, typer.Option(min=0, help="Mutations of files that are tried.")] = 1200,
@@ -49,7 +51,7 @@ def main(
     ] = None,
     beside: Annotated[
         Path | None,
-        typer.Option(help="Where the tables of another run are, of other cases, to be counted too."),
+        typer.Option(help="Where the tables of another run are, whose other cases count too."),
     ] = None,
     show: Annotated[bool, typer.Option(help="Print every case that is not clear.")] = False,
 ) -> None:
@@ -63,7 +65,10 @@ def main(
         with contextlib.suppress(_Ended):  # what is known by then is reported
             every = chain(_cases(world, only, share, seed), mutation_cases(world, mutations, seed, only))
             judgements.extend(map(judge, every))
-    clear = _report(judgements, out, beside, show=show)
+    others = None if beside is None else pd.read_csv(beside / "cases.csv")
+    if others is not None:  # what was tried again counts once
+        others = others[[not _is_wanted(case, only) for case in others["case"]]]
+    clear = _report(judgements, out, others, show=show)
     if page is not None:
         write_table(page, pd.read_csv(out / "attack.csv"))
     if not clear:
@@ -89,13 +94,15 @@ def _cases(world: World, only: str, share: float, seed: int) -> Iterator[Case]:
         *engine_cases(world),
         *command_cases(world),
     ):
-        if only in case.name and chance.random() < share:
+        if _is_wanted(case.name, only) and chance.random() < share:
             yield case
 
 
 def _bad_arguments(world: World, only: str) -> Iterator[Case]:
     for target in TARGETS:
-        if only.partition("(")[0] in target.name or only in f"{target.name}(":
+        if any(
+            part.partition("(")[0] in target.name or part in f"{target.name}(" for part in only.split("|")
+        ):
             problem = working(target, world)
             if problem is None:
                 yield from target.cases(world)
@@ -103,15 +110,19 @@ def _bad_arguments(world: World, only: str) -> Iterator[Case]:
                 print(problem)
 
 
-def _report(judgements: list[Judgement], out: Path, beside: Path | None, *, show: bool) -> bool:
+def _is_wanted(name: str, only: str) -> bool:
+    return any(part in name for part in only.split("|"))
+
+
+def _report(judgements: list[Judgement], out: Path, others: pd.DataFrame | None, *, show: bool) -> bool:
     """Write and print the tables; says whether all cases are clear."""
     out.mkdir(parents=True, exist_ok=True)
     cases = pd.DataFrame(
         [(j.case.fault, j.case.name, j.verdict, j.words) for j in judgements],
         columns=["class", "case", "verdict", "words"],
     )
-    if beside is not None:
-        cases = pd.concat([pd.read_csv(beside / "cases.csv"), cases], ignore_index=True)
+    if others is not None:
+        cases = pd.concat([others, cases], ignore_index=True)
     cases.to_csv(out / "cases.csv", index=False)
     rows = []
     for fault, part in cases.groupby("class", sort=False):

@@ -74,7 +74,8 @@ _NO_NUMBERS = _given(KIND, None, "3", [1], {}, "many", 1 + 2j, b"3")
 _NO_WHOLES = [*_NO_NUMBERS, *_given(KIND, 2.5, True), *_given(FINITE, float("nan"), float("inf"))]
 _MANY, _TOO_MANY = 10**6, 10**40
 _PATHS = [
-    *_given(KIND, 3, 2.5, ["a"], {}, b"x", object()),
+    *_given(KIND, 3, 2.5, ["a"], {}, b"x"),
+    *_made(KIND, an_object=lambda _: object()),
     *_given(FILES, "", "a\0b", "x" * 5000, "/proc/nothing/there"),
 ]
 

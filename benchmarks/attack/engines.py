@@ -231,7 +231,7 @@ _CHANGES: dict[str, Any] = {
     "a value of NaN": [_VALUE | {"value": float("nan")}],
     "a jump backwards": [{"kind": "jump", "which": "3-1"}],
     "a jump past the last": [{"kind": "jump", "which": "0-99"}],
-    "a jump to nowhere": [{"kind": "jump", "which": "1"}],
+    "a jump to nowhere": [{"kind": "jump", "which": "1-"}],
     "two jumps in one another": [{"kind": "jump", "which": "0-2"}, {"kind": "jump", "which": "1-3"}],
     "a value in what is jumped": [{"kind": "jump", "which": "0-2"}, _VALUE],
     "a value in an FFN that is out": [{"kind": "ffn", "which": "0"}, _VALUE],

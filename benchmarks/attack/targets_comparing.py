@@ -165,6 +165,7 @@ COMPARING: list[Target] = [
     ),
     Target("linearity.fits_side_by_side", good={"table": _fits}),
     Target("linearity.transfer_losses", good={"table": _transfer}),
+    Target("linearity.transfer_means", good={"table": _transfer}),
     Target(
         "linearity.transfer_quality",
         {**READOUT, "maps": "object", "validations": "object"},
@@ -310,6 +311,12 @@ COMPARING: list[Target] = [
             "concept_shares": lambda w: annotation.tally_concepts(w.sample, annotations_of(w)),
         }.items()
     ],
+    Target(
+        "plots.transfer_heatmaps",
+        {"means": "table"},
+        {"means": lambda w: linearity.transfer_means(_transfer(w))},
+        finish=draw,
+    ),
     Target(
         "plots.pattern_sizes",
         {"size": "whole"},

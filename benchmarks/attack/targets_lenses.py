@@ -73,6 +73,7 @@ LENSES: list[Target] = [
         {"corpus": lambda w: w.activations},
         takes={  # whatever gives samples of the model
             "corpus=examples": lambda _, fitted: fitted.n_samples > 60,
+            "folder": lambda _, fitted: fitted.n_samples == 60,  # closed forms keep no rows
         },
     ),
     Target(
@@ -231,7 +232,7 @@ LENSES: list[Target] = [
         "estimators.fit_maps",
         {"data": "corpus", "methods": "methods", "positions": "choice"},
         {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
-        takes={"data=examples": lambda _, fitted: list(fitted) == ["mat"]},
+        takes={name: lambda _, fitted: list(fitted) == ["mat"] for name in ("data=examples", "folder")},
     ),
     Target(
         "estimators.train_maps",

@@ -79,12 +79,20 @@ ROOMS: list[Target] = [
         {"kind": lambda _: "value", "which": lambda _: "L0D1"},
         finish=lambda w, change: explorer.compare_changes(w.model, "w1 w2", [change], n_tokens=2),
     ),
-    Target("explorer.offered_maps", {"maps": "object"}, {"maps": lambda w: [w.stream_maps]}),
+    Target(
+        "explorer.offered_maps",
+        {"maps": "object"},
+        {"maps": lambda w: [w.stream_maps]},
+        takes={"maps=[]": lambda _, offered: not any(offered.values())},
+    ),
     Target(
         "explorer.compare_changes",
         {"changes": "sentences", "prompt": "prompt", "proceed": "object"},
         {"changes": lambda _: [explorer.Change("value", "L0D1", 3.0)], "n_tokens": lambda _: 2},
-        takes={"changes=[]": lambda _, outcomes: outcomes[0] == outcomes[1]},
+        takes={
+            "changes=[]": lambda _, outcomes: outcomes[0] == outcomes[1],
+            "maps=[]": lambda _, outcomes: outcomes[0] != outcomes[1],
+        },
     ),
     Target(
         "explorer.dominant_cells",

@@ -57,21 +57,28 @@ TRAINING: list[Target] = [
         "wikilm.write_wikilm",
         {"model": "object", "dictionary": "object"},
         {"model": _small, "dictionary": _dictionary},
+        takes={"folder=a_folder_of_others": lambda _, path: (path.parent / "other.txt").is_file()},
     ),
     Target(
         "wikilm.WordDictionary.from_counts",
         {"counts": "object"},
         {"counts": lambda _: [("w1", 3)], "n_words": lambda _: 8},
+        takes={f"counts={none}": lambda _, words: len(words) == 8 for none in ("[]", "{}")},
     ),
     Target("wikilm.WordDictionary.read", good={"path": lambda w: _checkpoint(w).with_name("dict.txt")}),
     Target(
         "wikilm.WordDictionary.write",
-        {"path": "path written"},
+        {"path": "file written"},
         {"path": lambda w: w.fresh("dict.txt")},
         _dictionary,
     ),
     Target("wikilm.WordDictionary.tokenizer", {"longest": "whole"}, owner=_dictionary),
-    Target("wikilm.words_of", {"texts": "sentences"}, {"texts": lambda w: list(w.sentences[:2])}),
+    Target(
+        "wikilm.words_of",
+        {"texts": "sentences"},
+        {"texts": lambda w: list(w.sentences[:2])},
+        takes={"texts=[]": lambda _, words: words == []},
+    ),
     Target(
         "training.NgramModel",
         {"sequences": "object", "order": "whole"},
@@ -82,6 +89,7 @@ TRAINING: list[Target] = [
         {"context": "object", "token": ""},
         {"context": lambda _: [2, 5], "token": lambda _: 6},
         _ngrams,
+        takes={"context=[]": lambda _, chance: 0 < chance < 1},
     ),
     Target("training.NgramModel.perplexity", {"sequences": "object"}, {"sequences": _sequences}, _ngrams),
     Target(
@@ -93,6 +101,7 @@ TRAINING: list[Target] = [
         {
             "model": _small, "sequences": _sequences, "held_out": _sequences, "n_updates": lambda _: 1,
         },
+        takes={"folder=a_folder_of_others": lambda _, run: run.updates == 1},
     ),
     Target(
         "training.compare_with_ngrams",
@@ -106,6 +115,7 @@ TRAINING: list[Target] = [
             "run": lambda _: training.TrainingRun(1, 1.0, [(1, 2.0, 2.0)]), "perplexities": lambda _: {},
             "model": lambda _: "small", "corpus": lambda _: "words", "n_held_out": lambda _: 2,
         },
+        takes={"perplexities={}": lambda _, table: len(table) == 2},
     ),
     Target("plots.training_curves", good={"table": _trained}, finish=draw),
     Target(

@@ -115,9 +115,10 @@ def train_maps(
     Raises
     ------
     InputError
-        It is no such method, or has nothing to start from; or the rows lack a layer.
+        It is no such method, or has nothing to start from; or the rows lack a layer or are another model's.
     """
     require_choice(name, ON_ROWS, "The method")
+    readout.require_same(rows.provenance, theirs="the rows")
     last = rows.provenance.identity.n_layers
     if name in _FROM_CLOSED and start is None:
         raise InputError(f"{name!r} starts from a closed form, and none is given. Expected such as 'affine'.")

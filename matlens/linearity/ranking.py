@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -152,14 +152,13 @@ def rank_correlations(table: pd.DataFrame, *, seed: int = 0, resamples: int = _R
     rows: list[dict[str, Any]] = []
     kinds = [_EVERY, *dict.fromkeys(wide.index.get_level_values("kind"))]
     for tokens in dict.fromkeys(wide.index.get_level_values("tokens")):
-        of_tokens = wide.xs(tokens, level="tokens")
+        of_tokens = cast(pd.DataFrame, wide.xs(tokens, level="tokens"))
         if ("left out", "rise") in wide:  # at all tokens, whatever the scores are of
             of_tokens = of_tokens.copy()
             of_tokens["left out", "rise"] = wide.xs("all", level="tokens")["left out", "rise"]
         for kind in kinds:
-            part = of_tokens[
-                of_tokens.index.get_level_values("kind").isin(kinds if kind == _EVERY else [kind])
-            ]
+            of_kind = of_tokens.index.get_level_values("kind").isin(kinds if kind == _EVERY else [kind])
+            part = of_tokens.loc[of_kind]
             for method in ("map", "left out"):
                 for score in SCORES:
                     estimate = _correlation(part, method, score, seed, resamples)

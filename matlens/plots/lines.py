@@ -13,6 +13,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from matlens.plots.colours import DARK, Look
 from matlens.plots.style import literal, percent_ticks, short_name, styled
+from matlens.signatures import checked
 
 LAYER = r"layer $\ell$"
 _ROW, _LETTER = 9.0, 3.6  # points between two rows about infinite values, and of a letter
@@ -98,6 +99,7 @@ def _where_infinite(lost: np.ndarray, layers: np.ndarray) -> str:
     return f"at layer{'s' * (len(lost) > 1)} {', '.join(f'{layer:g}' for layer in lost)}"
 
 
+@checked
 @styled
 def training_curves(table: pd.DataFrame) -> Figure:
     """Draw losses over updates, those of training and of held-out text, for each model of a table.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from matlens.arguments import require_number, require_seed, require_whole
 from matlens.errors import InputError
 from matlens.progress import Bar
 from matlens.signatures import checked
-from matlens.storage.files import content_hash, system_errors, write_bytes
+from matlens.storage.files import content_hash, require_file_name, system_errors, write_bytes
 from matlens.training.ngrams import require_sequences
 from matlens.wikilm.adaptive import AdaptiveSoftmax
 
@@ -51,6 +50,7 @@ class TrainingRun:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
+@checked
 def warmed_cosine(step: int, n_steps: int) -> float:
     """Share of the full rate at an update: it rises in the first tenth, and falls to 0 as a cosine does."""
     return min(1, (step + 1) / (_WARM * n_steps)) * 0.5 * (1 + math.cos(math.pi * step / n_steps))
@@ -62,7 +62,7 @@ def train(
     sequences: Sequence[Sequence[int]],
     held_out: Sequence[Sequence[int]],
     *,
-    folder: str | os.PathLike[str],
+    folder: str | Path,
     n_updates: int,
     batch_size: int = 32,
     rate: float = 1e-3,
@@ -111,6 +111,8 @@ def train(
         "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
     }  # fmt: skip
     path = Path(folder) / STATE
+    with system_errors(path):
+        require_file_name(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()

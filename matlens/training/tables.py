@@ -10,6 +10,7 @@ import pandas as pd
 from torch import nn
 
 from matlens import metrics
+from matlens.arguments import require_whole
 from matlens.metrics import Estimate
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
@@ -63,6 +64,7 @@ def training_table(
     n_held_out
         How many sequences the held-out losses are of.
     """
+    require_whole(n_held_out, "n_held_out", least=1)
     named: dict[str, Any] = {"model": model, "corpus": corpus, "layer": None, "target": None}
     rows = [
         result_row(

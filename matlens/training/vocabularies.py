@@ -44,6 +44,7 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
         The longest text that the model will read, in tokens.
     """
     n_tokens = require_whole(n_tokens, "n_tokens", least=258)
+    longest = require_whole(longest, "longest", least=1)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -8,7 +8,6 @@ training, in whose place something inert is put. A checkpoint that names anythin
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -52,7 +51,7 @@ class _Inert:
 
 
 @checked
-def read_wikilm(path: str | os.PathLike[str]) -> tuple[WikiLMForCausalLM, WordDictionary]:
+def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
     """Read a model and its dictionary: a checkpoint of fairseq with ``dict.txt`` beside it.
 
     Parameters
@@ -95,9 +94,7 @@ def read_wikilm(path: str | os.PathLike[str]) -> tuple[WikiLMForCausalLM, WordDi
 
 
 @checked
-def write_wikilm(
-    model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | os.PathLike[str]
-) -> Path:
+def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
     """Write a model as fairseq would, with its dictionary beside it; gives the path of the checkpoint.
 
     Parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from matlens.arguments import require_whole, short
 from matlens.bounds import TABLE
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
-from matlens.storage.files import read_bounded, write_text
+from matlens.storage.files import read_bounded, system_errors, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -86,7 +85,7 @@ class WordDictionary:
         return cls(tuple(words), tuple(numbers))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> WordDictionary:
+    def read(cls, path: str | Path) -> WordDictionary:
         """Read a ``dict.txt``: a word and its count on each line.
 
         Raises
@@ -130,10 +129,18 @@ class WordDictionary:
         named = tuple(word or f"<overwritten {number}>" for number, word in enumerate(words))
         return cls(named, tuple(counts))
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a ``dict.txt``, without the special words, as fairseq does."""
+    def write(self, path: str | Path) -> None:
+        """Write a ``dict.txt``, without the special words, as fairseq does.
+
+        Raises
+        ------
+        InputError
+            The file cannot be written there.
+        """
+        path = Path(path)
         rows = list(zip(self.words, self.counts, strict=True))[len(SPECIAL) :]
-        write_text(Path(path), "".join(f"{word} {count}\n" for word, count in rows))
+        with system_errors(path):
+            write_text(path, "".join(f"{word} {count}\n" for word, count in rows))
 
     def tokenizer(self, *, longest: int | None = None) -> Any:
         """A tokenizer of transformers that reads text as these words, ``</s>`` in front as fairseq has it.

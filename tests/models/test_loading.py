@@ -525,7 +525,7 @@ def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
 
 def test_a_file_that_is_no_gguf_file_is_refused(model_folder: Callable[[str], Path]) -> None:
     for path in (model_folder("gpt2") / "model.safetensors", Path("/dev/null")):
-        with pytest.raises(InputError, match=r"is a file, and no \.gguf file"):
+        with pytest.raises(InputError, match=r"is a file, and neither a \.gguf nor a \.pt file"):
             matlens.load(path)
 
 
