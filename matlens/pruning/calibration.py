@@ -28,7 +28,7 @@ from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, read_blocks, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, read_wanted, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -127,11 +127,11 @@ class Calibration:
         if method != Method.out:
             require_foldable_attention(self.layout)
         n_layers = len(self.layout.blocks)
-        if isinstance(attention, int):
-            n = require_whole(attention, "The number of attentions to leave out", least=0, most=n_layers - 1)
-            layers = choose_attention(self.streams.beginning(CHOSEN_ON), n, progress=progress)
+        wanted = read_wanted(attention, n_layers, "attentions")
+        if isinstance(wanted, int):
+            layers = choose_attention(self.streams.beginning(CHOSEN_ON), wanted, progress=progress)
         else:
-            layers = read_blocks(attention, n_layers)
+            layers = wanted
         penalty = usual_penalty(method) if penalty is None else penalty
         matrices = fold_attention(self.streams, layers, method, penalty, progress=progress)
         pruned = build(self.layout, (), matrices)

@@ -12,7 +12,7 @@ from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration, usual_penalty
 from matlens.pruning.choices import Choice, Method
-from matlens.pruning.spans import read_blocks, spans_of
+from matlens.pruning.spans import read_wanted, spans_of
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -107,14 +107,13 @@ def prune(
         penalty = require_number(penalty, "penalty", least=0)
     require_whole(heal, "heal", least=0, most=_MOST_HEALED)
     require_seed(seed)
-    given = None if isinstance(blocks, int) else read_blocks(blocks, model.cfg.n_layers)
-    calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
-    gone = calibration.choose(blocks, choice, progress=progress) if isinstance(blocks, int) else given
-    assert gone is not None
-    if heal and (method == Method.out or not gone):
+    wanted = read_wanted(blocks, model.cfg.n_layers)
+    if heal and (method == Method.out or not wanted):
         raise InputError(
             "There is no folded matrix to heal. Expected blocks to leave out, and another method than out."
         )
+    calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
+    gone = calibration.choose(wanted, choice, progress=progress) if isinstance(wanted, int) else wanted
     details: dict[str, Any] = {
         "blocks_left_out": list(gone), "method": method.value,
         "penalty": usual_penalty(method) if penalty is None else penalty,
@@ -161,10 +160,9 @@ def prune_attention(
     method = Method(require_choice(method, Method, "method"))
     if penalty is not None:
         penalty = require_number(penalty, "penalty", least=0)
-    if not isinstance(attention, int):
-        read_blocks(attention, model.cfg.n_layers)
+    wanted = read_wanted(attention, model.cfg.n_layers, "attentions")
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
-    made, layers = calibration.without_attention(attention, method, penalty, progress=progress)
+    made, layers = calibration.without_attention(wanted, method, penalty, progress=progress)
     details: dict[str, Any] = {
         "attention_left_out": list(layers), "method": method.value,
         "penalty": usual_penalty(method) if penalty is None else penalty,

@@ -40,6 +40,19 @@ def read_blocks(blocks: Any, n_layers: int) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
+def read_wanted(wanted: Any, n_layers: int, what: str = "blocks") -> int | tuple[int, ...]:
+    """How many blocks are meant, or which, looked at before any work; ``what`` is left out of them.
+
+    Raises
+    ------
+    InputError
+        There are not so many, or `read_blocks` refuses them.
+    """
+    if isinstance(wanted, int):
+        return require_whole(wanted, f"The number of {what} to leave out", least=0, most=n_layers - 1)
+    return read_blocks(wanted, n_layers)
+
+
 def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of blocks, each as its first block and the one after its last."""
     spans: list[tuple[int, int]] = []

@@ -160,6 +160,25 @@ def test_plans_that_cannot_be_are_refused(
         pruning.prune(small_model("llama"), windows("llama"), blocks, progress=False)
 
 
+@pytest.mark.parametrize("prune", [pruning.prune, pruning.prune_attention])
+@pytest.mark.parametrize("wanted", [N_LAYERS, -1, [0, 1], [1, 1]])
+def test_plans_are_refused_before_the_text_is_read(
+    prune: Callable[..., Any],
+    wanted: Any,
+    small_model: Models,
+    windows: Models,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the text was read")
+
+    monkeypatch.setattr("matlens.pruning.calibration.Streams", read)
+    with pytest.raises(InputError, match=r"leave out|once"):
+        prune(small_model("gpt2"), windows("gpt2"), wanted, progress=False)
+    with pytest.raises(AssertionError, match="the text was read"):
+        prune(small_model("gpt2"), windows("gpt2"), 1, progress=False)
+
+
 def test_a_text_of_fewer_tokens_than_columns_is_refused(small_model: Models, text: Corpus) -> None:
     few = make_windows(small_model("llama"), text, size=12, most=3)
     with pytest.raises(InputError, match="48 columns"):
