@@ -359,6 +359,52 @@ def test_the_page_shows_and_changes_a_prompt(
         assert (visit.requests, visit.errors) == ([], [])
 
 
+def test_the_page_is_used_without_a_mouse(browser: Any, address: str) -> None:
+    context = browser.new_context()
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+
+    def go_to(selector: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("selector => !!document.activeElement.closest(selector)", selector):
+                return
+        raise AssertionError(f"{selector} is not reached")
+
+    try:
+        page.goto(address)
+        page.evaluate("document.activeElement.blur()")
+        go_to("#prompt")
+        page.keyboard.type("w1 w2 w3")
+        go_to("#ask button")
+        page.keyboard.press("Enter")
+        page.frame_locator("#page").locator("[role=grid] td").first.wait_for()
+        go_to("#which")
+        page.keyboard.type("L2D5")
+        page.keyboard.press("Enter")
+        page.locator("#changes input").first.wait_for()
+        page.locator("#save-compared").wait_for()
+        wanted = set(
+            page.evaluate(
+                "[...document.querySelectorAll('textarea, select, button, input, a[href], iframe')]"
+                ".filter(e => e.checkVisibility()).map((e, i) => e.dataset.stop = String(i))"
+            )
+        )
+        reached = set()
+        for _ in range(120):  # the frame of the prompt's page has places of its own
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.dataset.stop"))
+            if wanted <= reached:
+                break
+        assert len(wanted) >= 10
+        assert wanted <= reached
+        go_to("#changes button")
+        page.keyboard.press("Enter")
+        page.wait_for_function("!document.querySelector('#changes input')")
+    finally:
+        context.close()
+
+
 def test_answers_are_json_whatever_is_in_them(live: LiveModel) -> None:
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "<script> \u202e w1"})
     assert json.loads(answer.text).keys() == {"before", "after", "page"}
