@@ -28,7 +28,7 @@ from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, read_wanted, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -109,13 +109,15 @@ class Calibration:
 
     def without_attention(
         self,
-        attention: int | Sequence[int],
+        wanted: int | tuple[int, ...],
         method: Method,
         penalty: float | None = None,
         *,
         progress: bool = True,
     ) -> tuple[Any, tuple[int, ...]]:
         """A plain model in which the attention of some blocks writes nothing, and which these are.
+
+        ``wanted`` is how many, or which, as `read_wanted` gives it.
 
         Raises
         ------
@@ -126,8 +128,6 @@ class Calibration:
             _require_enough(self.layout, self.streams.tokens)
         if method != Method.out:
             require_foldable_attention(self.layout)
-        n_layers = len(self.layout.blocks)
-        wanted = read_wanted(attention, n_layers, "attentions")
         if isinstance(wanted, int):
             layers = choose_attention(self.streams.beginning(CHOSEN_ON), wanted, progress=progress)
         else:
