@@ -17,14 +17,14 @@ MUTANTS ?= 12
 WORKERS ?= 2
 BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
 
-# Every published number: all analyses, whose tables in results/ the pages docs/results/paper-*.md are rendered from.
-# About ninety minutes on two cores (docs/results/audit.md says what each takes); 'make results SIZES=paper' has the
-# papers' sizes. $(RESULTS)/NAME.csv is one analysis's target. JOBS analyses run at a time, each of which computes with
-# one thread.
+# Every published number: all analyses, whose tables in results/ the pages docs/results/*.md are rendered from. 'make
+# results' are both papers on SmolLM2 and the small BERT: about ninety minutes on two cores (docs/results/audit.md says
+# what each takes); 'make results SIZES=paper' has the papers' sizes. What goes beyond the papers is asked for by itself:
+# results-lenses, results-models, results-parts. $(RESULTS)/NAME.csv is one analysis's target. JOBS analyses run at a
+# time, each of which computes with one thread.
 JOBS ?= 2
 RESULTS ?= out/results
 SIZES ?= small
-LENS_TRAIN ?= 2000
 ifeq ($(SIZES),paper)
 STUDY_TRAIN ?= 9000
 JACOBIANS ?= 30
@@ -39,16 +39,16 @@ PENALTIES ?= lasso
 WINDOWS ?= 0
 else
 STUDY_TRAIN ?= 4000
-JACOBIANS ?= 4
+JACOBIANS ?= 30
 STUDY_VAL ?= 1000
-PATCHED ?= 120
-ALONE ?= 60
+PATCHED ?= 100
+ALONE ?= 40
 HEADS ?= 40
 EVERY ?= 10
 ALL ?= 1500
 SENTENCES ?= 2000
 PENALTIES ?= ridge-only
-WINDOWS ?= 6
+WINDOWS ?= 4
 endif
 BERT ?= $(RESULTS)/small-bert
 # Paper A. The first collects for all that follow.
@@ -73,12 +73,7 @@ RESULTS_A := \
 	paper_a_fig2_r2_bert \
 	paper_a_fig9_early_exit_bert \
 	paper_a_sec5_corpora_bert \
-	paper_a_table1_tokens_bert \
-	lens_report \
-	lens_report_bert \
-	small_gpts \
-	paper_a_fig7_models_gpts \
-	paper_a_fig10_submodules_gpts
+	paper_a_table1_tokens_bert
 # Paper B: these read the weights, or what FFNs write, and share a trace.
 RESULTS_B := \
 	paper_b_fig4_overlap \
@@ -90,15 +85,21 @@ RESULTS_B := \
 	paper_b_table9_saturation \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
-	paper_b_table6_early_exit \
+	paper_b_table6_early_exit
+# Which lens to use: half an hour, most of it for the tuned lens and for Jacobians.
+RESULTS_LENSES := lens_report lens_report_bert
+# Models of the papers' kinds, trained here: an hour and a half.
+RESULTS_MODELS := \
+	small_gpts \
+	paper_a_fig7_models_gpts \
+	paper_a_fig10_submodules_gpts \
 	small_wikilm \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
+# Linear parts and what can be left out: an hour and a half.
+RESULTS_PARTS := linearity linearity_bert pruning
 
-# Linear parts and what can be left out: an hour and a half more, so 'make results-c' is asked for by itself.
-RESULTS_C := linearity linearity_bert pruning
-
-.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-c pages docs install clean
+.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -144,8 +145,12 @@ results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
 
 results-b: $(RESULTS_B:%=$(RESULTS)/%.csv)
 
-results-c: install
-	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) $(RESULTS_C:%=$(RESULTS)/%.csv)
+results-lenses: BEYOND = $(RESULTS_LENSES)
+results-models: BEYOND = $(RESULTS_MODELS)
+results-parts: BEYOND = $(RESULTS_PARTS)
+
+results-lenses results-models results-parts: install
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) $(BEYOND:%=$(RESULTS)/%.csv)
 	$(BIN)/python results/gather.py $(RESULTS)
 	$(BIN)/python results/render.py
 
@@ -191,7 +196,7 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
-	$(BIN)/python analyses/lens_report.py --train $(LENS_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
+	$(BIN)/python analyses/lens_report.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 
 # Small models of the papers' kinds; what is published of them holds for any number of JOBS.
 $(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv: $(RESULTS)/small_%.csv: | install
