@@ -201,8 +201,10 @@ def _set_bos(bridge: TransformerBridge, wanted: bool) -> None:
             "instead: matlens.wrap(bridge, tokenizer=AutoTokenizer.from_pretrained(name))."
         )
     bridge.cfg.default_prepend_bos = wanted
-    ids = encode_text(bridge, "a").ids
-    if (ids[:1] == [tokenizer.bos_token_id]) != wanted or tokenizer.bos_token_id == tokenizer.unk_token_id:
+    (ids, added), bos = encode_text(bridge, "a"), tokenizer.bos_token_id
+    # A BOS that the vocabulary does not have is read as the unknown token; GPT-2's is both, by name.
+    is_piece = bos is not None and tokenizer.convert_ids_to_tokens(bos) == tokenizer.bos_token
+    if (is_piece and ids[:1] == [bos] and added[0]) != wanted:
         bridge.cfg.default_prepend_bos = before
         raise InputError(
             f"prepend_bos is {wanted}, which the tokenizer cannot do: its BOS is {tokenizer.bos_token!r}, "

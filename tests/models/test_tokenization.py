@@ -162,6 +162,24 @@ def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path: P
         pass
 
 
+def test_a_bos_that_is_the_unknown_token_too_is_a_bos(tmp_path: Path) -> None:
+    """As in GPT-2's vocabulary, where one token is BOS, EOS and unknown."""
+    folder = save_model("gpt2", tmp_path / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w49", "unk_token": "w49"})
+    tokenizer.save_pretrained(folder)
+    model, bridge = (
+        matlens.load(str(folder), device="cpu"),
+        TransformerBridge.boot_transformers(str(folder), device="cpu"),
+    )
+    plain = make_tokenizer()(TEXT)["input_ids"]
+    matlens.wrap(bridge, prepend_bos=True)
+    assert encode_text(bridge, TEXT).ids == [tokenizer.bos_token_id, *plain]
+    matlens.wrap(bridge, prepend_bos=False)
+    assert encode_text(bridge, TEXT).ids == plain == bridge.to_tokens(TEXT)[0].tolist()
+    assert token_policy(bridge) == token_policy(model)
+
+
 def test_a_bridge_takes_the_published_tokenizer(model_folder: Callable[[str], Path]) -> None:
     """TransformerLens loads BERT's tokenizer so that it puts no [CLS] and [SEP] around a text."""
     folder = str(model_folder("bert"))
