@@ -40,8 +40,11 @@ _NAMES = (
     ("top", "bottom"), ("mat_ffn", "mat_ln1_ln2"), ("precision", "surprisal"), ("final", "before"),
 )  # fmt: skip
 NAMES = dict([*_NAMES, *((b, a) for a, b in reversed(_NAMES))])
-# Keywords that say how something is shown or called, and no number.
-_UNHEARD = ("desc", "unit", "disable", "delay", "progress", "dtype", "ours", "theirs", "way", "made_by")
+# Keywords that say how something is shown, called or refused, and no number.
+_UNHEARD = (
+    "desc", "unit", "leave", "disable", "delay", "progress", "dtype", "ours", "theirs", "way", "made_by",
+    "strict",
+)  # fmt: skip
 SILENT = {"tqdm", "print", "write", "Console", "Option", "cast", "TypeVar", "isinstance", "InputError"}
 
 
@@ -109,7 +112,7 @@ def _faults(node: ast.AST, function: str) -> Iterator[tuple[str, Any, ast.AST | 
         for statement in node.body:
             yield from _faults(statement, inside)
         if isinstance(node, ast.FunctionDef):
-            for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+            for default in _heard_defaults(node.args):
                 yield from _faults(default, inside)
         return
     if _is_silent(node):
@@ -120,6 +123,18 @@ def _faults(node: ast.AST, function: str) -> Iterator[tuple[str, Any, ast.AST | 
         if isinstance(node, ast.AnnAssign) and child is node.annotation:
             continue
         yield from _faults(child, function)
+
+
+def _heard_defaults(arguments: ast.arguments) -> list[ast.expr]:
+    """The defaults of a function's parameters that numbers come from."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    with_default = positional[len(positional) - len(arguments.defaults) :]
+    pairs = [
+        *zip(with_default, arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    # That seeds which are not given are 0 is held of all of them at once, by tests/test_signatures.py.
+    return [default for of, default in pairs if default is not None and of.arg not in (*_UNHEARD, "seed")]
 
 
 def _is_silent(node: ast.AST) -> bool:
@@ -133,7 +148,12 @@ def _is_silent(node: ast.AST) -> bool:
         return not node.orelse  # a refusal
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return True
-    return isinstance(node, ast.Call) and _name_of(node.func) in SILENT
+    return isinstance(node, ast.Call) and (_name_of(node.func) in SILENT or _refuses(node.func))
+
+
+def _refuses(function: ast.expr) -> bool:
+    """Whether a function gives what it is given, or raises."""
+    return _name_of(function).lstrip("_").startswith("require")
 
 
 def _name_of(function: ast.expr) -> str:
@@ -166,7 +186,7 @@ def _replacements(node: ast.AST) -> Iterator[ast.AST | None]:
         if type(node.op) in ARITHMETIC:
             yield _with(node, op=ARITHMETIC[type(node.op)]())
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        if _name_of(node.value.func) not in SILENT and not _name_of(node.value.func).startswith("require"):
+        if not _is_silent(node.value):
             yield None
     elif isinstance(node, ast.comprehension):
         return

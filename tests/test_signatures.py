@@ -65,6 +65,22 @@ def test_every_public_function_and_method_is_checked() -> None:
     assert [name for name, value in names.items() if not is_checked(value)] == []
 
 
+def test_a_seed_that_is_not_given_is_zero_everywhere() -> None:
+    """So a number that is made twice, by other parts of the library, is the same."""
+    defaults = dict[str, Any]()
+    for name, value in public():
+        members = {"": value} | (vars(value) if inspect.isclass(value) else {})
+        for member, of_member in members.items():
+            function = getattr(of_member, "__func__", of_member)
+            if inspect.isclass(value) == (not member) or not inspect.isfunction(function):
+                continue
+            parameter = inspect.signature(function).parameters.get("seed")
+            if parameter is not None and parameter.default is not parameter.empty:
+                defaults[f"{name}.{member}"] = parameter.default
+    assert len(defaults) > 25
+    assert {name: seed for name, seed in defaults.items() if seed != 0} == {}
+
+
 @checked
 def taking(
     whole: int = 1,
