@@ -98,8 +98,7 @@ class LinearMap:
             There is no such device here.
         """
         try:
-            device = torch.device(device)
-            torch.empty(0, device=device)
+            torch.empty(0, device=torch.device(device))
         except (RuntimeError, AssertionError, TypeError) as error:
             raise InputError(
                 f"A map cannot be brought to the device {short(device)}. Expected cpu, cuda or mps."

@@ -76,3 +76,9 @@ def test_on_a_device_a_map_is_the_same(bias: bool) -> None:
     assert not bias or torch.equal(there.bias, given.bias)  # type: ignore[arg-type]
     assert (there.source, there.target, there.provenance) == (given.source, given.target, given.provenance)
     assert linear("h.0", "h.1", bias=bias).to("meta").weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere", "cpu:cpu"])
+def test_a_device_that_is_not_here_is_refused(device: str) -> None:
+    with pytest.raises(InputError, match=f"cannot be brought to the device .*{device}"):
+        linear("h.0", "h.1").to(device)
