@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import sys
@@ -11,6 +12,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from paper_a_by_hand import StudyByHand
+
+from matlens import plots
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
@@ -27,6 +31,11 @@ SENTENCES[CONTROL] = ["--windows", 4]
 
 PRUNING, LINEARITY = "pruning", "linearity"  # judged on text that runs on
 LENSES = "lens_report"  # of several tables
+
+SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks
+N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
+Finished = Callable[[str, str], Path]  # the output folder of a script's run on a model
+ByHand = Callable[..., StudyByHand]
 
 STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
 MAPS = [*STUDY, "train", "val"]
@@ -78,6 +87,38 @@ OPTIONS = {
     "submodule_alone": [*MAPS, "title", "patched"],
     "submodule_positions": [*MAPS, "title", "patched", "every"],
 }  # fmt: skip
+
+
+def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[object]:
+    """The options of how many sentences there are."""
+    return ["--train", n_train, "--val", n_validation, "--device", "cpu"]
+
+
+def read(finished: Finished, name: str, model: str = SINKS) -> pd.DataFrame:
+    """The table that a script's run on a model has left."""
+    return pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=name != "plausibility")
+
+
+def assert_table(path: Path, expected: pd.DataFrame) -> None:
+    """A script's table is this one, as a file holds it."""
+    written = io.StringIO(expected.to_csv(index=False))
+    pd.testing.assert_frame_equal(pd.read_csv(path), pd.read_csv(written))
+
+
+def drawn(patch: pytest.MonkeyPatch, *figures: str) -> dict[str, list[Any]]:
+    """What figures of these names are drawn from, from here on: the table of each call, by the name."""
+    tables: dict[str, list[Any]] = {name: [] for name in figures}
+    for name, of_name in tables.items():
+        draw = getattr(plots, name)
+
+        def watched(
+            table: Any, *args: Any, draw: Any = draw, of_name: list[Any] = of_name, **how: Any
+        ) -> Any:
+            of_name.append(table)
+            return draw(table, *args, **how)
+
+        patch.setattr(plots, name, watched)
+    return tables
 
 
 def run(name: str, *options: object) -> None:

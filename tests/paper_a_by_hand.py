@@ -105,8 +105,10 @@ class StudyByHand:
         of_kept = [jumps for jumps in ways if N_LAYERS - sum(b - a for a, b in jumps) == kept]
         return max(of_kept, key=lambda jumps: math.prod(self.r2("mat", *pair) for pair in jumps))
 
-    def submodules(self, method: str, tokens: str, place: str, layer: int, n: int) -> Tensor:
-        """Stand-ins fitted on some tokens, in the place of sub-modules at some tokens."""
+    def submodules(
+        self, method: str, tokens: str, place: str, layer: int, n: int, last: int = N_LAYERS
+    ) -> Tensor:
+        """Stand-ins fitted on some tokens, in the place of sub-modules at some tokens of some blocks."""
         rows = {"all": ~self.train.first | True, "not-first": ~self.train.first, "not-sink": ~self.train.sink}
         where: Any = {
             "all": "all",
@@ -117,7 +119,7 @@ class StudyByHand:
             "predicted": tuple(self.validation.positions),
         }[place]
         parts = []
-        for part, of_layer in itertools.product(SUBMODULES[method], range(layer, N_LAYERS)):
+        for part, of_layer in itertools.product(SUBMODULES[method], range(layer, last)):
             ends = f"{part}_in.{of_layer}", f"{part}_out.{of_layer}"
             x, y = (self.train.at[end][rows[tokens]] for end in ends)
             parts.append(Part(*ends, fitted(x, y).float(), where=where))

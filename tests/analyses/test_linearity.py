@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from analysing import run
+from analysing import assert_table, run
 
 import matlens
 from matlens import linearity
@@ -40,4 +40,8 @@ def test_the_tables_are_what_the_library_gives(
     again = linearity.rank_correlations(expected)
     assert correlations["value"].tolist() == pytest.approx(again["value"].tolist())
     assert (tmp_path / "linearity_bert.png").is_file()
-    assert {"linearity_costs_bert.csv", "linearity_kinds_bert.csv"} <= {p.name for p in tmp_path.iterdir()}
+    assert_table(tmp_path / "linearity_kinds_bert.csv", linearity.atlas_summary(expected))
+    together = expected["kind"].str.startswith("together") & (expected["metric"] == "agreement")
+    few = expected[together | (expected["metric"] == "rise")]
+    assert set(few["metric"]) == {"rise", "agreement"}
+    assert_table(tmp_path / "linearity_costs_bert.csv", few)

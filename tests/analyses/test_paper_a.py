@@ -19,23 +19,35 @@ import torch
 from analysing import (
     LENSES,
     LINEARITY,
+    N_PATCHED,
+    N_TRAIN,
+    N_VALIDATION,
     NO_CORPUS,
     OF_FFNS,
     OPTIONS,
     PRUNING,
     SCRIPTS,
     SENTENCES,
+    SINKS,
+    ByHand,
+    Finished,
     assert_figure,
+    assert_table,
+    read,
     refused,
     run,
+    sizes,
 )
 from conftest import N_LAYERS
 from judged_by_hand import assert_judged
-from paper_a_by_hand import PAIRS, StudyByHand, fitted
+from paper_a_by_hand import PAIRS, fitted
 from sklearn.metrics import r2_score
 
 import matlens
+from matlens import collect, make_examples, make_prompts
 from matlens.corpora.examples import is_masked
+from matlens.lens import top_predictions
+from matlens.linearity import scheme_quality
 from matlens.patching.schemes import wrr_schemes
 
 OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own
@@ -43,62 +55,18 @@ ELSEWHERE = (LENSES, LINEARITY, PRUNING)  # with tests of their own
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
 BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
-SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks
 CASES = [(name, "bert" if name == "paper_a_fig5_masked" else SINKS) for name in TABLES]
 CASES += [(name, "bert") for name in BOTH_KINDS]
 # What belongs into the column "layer", where that is not every layer but the last.
 LAYERS = {
     "paper_a_fig9_early_exit": {1, 2, 3}, "paper_a_table1_tokens": {0, 1, 3}, "submodule_positions": {0, 2},
 }  # fmt: skip
-N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
-Finished = Callable[[str, str], Path]
-
-
-def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[object]:
-    return ["--train", n_train, "--val", n_validation, "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def finished(
-    corpora: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Finished:
-    """The output folder of a model, with what a script leaves in it; all scripts share it, as users do."""
-    folders: dict[str, Path] = {}
-    done = set()
-
-    def folder(name: str, model: str) -> Path:
-        out = folders.setdefault(model, tmp_path_factory.mktemp(model) / "out")
-        if (name, model) in done:
-            return out
-        options: list[object] = ["--model", model_folder(model), "--corpus", corpora / "words.txt"]
-        if name == "paper_a_fig7_models":
-            options += ["--model", model_folder("gpt2")]
-        if name == "paper_a_sec5_corpora":
-            options += ["--corpus", corpora / "others.txt"]
-        if name == "plausibility":
-            options += ["--sentences", 8]
-        if name == "paper_a_table1_tokens":
-            mask = " [MASK]" if model == "bert" else ""
-            options += ["--prompt", f"w1 w2 w3{mask}", "--prompt", f"w4{mask} w5"]
-        if "patched" in OPTIONS[name]:
-            options += ["--patched", N_PATCHED]
-        if name == "submodule_positions":
-            options += ["--every", 1]
-        run(name, *options, *sizes(), "--out", out)
-        done.add((name, model))
-        return out
-
-    return folder
 
 
 def precision(table: pd.DataFrame, method: str) -> list[float]:
     """Precision@1 by layer."""
     rows = table[(table["method"] == method) & (table["k"] == 1)]
     return rows.sort_values("layer")["value"].tolist()
-
-
-def read(finished: Finished, name: str, model: str = SINKS) -> pd.DataFrame:
-    return pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=name != "plausibility")
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
@@ -123,25 +91,6 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 
 
 # What the tables hold: they agree with the plain model
-
-
-@pytest.fixture(scope="module")
-def by_hand(
-    corpora: Path, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> Callable[[str, str], StudyByHand]:
-    studies: dict[tuple[str, str], StudyByHand] = {}
-
-    def study(model: str = SINKS, corpus: str = "words") -> StudyByHand:
-        if (model, corpus) not in studies:
-            path = corpora / f"{corpus}.txt"
-            args = small_model(model), plain_model(model), path, (N_TRAIN, N_VALIDATION)
-            studies[model, corpus] = StudyByHand(model, *args)
-        return studies[model, corpus]
-
-    return study
-
-
-ByHand = Callable[..., StudyByHand]
 
 
 def test_r2_is_that_of_least_squares_for_every_pair(finished: Finished, by_hand: ByHand) -> None:
@@ -172,6 +121,23 @@ def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished: Finished, by_
     }  # fmt: skip
     vectors = {key: study.scheme(of_key, N_PATCHED) for key, of_key in jumps.items()}
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
+
+
+def test_schemes_without_sinks_are_those_of_fits_without_sinks(finished: Finished, collected: Any) -> None:
+    """Of the tables' four kinds of schemes two have to do with sinks; each has the maps of its name."""
+    expected = scheme_quality(
+        collected.readout, collected.model, collected.maps(), collected.validation,
+        without_sinks=collected.maps(without_sinks=True), patched=N_PATCHED,
+    )  # fmt: skip
+    assert {"R2", "R2, scored without sinks", "R2 without sinks"} <= set(expected["method"])
+    out = finished("paper_a_fig6_alternation", SINKS)
+    assert_table(out / "paper_a_fig6_alternation.csv", expected)
+
+
+def test_masked_predictions_are_those_of_the_plain_model(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "paper_a_fig5_masked", "bert"), by_hand("bert")
+    assert_judged(table, study.judge(study.layers()), nats=2e-3)
+    assert set(zip(table["method"], table["layer"], strict=True)) == set(study.layers())
 
 
 def test_submodules_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
@@ -370,7 +336,9 @@ def test_three_corpora_are_a_matrix(
 @pytest.mark.parametrize(("model", "prompts"), [
     (SINKS, ["w1 w2 w3", "w4 w5"]), ("bert", ["w1 w2 w3 [MASK]", "w4 [MASK] w5"]),
 ])  # fmt: skip
-def test_tokens_of_the_prompts_are_told(model: str, prompts: list[str], finished: Finished) -> None:
+def test_tokens_of_the_prompts_are_told(
+    model: str, prompts: list[str], finished: Finished, collected: Any
+) -> None:
     table = read(finished, "paper_a_table1_tokens", model)
     assert table["prompt"].unique().tolist() == prompts
     counted = table.groupby(["layer", "method", "prompt"]).size().unstack("prompt")
@@ -378,6 +346,20 @@ def test_tokens_of_the_prompts_are_told(model: str, prompts: list[str], finished
     assert (counted == 5).all(axis=None)
     for _, tokens in table.groupby(["layer", "method", "prompt"]):
         assert tokens["probability"].is_monotonic_decreasing
+    if model == SINKS:
+        prompts_read = collect(collected.model, make_prompts(collected.model, prompts), progress=False)
+        expected = top_predictions(collected.readout, collected.maps(), prompts_read, [0, 1, 3])
+        assert_table(finished("paper_a_table1_tokens", model) / "paper_a_table1_tokens.csv", expected)
+
+
+def test_tokens_of_the_sheet_are_those_of_the_maps(finished: Finished, collected: Any, corpora: Path) -> None:
+    _, part = matlens.load_corpus(str(corpora / "words.txt")).split(
+        n_train=N_TRAIN, n_validation=N_VALIDATION
+    )
+    examples = make_examples(collected.model, part, seed=0, draw_special=False).head(8)
+    drawn = collect(collected.model, examples, progress=False)
+    expected = top_predictions(collected.readout, collected.maps(), drawn, range(N_LAYERS + 1))
+    assert_table(finished("plausibility", SINKS) / "plausibility.csv", expected)
 
 
 @pytest.mark.parametrize("model", [SINKS, "bert"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import CONTROL, EXITS, OF_FFNS, OWN_TABLES, SEARCH, SENTENCES, SHEETS, Workbench, refused, run
+from analysing import (
+    CONTROL,
+    EXITS,
+    OF_FFNS,
+    OWN_TABLES,
+    SEARCH,
+    SENTENCES,
+    SHEETS,
+    Workbench,
+    assert_table,
+    drawn,
+    refused,
+    run,
+)
 from conftest import N_LAYERS, SINK_TOKENS
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
@@ -48,7 +60,7 @@ def test_analyses_of_ffns_run_on_small_models(name: str, model: str, workbench: 
 
 
 def test_removal_is_compared_with_every_reading_at_the_layers_that_are_asked_for(
-    workbench: Workbench,
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
 ) -> None:
     workbench.run("paper_b_removal", "gemma3", "--sentences", 3, "--dominant", 2, "--every", 2, "--top", 5)
     table, origin = workbench.table("paper_b_removal"), workbench.origin("paper_b_removal")
@@ -56,6 +68,9 @@ def test_removal_is_compared_with_every_reading_at_the_layers_that_are_asked_for
     assert set(table["method"]) == {"v", "g v", "f v", "f g v", "another v"}
     assert set(table["n"]) == {3}
     assert (origin["dominant"], origin["data"]["n"]) == (2, 3)
+    model, examples = job("gemma3", 3)
+    expected = ffn.removal_table(model, examples, k=2, layers=[2, 0], n_tokens=5, progress=False)
+    assert_table(workbench.out / "paper_b_removal.csv", expected)
     workbench.assert_figure("paper_b_removal")
 
 
@@ -331,6 +346,10 @@ def test_a_search_gives_the_vector_that_holds_most_words_and_its_tokens(
     assert updates["layer"].tolist() == list(range(N_LAYERS))
     assert set(updates["prompt"]) == {"w4 w40 w11"}
     assert updates["share"].between(1 / 128, 1).all()
+    model = small_model("gpt2")
+    run = ffn.Updates.run(model, matlens.make_prompts(model, ["w4 w40 w11"]), progress=False)
+    expected = ffn.dominant_table(run, ffn.Projection.from_model(model), k=1, n_tokens=4)
+    assert_table(workbench.out / "paper_b_sec4_updates.csv", expected.assign(prompt="w4 w40 w11"))
 
 
 SMALL = ("--per-layer", 2, "--top", 6)
@@ -401,12 +420,6 @@ def test_sheets_of_concepts_that_do_not_belong_are_told(
 # What the tables hold is what the library gives for the options; its own tests compare that with loops
 
 
-def assert_table(workbench: Workbench, name: str, expected: pd.DataFrame) -> None:
-    """A script's table is this one, as a file holds it."""
-    written = io.StringIO(expected.to_csv(index=False))
-    pd.testing.assert_frame_equal(workbench.table(name), pd.read_csv(written))
-
-
 Models = Callable[[str], Any]
 
 
@@ -423,8 +436,9 @@ def job(workbench: Workbench, small_model: Models) -> Callable[[str, int], tuple
 
 
 def test_tables_of_events_are_those_of_the_trace(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    figures = drawn(monkeypatch, "events_figure", "layers_figure", "saturation_figure")
     workbench.run("paper_b_fig3_events", "llama-sinks", "--sentences", 60, "--dominant", 3)
     model, examples = job("llama-sinks", 60)
     trace = ffn.Trace.run(model, examples, k=3, progress=False)
@@ -433,8 +447,11 @@ def test_tables_of_events_are_those_of_the_trace(
     assert 0 < int(trace.sinks.sum()) < 30
     tables = ffn.event_tables(trace, model)
     for name, table in zip(EVENT_TABLES, (tables.events, tables.scores, tables.saturation), strict=True):
-        assert_table(workbench, name, table)
+        assert_table(workbench.out / f"{name}.csv", table)
     assert workbench.origin(EVENT_TABLES[0])["n_sinks"] == int(trace.sinks.sum())
+    of_figures = tables.events, tables.scores[tables.scores["read"] == "score"], tables.saturation
+    for (table,), expected in zip(figures.values(), of_figures, strict=True):
+        pd.testing.assert_frame_equal(table, expected)
 
 
 @pytest.mark.parametrize("threshold", [None, 2e-4])
@@ -453,20 +470,62 @@ def test_tables_of_clusters_are_those_of_the_trace(
         prediction_confidence(model, examples), threshold=threshold, n_drawn=50, seed=0,
     )  # fmt: skip
     for name, table in zip(CLUSTER_TABLES, (tables.activity, tables.groups, tables.places), strict=True):
-        assert_table(workbench, name, table)
-    assert workbench.origin(CLUSTER_TABLES[0])["thresholds"] == pytest.approx(tables.thresholds)
+        assert_table(workbench.out / f"{name}.csv", table)
+    origin = workbench.origin(CLUSTER_TABLES[0])
+    assert origin["thresholds"] == pytest.approx(tables.thresholds)
+    at_sinks = np.isin(examples.tokens[examples.offsets[:-1] + examples.positions], SINK_TOKENS)
+    assert origin["n_sinks"] == at_sinks.sum() > 0
+    frequency = TokenFrequency.from_corpus(words, model.tokenizer, 60)
+    assert origin["n_unseen"] == (frequency.counts == 0).sum()
+    assert origin["n_common"] == frequency.common.sum()
+
+
+def test_tables_beside_those_of_clusters_are_those_of_their_names(
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of each vector alone, how few clusters it takes, the largest, and how ways to cluster agree."""
+    options = ["--sentences", 20, "--clusters", 30, "--beside", 50, "--threshold", 2e-4, "--compared", 90]
+    workbench.run("paper_b_sec5_clusters", "llama-sinks", *options)
+    model, examples = job("llama-sinks", 20)
+    trace, values = ffn.Trace.run(model, examples, progress=False), ffn.ValueVectors(model)
+    words = matlens.load_corpus(str(workbench.words))
+    fitted, of_each = (ffn.Clusters.fit(values, n, progress=False) for n in (30, len(values)))
+    together, alone = (
+        ffn.extreme_tables(
+            trace, model, clusters, TokenFrequency.from_corpus(words, model.tokenizer, 60),
+            prediction_confidence(model, examples), threshold=2e-4, n_drawn=50, seed=0,
+        )
+        for clusters in (fitted, of_each)
+    )  # fmt: skip
+    assert not together.groups.equals(alone.groups)
+    extreme = together.activity[together.activity["sub_updates"] == "extreme"]
+    by_read = [of_read.iloc[:10] for _, of_read in extreme.groupby("read", sort=False)]
+    assert any(len(extreme[extreme["read"] == of_read["read"].iloc[0]]) > 10 for of_read in by_read)
+    for name, table in {
+        "alone": alone.groups,
+        "few": ffn.concentration(together.activity, fitted),
+        "largest": pd.concat(by_read).sort_index().drop(columns=["members", "sub_updates"]),
+        "ways": ffn.compare_linkages(values, 30, n_vectors=90, seed=0),
+    }.items():
+        assert_table(workbench.out / f"paper_b_sec5_{name}.csv", table)
 
 
 def test_overlap_and_dominance_are_those_of_the_options(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
+    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    figures = drawn(monkeypatch, "shares_by_layer")
     workbench.run("paper_b_fig4_overlap", "gpt2", "--random", 9, "--top", 5)
     workbench.run("paper_b_fig6_dominance", "gpt2", "--sentences", 12, "--dominant", 4)
     model, examples = job("gpt2", 12)
     overlap = ffn.norm_overlap(model, n_random=9, k=5, progress=False)
-    assert_table(workbench, "paper_b_fig4_overlap", overlap)
+    assert_table(workbench.out / "paper_b_fig4_overlap.csv", overlap)
     dominance = ffn.dominance(model, examples, k=4, progress=False)
-    assert_table(workbench, "paper_b_fig6_dominance", dominance)
+    assert_table(workbench.out / "paper_b_fig6_dominance.csv", dominance)
+    of_overlap, of_dominance = figures["shares_by_layer"]
+    assert set(of_overlap["method"]) == {"values", "random"}
+    assert len(of_overlap) == 2 * N_LAYERS
+    assert set(of_dominance["metric"]) == {"share"}
+    assert set(of_dominance["method"]) == {"dominant", "random"}
 
 
 def test_ways_of_leaving_early_are_those_of_the_options(
@@ -502,12 +561,12 @@ def test_concepts_that_are_found_are_those_of_the_search(
     similarity = WordSimilarity.fit(words.sentences, seed=0)
     searched = annotation.search_concepts(model, similarity, k=20, progress=False)
     table = annotation.pattern_shares(searched, str(model.cfg.model_name), words.name, k=20)
-    assert_table(workbench, name, table)
+    assert_table(workbench.out / f"{name}.csv", table)
     best = [
         annotation.distinct_concepts(searched[method], n=3, per_layer=2).assign(method=method)
         for method in ("values", "random")
     ]
-    assert_table(workbench, f"{name}_vectors", pd.concat(best))
+    assert_table(workbench.out / f"{name}_vectors.csv", pd.concat(best))
 
 
 @torch.inference_mode()
@@ -569,8 +628,8 @@ def test_every_line_of_control_is_that_of_its_change(
     ]
     grader = control.make_grader("profanity-check")
     whole, texts = control.compare_control(model, changes, {"prompts.txt": prompts}, windows, grader)
-    assert_table(workbench, CONTROL, whole)
-    assert_table(workbench, f"{CONTROL}_texts", texts)
+    assert_table(workbench.out / f"{CONTROL}.csv", whole)
+    assert_table(workbench.out / f"{CONTROL}_texts.csv", texts)
     debiased = measured["Self-Debiasing"].item()
     assert debiased == pytest.approx(
         control.perplexity_estimate(control.text_losses(model, windows, debiasing=debiasing)).value

@@ -1,0 +1,104 @@
+"""Analyses beside the papers': their tables are what the library gives for fits and sinks told here.
+
+The library's own tests compare it with loops; here it is whether a script hands on the right fit, the right
+part of the corpus and the right samples.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, drawn, read
+from conftest import N_LAYERS
+from judged_by_hand import assert_judged
+
+from matlens import MapSet, collect
+from matlens.linearity import (
+    exit_costs,
+    fit_quality_by_size,
+    fit_quality_without_sinks,
+    head_ablation,
+    head_pairs,
+    later_sinks,
+    sink_norms,
+)
+from matlens.models import Anatomy
+
+
+def origin(out: Path, name: str) -> Any:
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def test_heads_are_fitted_and_replaced_without_sinks(finished: Finished, collected: Any) -> None:
+    model = collected.model
+    pairs = head_pairs(Anatomy.from_model(model))
+    ends = sorted({site for pair in pairs for site in pair})
+    train, validation = (
+        collect(model, examples, [*ends, *last], progress=False)
+        for examples, last in zip(collected.examples, ([], [f"h.{N_LAYERS}"]), strict=True)
+    )
+    maps = MapSet.fit(train, pairs=pairs, rows=~collected.train_sinks, progress=False)
+    expected = head_ablation(
+        collected.readout, model, maps, train, validation, rows=~collected.train_sinks,
+        validation_rows=~collected.validation_sinks, every=1, patched=N_PATCHED,
+    )  # fmt: skip
+    out = finished("attention_heads", SINKS)
+    assert_table(out / "attention_heads.csv", expected)
+    assert origin(out, "attention_heads")["sinks"] == collected.counts(0)
+
+
+def test_costs_are_those_of_exits_on_validation_sentences(finished: Finished, collected: Any) -> None:
+    expected = exit_costs(collected.readout, collected.model, collected.maps(), collected.validation)
+    assert_table(finished("memory_and_layers", SINKS) / "memory_and_layers.csv", expected)
+
+
+def test_fewer_and_fewer_training_sentences_are_fitted_on(finished: Finished, collected: Any) -> None:
+    expected = fit_quality_by_size(collected.train, collected.validation, progress=False)
+    assert sorted(set(expected["n_fitted"])) == [11, 22, 45, 90]
+    assert_table(finished("sample_sizes", SINKS) / "sample_sizes.csv", expected)
+
+
+def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(
+    finished: Finished, collected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = drawn(monkeypatch, "r2_heatmaps")
+    out = finished("sinks", SINKS)
+    assert_table(out / "sinks.csv", sink_norms(collected.train, collected.train_sinks))
+    later = later_sinks(collected.train, collected.train_sinks, collected.model.tokenizer)
+    assert len(later) == collected.counts(0)["n_later_sinks"] > 0
+    assert_table(out / "sinks_later.csv", later)
+    table = fit_quality_without_sinks(
+        collected.maps(), collected.validation, collected.validation_sinks, progress=False
+    )
+    assert_table(out / "sinks_r2.csv", table)
+    (of_figure,) = figures["r2_heatmaps"]
+    assert set(of_figure["examples"]) == {"not sinks"}
+    assert len(of_figure) == len(table) / 2
+    for part, name in ((0, "sinks"), (0, "sinks_later"), (1, "sinks_r2")):
+        assert origin(out, name)["sinks"] == collected.counts(part)
+
+
+def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished: Finished, by_hand: ByHand) -> None:
+    table, study = read(finished, "submodule_alone"), by_hand()
+    names = {"mat_ffn": "all", "mat_ffn without sinks": "not-sink"}
+    vectors = {
+        (method, layer): study.submodules("mat_ffn", tokens, tokens, layer, N_PATCHED, layer + 1)
+        for method, tokens in names.items()
+        for layer in range(N_LAYERS)
+    }
+    assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
+    assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
+    nats = table[table["metric"] == "surprisal"].pivot(index="layer", columns="method", values="value")
+    assert (nats["mat_ffn"] - nats["mat_ffn without sinks"]).abs().max() > 0.01, "the fits are told apart"
+
+
+def test_each_kind_of_sub_module_has_a_figure_of_its_own_rows(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = drawn(monkeypatch, "by_fitting")
+    finished("submodule_positions", SINKS)
+    kinds = [{method.partition(",")[0] for method in table["method"]} for table in figures["by_fitting"]]
+    assert kinds == [{"mat", "mat_ffn"}, {"mat", "mat_ln1_ln2"}]
