@@ -103,6 +103,47 @@ def test_a_first_token_that_is_as_short_as_others_is_none() -> None:
     assert outlying_rows(norms, places=places).sum() == 29
 
 
+def at_the_limits(
+    first: tuple[float, ...] = (4, 2, 9, 4, 4), longest: tuple[float, float] = (2, 3)
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Norms at one layer whose median is 1: five first tokens of median 4, and 100 others.
+
+    Of the others 98 are 1, so that one in a hundred is longer than the first of the longest two.
+    """
+    norms = torch.tensor([*first, *[1.0] * 98, *longest])[:, None]
+    return norms, np.array([0] * len(first) + [3] * 100)
+
+
+def first_sinks(norms: torch.Tensor, places: np.ndarray) -> list[int]:
+    return outlying_rows(norms, places=places).nonzero()[:, 0].tolist()
+
+
+def test_the_limits_themselves_belong_to_where_they_are_said_to() -> None:
+    norms, places = at_the_limits()
+    assert float(norms.median()) == 1
+    # Four times the median and twice the others, which is enough; half of the first tokens' median is not.
+    assert first_sinks(norms, places) == [0, 2, 3, 4]
+    assert first_sinks(*at_the_limits((3.99, 2, 9, 3.99, 3.99))) == []
+    assert first_sinks(*at_the_limits(longest=(2.01, 3))) == []
+    assert first_sinks(*at_the_limits((4, 2.01, 9, 4, 4))) == [0, 1, 2, 3, 4]
+    # A row of twenty times the median is none, one of more is; and so for another factor.
+    norms, places = at_the_limits(longest=(20, 20.01))
+    assert outlying_rows(norms).nonzero()[:, 0].tolist() == [104]
+    assert outlying_rows(norms, factor=9).nonzero()[:, 0].tolist() == [103, 104]
+    assert outlying_rows(norms, factor=8.99).nonzero()[:, 0].tolist() == [2, 103, 104]
+
+
+@pytest.mark.parametrize(
+    ("first", "n_others", "sinks"),
+    [((8, 8, 8), 100, [0, 1, 2]), ((8, 8), 100, []), ((1, 8, 8), 3, [1, 2]), ((1, 8, 8), 2, [])],
+)
+def test_three_first_tokens_and_three_others_are_enough(
+    first: tuple[float, ...], n_others: int, sinks: list[int]
+) -> None:
+    norms = torch.tensor([*first, *[1.0] * n_others])[:, None]
+    assert first_sinks(norms, np.array([0] * len(first) + [3] * n_others)) == sinks
+
+
 def test_too_few_first_tokens_tell_nothing() -> None:
     norms, places = first_tokens_stand_out(9.0)
     places = np.where(places == 0, 1, places)

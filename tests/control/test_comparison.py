@@ -266,6 +266,10 @@ def test_chosen_by_words_are_those_that_hold_most_of_them_highest(
     assert list(other) == ["words, 6 vectors", "graded, 6 vectors"]
     assert other["words, 6 vectors"] == by_words
     assert other["graded, 6 vectors"] != chosen["graded, 6 vectors"]
+    usual = choose_values(model, Banned(), words, seed=3)  # as many as in the paper
+    assert list(usual) == ["words, 10 vectors", "graded, 10 vectors"]
+    assert usual["words, 10 vectors"][:6] == by_words
+    assert len(tokens_of_chosen(model, {"picked": ["L0D1"]})) == 10
 
 
 def test_what_cannot_be_chosen_is_refused_before_the_work(small_model: Models) -> None:

@@ -11,6 +11,7 @@ from matlens.estimators.methods import (
     STRENGTHS,
     HeldRows,
     Method,
+    _shrunk,
     leave_one_out,
     require_methods,
     row_keys,
@@ -213,3 +214,39 @@ def test_keys_of_rows_depend_on_the_sentence_and_the_place_alone() -> None:
     assert every[:3].tolist() == every[4:].tolist()
     assert len(set(every.tolist())) == 4
     assert (every >= 0).all()
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    """Which rows leave-one-out looks at hangs on them, and moments of parts are merged by them."""
+    from hashlib import blake2b
+
+    from matlens.corpora.examples import Examples
+
+    def mixed(tokens: list[int], place: int) -> int:
+        content = b"".join(token.to_bytes(8, "little") for token in tokens)
+        z = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+        z = (z + (place + 1) * 0x9E3779B97F4A7C15) % 2**64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        return z >> 1
+
+    sentences = [[5, 6, 7], [8], [300, 2, 70_000, 1]]
+    examples = Examples(np.concatenate(sentences), np.array([0, 3, 4, 8]), np.array([1, 0, 3]), {})
+    expected = [mixed(tokens, place) for tokens in sentences for place in range(len(tokens))]
+    assert row_keys(examples, drawn=False).tolist() == expected
+    assert row_keys(examples, drawn=True).tolist() == [expected[i] for i in (1, 3, 7)]
+
+
+def test_leave_one_out_chooses_among_half_powers_of_ten() -> None:
+    np.testing.assert_allclose(STRENGTHS, np.logspace(-10, 2, 25), rtol=1e-12)
+
+
+def test_directions_that_are_rounding_are_not_blown_up() -> None:
+    """Without a penalty what is below the rounding of six coordinates counts as nothing, as in lstsq."""
+    eps = torch.finfo(torch.float64).eps
+    s, eye = torch.tensor([1, 0.5, 0.1, 7 * eps, 4 * eps, 0]).double(), torch.eye(6).double()
+    solution = _shrunk(eye, s, eye, eye, 0.0)
+    gains = [1, 2, 10, 1 / (7 * eps), 0, 0]
+    torch.testing.assert_close(solution, torch.diag(torch.tensor(gains).double()))
+    shrunk = _shrunk(eye, s, eye, eye, 0.25).diagonal()
+    assert shrunk[:3].tolist() == pytest.approx([1 / 1.25, 0.5 / 0.5, 0.1 / 0.26])

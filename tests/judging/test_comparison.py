@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_sentences
+from conftest import SINK_TOKENS, make_sentences
+from sklearn.metrics import r2_score
 
 from matlens import InputError, Lens, collect, make_examples
 from matlens.corpora import Corpus
@@ -80,6 +81,31 @@ def test_a_masked_model_is_reported_on_at_its_masks(small_model: Models, tmp_pat
         for t in (made.report, again.report)
     ]
     assert rows[0].equals(rows[1])
+
+
+def test_sinks_are_those_of_the_validation_sentences(small_model: Models, tmp_path: Path) -> None:
+    """Each member is fitted with or without sinks, and r2 is given with and without those of validation."""
+    model, parts = small_model("llama-sinks"), make_sentences().split(n_train=25, n_validation=15, seed=0)
+    names = ["mat", "mat without sinks", "id"]
+    made = compare_lenses(model, parts, tmp_path, methods=names, layers=[1], seed=3, progress=False)
+    train = collect(model, make_examples(model, parts[0], seed=3), positions="all", progress=False)
+    examples = make_examples(model, parts[1], seed=3)
+    validation = collect(model, examples, progress=False)
+    fitted_sinks = np.isin(train.examples.tokens, SINK_TOKENS)
+    sinks = np.isin(examples.tokens[examples.offsets[:-1] + examples.positions], SINK_TOKENS)
+    assert 0 < sinks.sum() < len(sinks) - 3
+    assert made.origin["n_sinks"] == sinks.sum()
+    truth, h = (validation[layer].double().numpy() for layer in (3, 1))
+    found = made.report.set_index(["method", "metric", "against", "layer"])["value"]
+    for name in names:
+        mapped = h
+        if name != "id":
+            rows = ~fitted_sinks if "without" in name else slice(None)
+            x, y = (train[layer].double().numpy()[rows] for layer in (1, 3))
+            mapped = h @ np.linalg.lstsq(x, y, rcond=None)[0]
+        for metric, kept in (("r2", slice(None)), ("r2 without sinks", ~sinks)):
+            expected = r2_score(truth[kept], mapped[kept])
+            assert found[name, metric, "", 1] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.refused

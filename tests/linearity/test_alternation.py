@@ -113,6 +113,7 @@ def test_every_scheme_is_run_as_by_hand_and_the_best_by_r2_of_mat(
     assert set(table["n"]) == {17}
     assert set(table["experiment"]) == {"paper_a_fig6_alternation"}
     assert table["scheme"].notna().tolist() == table["method"].str.contains("R").tolist()
+    assert table.index.tolist() == list(range(len(table)))
 
 
 def test_schemes_are_named_by_their_method(small_model: Callable[[str], Any], sentences: Corpus) -> None:

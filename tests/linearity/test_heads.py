@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import LAYERS, N_LAYERS, assert_near
+from conftest import LAYERS, N_LAYERS, SINK_TOKENS, assert_near
 from judged_by_hand import assert_judged, judged_by_hand
 from sklearn.metrics import r2_score
 from torch import Tensor
@@ -23,7 +23,8 @@ from matlens.patching.replacements import Replacement
 
 N_HEADS, WIDTH = 4, 8
 PROJECTIONS = {"gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "bert": "attention.output.dense"}
-ATTENTION = {"gpt2": "attn", "llama": "self_attn", "bert": "attention"}
+ATTENTION = {"gpt2": "attn", "llama": "self_attn", "llama-sinks": "self_attn", "bert": "attention"}
+OUTPUTS = PROJECTIONS | {"llama-sinks": PROJECTIONS["llama"]}
 Stand = Callable[[int, Tensor], Tensor]  # of a block, from what enters attention: the vectors of all heads
 
 
@@ -48,14 +49,14 @@ def by_hand(
             other = instead(layer, entered[0])
             for head in chosen:
                 part = slice(head * WIDTH, (head + 1) * WIDTH)
-                z[..., part] = other[..., part]
+                z[..., part] = torch.where(other[..., part].isnan(), z[..., part], other[..., part])
             return (z, *args[1:])
 
         block = layers[layer]
         handles.append(
             block.get_submodule(ATTENTION[name]).register_forward_pre_hook(enter, with_kwargs=True)
         )
-        handles.append(block.get_submodule(PROJECTIONS[name]).register_forward_pre_hook(write))
+        handles.append(block.get_submodule(OUTPUTS[name]).register_forward_pre_hook(write))
     try:
         output = plain(torch.from_numpy(tokens)[None], output_hidden_states=True)
     finally:
@@ -208,3 +209,55 @@ def test_the_least_share_of_few_heads_is_one_head(
     assert len(few) == 1
     if len(alone):  # of some blocks alone
         assert few["value"].item() == pytest.approx(alone["value"].item(), rel=1e-4, abs=1e-7)
+
+
+def test_sinks_are_run_by_the_model_and_the_random_order_is_the_seeds(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    """Heads are replaced at all tokens but sinks; ``linear, random order`` takes them as they are dealt."""
+    name, n = "llama-sinks", 8
+    model, plain = small_model(name), plain_model(name)
+    anatomy, examples = Anatomy.from_model(model), make_examples(model, sentences, seed=1)
+    pairs, readout = head_pairs(anatomy), Readout(model)
+    sites = [*sorted({site for pair in pairs for site in pair}), f"h.{N_LAYERS}"]
+    samples = collect(model, examples, sites, progress=False)
+    every = torch.ones(samples.n_rows, dtype=torch.bool)
+    maps = MapSet.fit(samples, pairs=pairs, ridge=1e-3, progress=False)
+    given = {
+        seed: head_ablation(
+            readout, model, maps, samples, samples, rows=every, validation_rows=every, patched=n, seed=seed
+        )
+        for seed in (3, 4)
+    }
+    best = sorted(scores := head_r2(anatomy, maps, samples, rows=every), key=lambda head: -scores[head])
+    final = samples[N_LAYERS][:n]
+
+    def divergence(heads: list[tuple[int, int]], *, at_sinks: bool) -> float:
+        rows = []
+        for s in range(n):
+            tokens = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
+            stay = torch.from_numpy(np.isin(tokens, () if at_sinks else SINK_TOKENS))[:, None]
+            seen: list[Tensor] = []
+            handle = plain.model.norm.register_forward_pre_hook(
+                lambda _, args, seen=seen: seen.append(args[0])
+            )
+            with_sinks = stay_at(stay, lambda layer, h: h @ maps[pairs[layer]].weight.T)
+            by_hand(name, plain, tokens, set(heads), with_sinks)
+            handle.remove()
+            rows.append(seen[0][0, examples.positions[s]])
+        p, q = (readout.log_probs(h).double() for h in (final, torch.stack(rows)))
+        return float((p.exp() * (p - q)).sum(1).mean())
+
+    for seed, table in given.items():
+        dealt = [best[i] for i in np.random.default_rng(seed).permutation(len(best))]
+        assert dealt[:6] != best[:6]
+        rows = table[(table["metric"] == "kl") & (table["share"] == 0.5)].set_index("method")["value"]
+        for method, heads in (("linear", best[:6]), ("linear, random order", dealt[:6])):
+            expected = divergence(heads, at_sinks=False)
+            assert rows[method] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+            assert rows[method] != pytest.approx(divergence(heads, at_sinks=True), rel=1e-2)
+
+
+def stay_at(stay: Tensor, instead: Stand) -> Stand:
+    """The same, but at some tokens the heads' own vectors, which NaN stands for."""
+    return lambda layer, h: instead(layer, h).masked_fill(stay, float("nan"))

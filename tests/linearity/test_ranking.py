@@ -48,6 +48,49 @@ def test_correlations_are_those_of_scipy() -> None:
     assert ("ffn", "map", "procrustes") not in ours.index
 
 
+def of_both_kinds_of_tokens() -> pd.DataFrame:
+    """Maps of all tokens and of those that are no sinks, each with numbers of its own."""
+    table = atlas_table()
+    table = table[(table["method"] == "map") | (table["metric"] == "rise")]
+    others = table[table["method"] == "map"].assign(tokens="no sinks")
+    shuffled = others["value"].sample(frac=1, random_state=1).to_numpy()
+    return pd.concat([table, others.assign(value=shuffled)], ignore_index=True)
+
+
+def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_leaving_out_at_all() -> None:
+    table = of_both_kinds_of_tokens()
+    ours = linearity.rank_correlations(table, resamples=9).set_index(["tokens", "kind", "method", "metric"])
+    wide = table.pivot(index=["kind", "layer"], columns=["tokens", "method", "metric"], values="value")
+    seen = set[float]()
+    for tokens in ("all", "no sinks"):
+        for method, of_rise in (("map", tokens), ("left out", "all")):
+            rises = wide[of_rise, method, "rise"]
+            for score, sign in (("r2", -1), ("nbl bound", 1)):
+                expected = sign * stats.spearmanr(wide[tokens, "map", score], rises).statistic
+                assert ours.loc[(tokens, "all kinds", method, score), "value"] == pytest.approx(expected)
+                seen.add(round(float(expected), 9))
+    assert len(seen) >= 7, "the two kinds of tokens tell nothing apart"
+    sums = linearity.atlas_summary(table).set_index(["tokens", "kind", "method", "metric"])["value"]
+    for tokens in ("all", "no sinks"):
+        part = table[(table["tokens"] == tokens) & (table["kind"] == "attn") & (table["method"] == "map")]
+        rises = part[part["metric"] == "rise"].set_index("layer")["value"]
+        assert sums[tokens, "attn", "map", "median rise"] == pytest.approx(rises.median())
+        added = linearity.added_rise(table, "attn 0, attn 3", tokens=tokens)
+        assert added == pytest.approx(rises[0] + rises[3])
+
+
+def test_what_is_not_finite_counts_as_the_worst() -> None:
+    table = atlas_table()
+    worst = (table["kind"] == "ffn") & (table["layer"] == 2) & (table["method"] == "map")
+    table.loc[worst & table["metric"].isin(["rise"]), "value"] = np.inf
+    table.loc[worst & table["metric"].isin(["r2"]), "value"] = -np.inf
+    finite = table.copy()
+    finite.loc[worst & table["metric"].isin(["rise"]), "value"] = 1e6
+    finite.loc[worst & table["metric"].isin(["r2"]), "value"] = -1e6
+    ours, expected = (linearity.rank_correlations(each, resamples=9) for each in (table, finite))
+    pd.testing.assert_frame_equal(ours, expected)
+
+
 def test_an_interval_is_of_pairs_drawn_anew() -> None:
     generator = np.random.default_rng(0)
     x = generator.normal(size=60)

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from sklearn.metrics import r2_score
 
 import matlens
+from matlens.activations.activations import Activations
 from matlens.models.weights import unembed_hash
 from matlens.study.fits import fit_maps
 from matlens.study.parts import collect_parts
@@ -27,6 +30,24 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     origin = json.loads((collected / "results.json").read_text())
     assert origin["maps"]["model"]["fingerprint"] == matlens.models.fingerprint(small_model("gpt2"))
     assert origin["maps"]["model"]["unembed_hash"] == unembed_hash(small_model("gpt2"))
+
+
+def test_maps_are_fitted_on_one_part_and_judged_on_the_other(
+    small_model: Callable[[str], Any], collected: Path
+) -> None:
+    fit_maps(collected, pairs="last", ridge=2.0, progress=False)
+    results = evaluate_maps(small_model("gpt2"), collected, progress=False)
+    train, validation = (Activations.load(collected / part) for part in ("train", "validation"))
+    assert (train.n_rows, validation.n_rows) == (25, 15)
+    assert set(results["n"]) == {15}
+    fit = results[results["metric"] == "r2"].set_index(["layer", "method"])["value"]
+    truth = validation[3].double().numpy()
+    for layer in range(3):
+        x, h = train[layer].double().numpy(), validation[layer].double().numpy()
+        weight = np.linalg.solve(x.T @ x + 2 * np.eye(x.shape[1]), x.T @ train[3].double().numpy())
+        assert fit[layer, "mat"] == pytest.approx(r2_score(truth, h @ weight), rel=1e-3, abs=1e-4)
+        assert fit[layer, "id"] == pytest.approx(r2_score(truth, h), rel=1e-4)
+        assert fit[layer, "mat"] != pytest.approx(fit[layer, "id"], abs=0.01)
 
 
 def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], collected: Path) -> None:

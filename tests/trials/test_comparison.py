@@ -12,6 +12,9 @@ from conftest import WORDS
 
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
+from matlens.pruning.calibration import Calibration, whole_windows
+from matlens.pruning.choices import Choice, Method
+from matlens.trials.evaluation import Speed, read_text
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
 
@@ -52,6 +55,44 @@ def test_a_row_is_what_pruning_alone_gives(
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
         whole = table[(table["method"] == "whole") & (table["corpus"] == name)]["value"].item()
         assert whole == pytest.approx(alone[alone["method"] == "whole"]["value"].item())
+
+
+def test_a_healed_model_is_judged_healed_and_every_model_is_timed_itself(
+    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks go one after the other; the model that is healed is another than the one that was refitted."""
+    model = small_model("gpt2")
+    timed = list[int]()
+
+    def speed(pruned: Any, *, rounds: int) -> Speed:
+        timed.append(len(pruned.transformer.h))
+        return Speed(float(len(timed)), 0, 0)
+
+    monkeypatch.setattr("matlens.trials.comparison.speed", speed)
+    table = trials.pruning_table(
+        model, texts[0], {"a": texts[1]}, [1, 2], methods=["refit", "out"], choices=["greedy", "angle"],
+        heal=60, progress=False,
+    )  # fmt: skip
+    calibration = Calibration.run(model, texts[0], fold=True, progress=False)
+    tokens, perplexities = whole_windows(texts[1]), list[float]()
+    for n in (1, 2):
+        blocks = calibration.choose(n, Choice.greedy, progress=False)
+        rows = table[(table["n_left_out"] == n) & (table["choice"] == "greedy")]
+        assert set(rows["blocks"]) == {" ".join(map(str, blocks))}
+        assert list(dict.fromkeys(rows["method"])) == ["refit", "out", "refit, healed"]
+        for method in ("refit", "out", "refit, healed"):
+            pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
+            if method == "refit, healed":
+                calibration.heal(pruned, blocks, 60, progress=False)
+            losses = read_text(pruned, tokens, desc="", progress=False).losses
+            of_method = rows[rows["method"] == method].set_index("metric")["value"]
+            perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
+            assert of_method["perplexity"] == pytest.approx(perplexities[-1], rel=1e-6)
+    assert len({round(value, 6) for value in perplexities}) == 6
+    assert "refit, healed" not in set(table[table["choice"] == "angle"]["method"])
+    seconds = table[table["metric"] == "seconds"].drop_duplicates("value")
+    of_models = seconds.sort_values("value")["n_left_out"]
+    assert [3 - n for n in of_models] == timed
 
 
 def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
