@@ -87,13 +87,17 @@ def test_sinks_are_those_of_the_validation_sentences(small_model: Models, tmp_pa
     """Each member is fitted with or without sinks, and r2 is given with and without those of validation."""
     model, parts = small_model("llama-sinks"), make_sentences().split(n_train=25, n_validation=15, seed=0)
     names = ["mat", "mat without sinks", "id"]
-    made = compare_lenses(model, parts, tmp_path, methods=names, layers=[1], seed=3, progress=False)
-    train = collect(model, make_examples(model, parts[0], seed=3), positions="all", progress=False)
-    examples = make_examples(model, parts[1], seed=3)
-    validation = collect(model, examples, progress=False)
-    fitted_sinks = np.isin(train.examples.tokens, SINK_TOKENS)
-    sinks = np.isin(examples.tokens[examples.offsets[:-1] + examples.positions], SINK_TOKENS)
-    assert 0 < sinks.sum() < len(sinks) - 3
+
+    def at_sinks(seed: int) -> np.ndarray:
+        examples = make_examples(model, parts[1], seed=seed)
+        return np.isin(examples.tokens[examples.offsets[:-1] + examples.positions], SINK_TOKENS)
+
+    seed = next(seed for seed in range(1, 99) if at_sinks(seed).sum() > 1)
+    made = compare_lenses(model, parts, tmp_path, methods=names, layers=[1], seed=seed, progress=False)
+    train = collect(model, make_examples(model, parts[0], seed=seed), positions="all", progress=False)
+    validation = collect(model, make_examples(model, parts[1], seed=seed), progress=False)
+    fitted_sinks, sinks = np.isin(train.examples.tokens, SINK_TOKENS), at_sinks(seed)
+    assert 1 < sinks.sum() < len(sinks) - 3
     assert made.origin["n_sinks"] == sinks.sum()
     truth, h = (validation[layer].double().numpy() for layer in (3, 1))
     found = made.report.set_index(["method", "metric", "against", "layer"])["value"]
