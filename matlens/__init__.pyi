@@ -24,6 +24,7 @@ from . import patching as patching
 from . import plots as plots
 from . import processes as processes
 from . import pruning as pruning
+from . import sources as sources
 from . import storage as storage
 from . import study as study
 from . import training as training
@@ -31,7 +32,7 @@ from . import trials as trials
 from . import wikilm as wikilm
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus
-from .corpora.examples import make_examples as make_examples
+from .corpora.corpus_examples import make_examples as make_examples
 from .corpora.prompts import make_prompts as make_prompts
 from .corpora.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError

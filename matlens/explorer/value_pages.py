@@ -14,7 +14,8 @@ from torch import Tensor
 
 from matlens.arguments import require_whole
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.explorer.usage import Usage, find_usage, shortened
 from matlens.ffn.clusters import Clusters

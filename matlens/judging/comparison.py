@@ -16,7 +16,8 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import is_masked, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.readers import is_masked
 from matlens.errors import InputError
 from matlens.estimators.jacobian import LONGEST, PROMPTS, longest_sentences
 from matlens.estimators.maps import LayerMap

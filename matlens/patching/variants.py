@@ -14,7 +14,9 @@ from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Batch, Examples, reads_whole, require_own_tokens
+from matlens.corpora.batches import Batch
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import reads_whole, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import EndOfPass, reading, unchanged

@@ -13,7 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, is_masked, require_own_tokens
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity

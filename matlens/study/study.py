@@ -27,7 +27,8 @@ from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import stream_moments
 from matlens.corpora.corpus import Corpus, load_corpus
-from matlens.corpora.examples import Examples, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
