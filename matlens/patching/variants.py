@@ -23,7 +23,8 @@ from matlens.models.changes import EndOfPass, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
-from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
+from matlens.patching.replacements import Replacement, describe_replacement
+from matlens.patching.resolution import resolve_replacements
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
