@@ -16,6 +16,7 @@ from . import kinds as kinds
 from . import lens as lens
 from . import linear as linear
 from . import linearity as linearity
+from . import loading as loading
 from . import metrics as metrics
 from . import models as models
 from . import numerics as numerics
@@ -39,8 +40,8 @@ from .errors import InputError as InputError
 from .lens.lens import Lens as Lens
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
-from .models.loading import load as load
-from .models.loading import wrap as wrap
+from .loading.bridges import wrap as wrap
+from .loading.loading import load as load
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site
 from .patching.contexts import patched as patched

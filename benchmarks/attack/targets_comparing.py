@@ -258,7 +258,7 @@ COMPARING: list[Target] = [
         {"n_samples": lambda _: 9, "width": lambda _: 9},
     ),
     Target(
-        "models.locate",
+        "loading.locate",
         {"name": "text", "revision": "choice"},
         {"name": lambda w: str(w.model_folder("gpt2")), "revision": lambda _: None},
         takes={"revision=None": lambda w, place: place[0] == str(w.model_folder("gpt2").resolve())},

@@ -29,9 +29,9 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_tokens_of_all
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.kinds.stacks import Stack
+from matlens.loading.loading import choose_device, load, model_name
+from matlens.loading.places import CHECKPOINT, locate
 from matlens.models.identity import ModelIdentity
-from matlens.models.loading import choose_device, load, model_name
-from matlens.models.places import CHECKPOINT, locate
 from matlens.signatures import checked
 
 if TYPE_CHECKING:

@@ -59,11 +59,11 @@ class ModelOptions(Group):
 
     def check(self) -> None:
         """Refuse a name that there is no model of, or a device that is not there, before any work."""
-        from matlens.models.places import locate
+        from matlens.loading.places import locate
 
         locate(self.model, self.revision)
         if self.device is not None:
-            from matlens.models.loading import choose_device
+            from matlens.loading.loading import choose_device
 
             choose_device(self.device)
 
@@ -102,7 +102,7 @@ class ModelOptions(Group):
         with waiting("loading the model"):
             import torch
 
-            from matlens.models.loading import load
+            from matlens.loading.loading import load
 
             return load(
                 self.model,
@@ -218,7 +218,7 @@ class FitOptions(Group):
         if pairs in ("all", "last") or model.revision is not None:
             return
         from matlens.linear.pairs import resolve_pairs
-        from matlens.models.places import blocks_in_configuration
+        from matlens.loading.places import blocks_in_configuration
 
         if (blocks := blocks_in_configuration(model.model)) is not None:
             resolve_pairs(pairs, blocks)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
-from matlens.models.places import CHECKPOINT, locate
+from matlens.loading.places import CHECKPOINT, locate
 from matlens.progress import waiting
 from matlens.sources.sources import SAMPLES
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json

@@ -40,10 +40,10 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linearity.heads import head_outputs, head_pairs
+from matlens.loading.loading import load
+from matlens.loading.places import locate
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
-from matlens.models.loading import load
-from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
