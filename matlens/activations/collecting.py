@@ -22,7 +22,8 @@ from matlens.corpora.readers import reads_whole, require_model, require_own_toke
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
+from matlens.models.changes import changes_of, unchanged
+from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.processes.group import Processes, current

@@ -18,7 +18,8 @@ from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.kinds.experts import Mixture, attached
 from matlens.kinds.images import is_visual, places_of_image, probe_images
-from matlens.models.changes import changes_of, reading
+from matlens.models.changes import changes_of
+from matlens.models.hooks import reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,

@@ -19,7 +19,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import hanging, intervening
+from matlens.models.hooks import hanging, intervening
 from matlens.patching.replacements import Replacement, describe_replacement, stand_in
 from matlens.patching.resolution import find_overlap, resolve_replacements
 from matlens.patching.skipping import replaced_forwards, skipping_forwards

@@ -19,7 +19,8 @@ from matlens.corpora.examples import Examples
 from matlens.corpora.readers import reads_whole, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import EndOfPass, reading, unchanged
+from matlens.models.changes import unchanged
+from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
