@@ -7,6 +7,7 @@ from . import commands as commands
 from . import control as control
 from . import corpora as corpora
 from . import estimators as estimators
+from . import exits as exits
 from . import explorer as explorer
 from . import ffn as ffn
 from . import hub as hub

@@ -24,8 +24,8 @@ FLOORS = (
     "errors", "bounds", "arguments", "signatures", "progress", "processes", "metrics", "translations",
     "numerics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models", "loading",
     "corpora", "training", "inputs", "linear", "activations", "patching", "plots", "estimators", "lens",
-    "judging", "ffn", "catalogue", "control", "linearity", "pruning", "trials", "annotation", "study",
-    "explorer", "cli", "commands", "__main__",
+    "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials", "annotation",
+    "study", "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {
