@@ -26,7 +26,8 @@ from matlens.cache.entries import Cache, default_cache
 from matlens.catalogue.known import Known, describe_or_say_why
 from matlens.catalogue.weights import DamagedWeights, NotInFiles, WeightFiles
 from matlens.errors import InputError
-from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_tokens_of_all
+from matlens.ffn.norms import linear_head
+from matlens.ffn.projection import TOP, Projection, TopTokens, top_tokens_of_all
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.kinds.stacks import Stack
 from matlens.loading.loading import choose_device, load, model_name

@@ -27,8 +27,8 @@ from matlens.exits.outcomes import ExampleSplit, JudgedExits, first_exit, judge_
 from matlens.exits.rule import OverlapRule, active_clusters
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
+from matlens.ffn.norms import output_kind
 from matlens.ffn.trace import Trace, sites_before_ffn
-from matlens.ffn.values import output_kind
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.judgement import as_substitute
 from matlens.linear.fitting import fit_samples
