@@ -230,8 +230,8 @@ def make_windows(
 def _with_front(tokens: TextTokens) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a text itself, and those that a tokenizer puts in front of it."""
     n_front = tokens.added.index(False) if False in tokens.added else len(tokens.added)
-    own = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
-    return np.asarray(own, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
+    text_ids = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
+    return np.asarray(text_ids, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
 
 
 def _running_text(source: str | Path | Corpus) -> tuple[str, str]:

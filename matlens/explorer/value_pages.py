@@ -253,8 +253,8 @@ class _Pages:
             parts["top"].append(scores.topk(self._among))
             parts["bottom"].append(scores.topk(self._k, largest=False))
         return {
-            side: (torch.cat([p.indices for p in found]).cpu(), torch.cat([p.values for p in found]).cpu())
-            for side, found in parts.items()
+            side: (torch.cat([p.indices for p in tops]).cpu(), torch.cat([p.values for p in tops]).cpu())
+            for side, tops in parts.items()
         }
 
     def _near(self, layer: int, units: Tensor | None) -> tuple[np.ndarray, np.ndarray]:

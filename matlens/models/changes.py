@@ -72,9 +72,9 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     """
     with LOCK:  # lists of hooks must not change while they are read
         present = record_of(model).present
-        own = frozenset[int]().union(*(presence.functions for presence in present))
+        hung = frozenset[int]().union(*(presence.functions for presence in present))
         ours = sorted(change for presence in present for change in presence.changes())
-        return (*ours, *_foreign_changes(model, own))
+        return (*ours, *_foreign_changes(model, hung))
 
 
 def remember_parts(model: TransformerBridge) -> None:
@@ -130,21 +130,21 @@ def _process() -> str:
     return f"{_PROCESS}-{os.getpid()}"
 
 
-def _foreign_changes(model: TransformerBridge, own: frozenset[int]) -> Iterator[str]:
+def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator[str]:
     """Hooks that somebody else has hung on a model, and other ways to change what its modules do."""
     modules = list(_modules(model))
     for name, module in modules:
         of_points = set()
         for handle in getattr(module, "fwd_hooks", ()):  # of a hook point of TransformerLens
             of_points.add(handle.hook.id)
-            if id(handle.user_hook) not in own and not _is_builders(handle.user_hook):
+            if id(handle.user_hook) not in ours and not _is_builders(handle.user_hook):
                 yield f"a hook {function_name(handle.user_hook, handle.hook.id)} at {name}"
         for kind, hooks in (("", module._forward_hooks), ("pre-", module._forward_pre_hooks)):
             for number, function in hooks.items():
-                if number not in of_points and id(function) not in own and not _is_builders(function):
+                if number not in of_points and id(function) not in ours and not _is_builders(function):
                     yield f"a forward {kind}hook {function_name(function, number)} at {name}"
         forward = vars(module).get("forward")
-        if forward is not None and id(forward) not in own and not _is_builders(forward):
+        if forward is not None and id(forward) not in ours and not _is_builders(forward):
             yield f"another forward {function_name(forward)} of {name}"
         if parametrize.is_parametrized(module):
             yield f"a parametrization of {name}"

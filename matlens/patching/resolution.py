@@ -108,13 +108,14 @@ def _part_name(part: tuple[int, str]) -> str:
     return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
 
 
-def _find_lost(anatomy: Anatomy, one: Replacement, other: Replacement) -> str | None:
+def _find_lost(anatomy: Anatomy, replacement: Replacement, other: Replacement) -> str | None:
     """Name what a pass does not come to, or what is lost, where two are made of which one is a patch."""
-    if not one.is_patch and not other.is_patch:
+    if not replacement.is_patch and not other.is_patch:
         return None
-    if anatomy.written_at(one.target)[0] == anatomy.written_at(other.target)[0]:
-        return str(one.target)
-    for outer, inner in sorted(((one, other), (other, one)), key=lambda both: not both[0].is_jump):
+    if anatomy.written_at(replacement.target)[0] == anatomy.written_at(other.target)[0]:
+        return str(replacement.target)
+    pair = replacement, other
+    for outer, inner in sorted((pair, pair[::-1]), key=lambda both: not both[0].is_jump):
         moments = {inner.target: anatomy.write_order(inner.target)}
         if outer.is_jump:
             moments[inner.source] = anatomy.order(inner.source)
