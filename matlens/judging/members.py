@@ -162,11 +162,11 @@ def _train(
         )  # fmt: skip
     d, n, vocabulary = readout.d_model, train.n_rows, readout.d_vocab
     pilot = min(PILOT, n)
+    steps, batch = steps_for(n, STEPS, BATCH)
     flops: float = {
         "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
         "polished": training_flops(
-            steps_for(n, STEPS, BATCH) * min(BATCH, n), d, min(TOKENS, vocabulary), pilot=pilot,
-            d_vocab=vocabulary,
+            steps * min(batch, n), d, min(TOKENS, vocabulary), pilot=pilot, d_vocab=vocabulary
         ),
         "tuned": training_flops(round(passes_for(n) * n), d, vocabulary),
     }[name] * len(layers)  # fmt: skip
