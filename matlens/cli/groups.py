@@ -75,43 +75,31 @@ class ModelOptions(Group):
                 "sentences alone. Expected --stack encoder; in Python matlens.inputs.make_pairs makes pairs."
             )
 
-    @property
-    def _stack(self) -> Any:
-        return None if self.stack is None else self.stack.value
+    def _loading(self) -> dict[str, Any]:
+        """How the model is loaded, in the words of `matlens.load`."""
+        import torch
+
+        return {
+            "device": self.device, "dtype": getattr(torch, self.dtype), "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "stack": None if self.stack is None else self.stack.value,
+        }  # fmt: skip
 
     def catalogue(self) -> Catalogue:
         """What is read of the model's weights, without the model where that is known."""
         self.check()  # the imports take seconds
         with waiting("looking for the model"):
-            import torch
-
             from matlens.catalogue.catalogue import Catalogue
 
-            return Catalogue(
-                self.model,
-                device=self.device,
-                dtype=getattr(torch, self.dtype),
-                revision=self.revision,
-                trust_remote_code=self.trust_remote_code,
-                stack=self._stack,
-            )
+            return Catalogue(self.model, **self._loading())
 
     def load(self) -> TransformerBridge:
         """Load the model."""
         self.check()  # the imports take seconds
         with waiting("loading the model"):
-            import torch
-
             from matlens.loading.loading import load
 
-            return load(
-                self.model,
-                device=self.device,
-                dtype=getattr(torch, self.dtype),
-                revision=self.revision,
-                trust_remote_code=self.trust_remote_code,
-                stack=self._stack,
-            )
+            return load(self.model, **self._loading())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,38 +86,24 @@ def load(
     from transformer_lens.model_bridge import TransformerBridge
 
     boot: dict[str, Any] = {"device": choose_device(device), "dtype": dtype}
-    part = "file" if file else "configuration"
-    try:
-        if file:
-            path = Path(folder, file)
-            if path.suffix.lower() == CHECKPOINT:
-                tokenizer, hf_model = read_wikilm_model(path, dtype, stack)
-            else:
-                tokenizer, hf_model = read_kept(path, dtype, read_gguf)
+    tokenizer: Any
+    if file:
+        with _reading(name, folder, "file"):
+            tokenizer, hf_model = _read_file(Path(folder, file), dtype, stack)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
-        else:
-            options = {"trust_remote_code": trust_remote_code, "revision": commit}
+    else:
+        options = {"trust_remote_code": trust_remote_code, "revision": commit}
+        with _reading(name, folder, "configuration"):
             require_supported(name, configuration_of(folder, **options), stack)
-            part = "tokenizer"
+        with _reading(name, folder, "tokenizer"):
             tokenizer = (
                 None if is_visual_configuration(folder, options) else read_tokenizer(name, folder, options)
             )
-            part = "checkpoint"
-            boot |= {**options, "model_class": CompleteModel}
+        boot |= {**options, "model_class": CompleteModel}
+    with _reading(name, folder, "file" if file else "checkpoint"):
         model = TransformerBridge.boot_transformers(
             folder, tokenizer=tokenizer and keeping_itself(tokenizer), **boot
         )
-    except InputError:
-        raise
-    except Exception as error:
-        # Readers of configurations, weights and tokenizers fail in too many ways to list;
-        # whatever they say of the files is about what the user named.
-        raise InputError(
-            f"The model {name!r} could not be loaded from {folder}: its {part} is not usable. "
-            f"{cause(error)}\nExpected a complete model that TransformerLens 4 supports. Is the file whole? "
-            "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
-            "Python)."
-        ) from error
     if stack is not None:
         choose_stack(model, stack, stack_hooks(stack))
     model.cfg.model_name = model_name(name, commit)
@@ -125,6 +113,33 @@ def load(
     require_finite_weights(model)
     remember_parts(model)
     return model.eval()
+
+
+@contextmanager
+def _reading(name: str, folder: str, part: str) -> Iterator[None]:
+    """Say of which model something cannot be read, and which part of it.
+
+    Readers of configurations, weights and tokenizers fail in too many ways to list; whatever they say of the
+    files is about what the user named.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"The model {name!r} could not be loaded from {folder}: its {part} is not usable. "
+            f"{cause(error)}\nExpected a complete model that TransformerLens 4 supports. Is the file whole? "
+            "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
+            "Python)."
+        ) from error
+
+
+def _read_file(path: Path, dtype: torch.dtype, stack: Stack | None) -> tuple[Any, Any]:
+    """The tokenizer and the model of a GGUF file or of a fairseq checkpoint."""
+    if path.suffix.lower() == CHECKPOINT:
+        return read_wikilm_model(path, dtype, stack)
+    return read_kept(path, dtype, read_gguf)
 
 
 @checked
