@@ -5,7 +5,7 @@ is written out here with its defaults, at 120,000 rows. What it saves is read by
 judged as the report's members are. Given the report's ``--out``, it finds the report's vectors there.
 
     pip install --no-deps tuned-lens
-    python benchmarks/tuned_lens.py --train 2000 --val 1000 --out out/results
+    python benchmarks/tuned_lens_package.py --train 2000 --val 1000 --out out/results
 """
 
 from __future__ import annotations
