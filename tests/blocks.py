@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 import matlens
 from matlens.commands.app import app
-from matlens.models import loading, places
+from matlens.loading import loading, places
 
 PROJECT = Path(matlens.__file__).parents[1]
 PAGES = sorted([PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")])

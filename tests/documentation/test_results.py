@@ -201,10 +201,10 @@ def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
         run(results)
 
 
-def test_a_name_that_some_rows_lack_stays_in_the_table() -> None:
+def test_a_column_that_some_rows_lack_stays_in_the_table() -> None:
     table = pd.DataFrame({"model": ["small", "small"], "corpus": ["news", None], "experiment": [None, None]})
     kept, alike = gather.reduced(table)
-    assert (list(kept), alike) == (["corpus", "experiment"], {"model": "small"})
+    assert (list(kept), alike) == (["corpus"], {"model": "small", "experiment": None})
 
 
 def test_a_table_too_large_to_be_quoted_is_refused(results: Path, tmp_path: Path) -> None:
