@@ -25,6 +25,7 @@ from matlens.errors import InputError
 from matlens.ffn.values import FFN_OUT, ValueVectors, norm_after_ffn_module
 from matlens.models.anatomy import output_layer
 from matlens.models.identity import ModelIdentity
+from matlens.models.readout import narrowing
 from matlens.models.vocabulary import token_texts
 from matlens.storage.files import read_json, write_json
 
@@ -167,6 +168,8 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
         raise NotInFiles("one matrix of value vectors a layer")
     if not hasattr(model, "unembed"):
         raise NotInFiles("the unembedding")
+    if narrowing(model):
+        raise NotInFiles("the unembedding with what stands before it")
     names = named_tensors(model)
 
     def part(tensor: Tensor | nn.Module) -> dict[str, Any]:

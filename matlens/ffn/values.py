@@ -32,6 +32,7 @@ from matlens.errors import InputError
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
+from matlens.models.readout import narrowing
 from matlens.models.sites import COEFFICIENTS, POST_NORM
 from matlens.signatures import checked
 
@@ -452,6 +453,8 @@ def norm_after_ffn_module(model: TransformerBridge, layer: int) -> nn.Module:
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
+    Where embeddings are narrower than the stream (OPT-350m), what makes the stream as narrow is part of it.
+
     Raises
     ------
     InputError
@@ -465,7 +468,10 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
             "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "
             "with its language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
         )
-    return model.unembed.original_component.weight.detach().float()
+    weight = model.unembed.original_component.weight.detach().float()
+    for projection in narrowing(model):
+        weight = weight @ projection.get_parameter("weight").detach().float()
+    return weight
 
 
 @torch.inference_mode()
