@@ -17,6 +17,7 @@ import shapes  # noqa: F401  # before matlens: says which of its functions are c
 import torch
 import transformers
 from hub_stand_in import Hub, serving
+from offline import refuse_connections
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
@@ -222,6 +223,20 @@ def save_model(name: str, folder: Path) -> Path:
     return folder
 
 
+def save_with_ends(folder: Path, *, front: bool = False, end: bool = False) -> Path:
+    """A small model whose tokenizer has a BOS and an EOS, and puts them around a text or not."""
+    save_model("gpt2", folder)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w48"})
+    if front or end:
+        template = f"{'w49 ' if front else ''}$A{' w48' if end else ''}"
+        ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("w49", "w48")]
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a small model, by the name of its architecture."""
@@ -354,6 +369,21 @@ def make_sentences() -> matlens.corpora.Corpus:
 def sentences() -> matlens.corpora.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Refuse every connection, and list those that were tried."""
+    return refuse_connections(monkeypatch)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache of the test's own."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return cache
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from torch import Tensor
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, hook_names
 from matlens.arguments import require_choice, require_whole, short
-from matlens.corpora.examples import Examples, require_model
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_model
 from matlens.corpora.token_examples import make_token_examples
 from matlens.errors import InputError, printable
 from matlens.models.anatomy import Anatomy

@@ -17,7 +17,8 @@ from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, require_examples, require_model
+from matlens.corpora.examples import Examples, require_examples
+from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few

@@ -22,7 +22,8 @@ from matlens.catalogue.weights import (
     require_same_modules,
 )
 from matlens.errors import InputError
-from matlens.ffn.values import FFN_OUT, ValueVectors, norm_after_ffn_module
+from matlens.ffn.norms import FFN_OUT, norm_after_ffn_module
+from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import output_layer
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import narrowing

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
+from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, Examples, make_examples, require_own_tokens
-from matlens.corpora.prompts import require_decoder
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_decoder, require_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite

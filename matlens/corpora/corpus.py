@@ -16,10 +16,10 @@ import numpy as np
 
 from matlens.arguments import require_kind, require_seed, require_whole
 from matlens.bounds import CORPUS, SENTENCES
-from matlens.corpora.sources import Source, file_of_source, open_source
-from matlens.corpora.streams import check_to_the_end
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
+from matlens.sources.sources import Source, file_of_source, open_source
+from matlens.sources.streams import check_to_the_end
 
 MIN_WORDS = 5
 """A sentence of fewer words, counted between spaces, gives a model too little context to count.

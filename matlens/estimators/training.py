@@ -31,6 +31,7 @@ _SCALES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 # take singular values from 0.01 to 1 into 0.7 to 1.2 (Jordan, "Muon", 2024).
 _QUINTIC, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 TOKENS, STEPS, BATCH = 2048, 48, 1024
+_FEWEST = 128  # rows of a step, where there are few
 TUNED = 120_000  # rows that the tuned lens is trained on at most, counted as often as they are seen
 
 
@@ -134,7 +135,8 @@ def polish(
     start
         Where to start: the best closed form.
     h, last
-        ``h^l`` and ``h^L``, row by row. No row is seen more than twice: few rows make fewer steps.
+        ``h^l`` and ``h^L``, row by row. No row is seen more than twice: few rows make smaller steps, of 128
+        rows and more, and very few make fewer.
     norm
         What is done to ``h^l`` before the map.
     tokens
@@ -153,7 +155,7 @@ def polish(
         The rows are not two sets of as many finite vectors of the model's width, or a number is out of its
         range.
     """
-    steps = _require_rows(readout, h, last, steps, batch)
+    steps, batch = _require_rows(readout, h, last, steps, batch)
     rate, seed = require_number(rate, "The rate", least=0), require_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     trained = _Trained(readout, start, norm)
@@ -344,8 +346,8 @@ def _orthogonal(gradient: Tensor) -> Tensor:
     return x
 
 
-def _require_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: int) -> int:
-    """Refuse rows that do not belong together; how many steps there are, see `steps_for`."""
+def _require_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: int) -> tuple[int, int]:
+    """Refuse rows that do not belong together; how many steps there are of how many rows, see `steps_for`."""
     for vectors in (h, last):
         require_vectors(vectors, readout.d_model, n_axes=2)
     if len(h) != len(last) or not len(h):
@@ -358,9 +360,10 @@ def _require_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: 
     return steps_for(len(h), steps, batch)
 
 
-def steps_for(n: int, steps: int, batch: int) -> int:
-    """How many steps see no row more than twice, and one at least."""
-    return max(1, min(steps, 2 * n // batch))
+def steps_for(n: int, steps: int, batch: int) -> tuple[int, int]:
+    """How many steps of how many rows see no row more than twice: few rows, smaller steps before fewer."""
+    batch = min(batch, max(_FEWEST, 2 * n // steps))
+    return max(1, min(steps, 2 * n // batch)), batch
 
 
 def passes_for(n: int) -> float:

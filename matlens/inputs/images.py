@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from matlens.arguments import require_kind, require_whole, short
-from matlens.corpora.examples import Examples, end_to_end, require_model
+from matlens.corpora.examples import Examples, end_to_end
+from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.kinds.images import image_shape, is_visual, places_of_image
 from matlens.signatures import checked

@@ -10,15 +10,9 @@ from jaxtyping import Int
 
 from matlens.arguments import require_seed, require_whole
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import (
-    TOKENIZATION,
-    Examples,
-    context_length,
-    end_to_end,
-    is_masked,
-    require_model,
-)
+from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import make_windows
+from matlens.corpora.readers import context_length, is_masked, require_model
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked

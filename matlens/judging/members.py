@@ -136,12 +136,12 @@ def _fit_closed(
         with _timed() as shared:
             moments = lens_moments(model, train, group, layers=layers)
         for name in group:
-            with _timed() as own:
+            with _timed() as alone:
                 lens = Lens.from_moments(moments, name)
             lens = replace(lens, readout=readout, model=model)  # the rows are known to be of this model
             identity = Method.parse(name).is_identity
             flops = 0 if identity else closed_form_flops(train.n_rows, model.cfg.d_model) * len(layers)
-            members[name] = Member(lens, 0.0 if identity else shared.seconds + own.seconds, flops)
+            members[name] = Member(lens, 0.0 if identity else shared.seconds + alone.seconds, flops)
     return members
 
 
@@ -162,11 +162,11 @@ def _train(
         )  # fmt: skip
     d, n, vocabulary = readout.d_model, train.n_rows, readout.d_vocab
     pilot = min(PILOT, n)
+    steps, batch = steps_for(n, STEPS, BATCH)
     flops: float = {
         "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
         "polished": training_flops(
-            steps_for(n, STEPS, BATCH) * min(BATCH, n), d, min(TOKENS, vocabulary), pilot=pilot,
-            d_vocab=vocabulary,
+            steps * min(batch, n), d, min(TOKENS, vocabulary), pilot=pilot, d_vocab=vocabulary
         ),
         "tuned": training_flops(round(passes_for(n) * n), d, vocabulary),
     }[name] * len(layers)  # fmt: skip

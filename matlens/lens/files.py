@@ -163,10 +163,11 @@ def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
             dtype = torch.float32
     else:
         count, dtype = int(data.get("n", 0)), torch.float32
-        own = {
+        record = {
             "method": lens.method, "provenance": lens.provenance.to_json(), "content": _digest_of(matrices)
         }  # fmt: skip
-        metadata = {"model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: _plain(own)}
+        name = lens.provenance.identity.name
+        metadata = {"model_name": name, "estimator": lens.method, _OWN: _plain(record)}
     content = {
         "J": {layer: matrix.detach().cpu().to(dtype).contiguous() for layer, matrix in matrices.items()},
         "n_prompts": count, "source_layers": sorted(matrices), "d_model": width,
@@ -213,13 +214,13 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
         dtypes = {str(matrix.dtype).removeprefix("torch.") for matrix in content["J"].values()}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         maps = {layer + 1: LayerMap(lens.jacobians[layer].contiguous()) for layer in lens.source_layers}
-        own = lens.metadata.get(_OWN)
-        said = None if own is None else Provenance.from_json({**own["provenance"]})
+        record = lens.metadata.get(_OWN)
+        said = None if record is None else Provenance.from_json({**record["provenance"]})
     _require_finite(maps, path)
     identity = ModelIdentity.from_model(model)
     if said is not None:
         said.require_same(identity, ours="the lens")
-        if own.get("content") != _digest_of(
+        if record.get("content") != _digest_of(
             {layer - 1: held.matrix(identity.d_model) for layer, held in maps.items()}
         ):
             raise InputError(
@@ -227,7 +228,7 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
                 "Write it anew. Where the change is meant, take 'matlens' out of its metadata: what is said "
                 "there of model and corpus is true of it no more."
             )
-        return LensParts(maps, str(own["method"]), said)
+        return LensParts(maps, str(record["method"]), said)
     details = {
         _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,
                     "dtype": dtype if dtype in _DTYPES else "float32"},

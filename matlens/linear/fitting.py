@@ -99,9 +99,9 @@ def fit_samples(
     n = len(wanted[named[0][0]])
     if (processes := current()).several:
         processes.agree([named, n], "fitting")
-        own = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
-        wanted = {site: vectors[own] for site, vectors in wanted.items()}
-        weights = None if weights is None else weights[own]
+        share = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
+        wanted = {site: vectors[share] for site, vectors in wanted.items()}
+        weights = None if weights is None else weights[share]
     for site, vectors in wanted.items():
         require_finite(vectors, site)
     side_by_side = _SideBySide(wanted)

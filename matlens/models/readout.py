@@ -15,7 +15,7 @@ from matlens.errors import InputError
 from matlens.kinds.images import is_visual, probe_images
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import reading
+from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import require_finite
 from matlens.models.weights import require_finite_weights

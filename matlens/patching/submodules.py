@@ -24,7 +24,8 @@ from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy, output_multiplier
 from matlens.models.sites import CROSS, STREAM, Site, require_finite
-from matlens.patching.replacements import mat_attn, resolve_replacements
+from matlens.patching.replacements import mat_attn
+from matlens.patching.resolution import resolve_replacements
 from matlens.signatures import checked
 
 if TYPE_CHECKING:

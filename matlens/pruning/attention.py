@@ -33,19 +33,19 @@ def output_of(block: nn.Module) -> Any:
     InputError
         There is not one.
     """
-    found = [
+    writers = [
         module
         for path, module in block.named_modules()
         if path.rpartition(".")[2] in _OUTPUTS
         and {"attn", "attention", "self_attn"} & set(path.split(".")[:-1])
         and getattr(module, "weight", torch.empty(0)).ndim == 2
     ]
-    if len(found) != 1:
+    if len(writers) != 1:
         raise InputError(
-            f"The blocks of this model have {len(found) or 'no'} matrices that write what attention adds. "
+            f"The blocks of this model have {len(writers) or 'no'} matrices that write what attention adds. "
             "Expected one, as in GPT-2 and Llama."
         )
-    return found[0]
+    return writers[0]
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, is_masked, require_own_tokens
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
@@ -28,7 +28,7 @@ from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, read_count, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        beginning, n_layers = self.streams.beginning(CHOSEN_ON), len(self.layout.blocks)
-        n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+        n, beginning = read_count(n, len(self.layout.blocks)), self.streams.beginning(CHOSEN_ON)
         if choice != Choice.greedy:
             return choose_blocks(beginning, n, choice, progress=progress)
         if n > len(self._order):
@@ -182,10 +181,10 @@ def fold_spans(
             passed = streams.through(first - 1, block, h)
             rest = passed.h - passed.written
             bias = layout.writer_of(block).bias
-            own = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
+            writer = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
             matrix = fold(
                 method,
-                own,
+                writer,
                 passed.read.flatten(0, 1),
                 (streams.h[last] - rest).flatten(0, 1),
                 penalty=penalty,

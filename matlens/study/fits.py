@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm.auto import tqdm
@@ -25,9 +24,6 @@ from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
 from matlens.study.plan import require_room_for_fit
 from matlens.study.sizes import note_on_samples
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked

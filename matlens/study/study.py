@@ -27,7 +27,8 @@ from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import stream_moments
 from matlens.corpora.corpus import Corpus, load_corpus
-from matlens.corpora.examples import Examples, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
@@ -39,10 +40,10 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linearity.heads import head_outputs, head_pairs
+from matlens.loading.loading import load
+from matlens.loading.places import locate
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
-from matlens.models.loading import load
-from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs

@@ -33,8 +33,9 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
+from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, Examples
+from matlens.corpora.examples import Examples
 from matlens.models import identity
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import require_finite

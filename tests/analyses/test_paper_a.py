@@ -35,7 +35,7 @@ from paper_a_by_hand import PAIRS, StudyByHand, fitted
 from sklearn.metrics import r2_score
 
 import matlens
-from matlens.corpora.examples import is_masked
+from matlens.corpora.readers import is_masked
 from matlens.patching.schemes import wrr_schemes
 
 OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own

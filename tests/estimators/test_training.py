@@ -160,9 +160,11 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
 
 
 def test_no_row_is_seen_more_than_twice() -> None:
-    assert steps_for(10_000, 48, 1024) == 19
-    assert steps_for(100_000, 48, 1024) == 48
-    assert steps_for(5, 48, 1024) == 1
+    assert steps_for(100_000, 48, 1024) == (48, 1024)
+    assert steps_for(10_000, 48, 1024) == (48, 416)
+    assert steps_for(1_000, 48, 1024) == (15, 128)
+    assert steps_for(5, 48, 1024) == (1, 128)
+    assert steps_for(300, 30, 20) == (30, 20)
     assert [passes_for(n) for n in (5, 60_000, 96_000)] == [2, 2, 1.25]
 
 

@@ -1,0 +1,78 @@
+"""Mutants are given up after processor time, not after what passes on the clock of a busy machine."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import matlens
+
+BENCHMARKS = Path(matlens.__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def mutants(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("mutants")
+
+
+def _spin() -> int:
+    while True:
+        pass
+
+
+def _sleep(seconds: float) -> int:
+    time.sleep(seconds)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("tests", "limit", "patience", "outcome", "least", "most"),
+    [
+        (lambda: 0, 1, 20, "lives", 0, 1),
+        (lambda: 1, 1, 20, "killed", 0, 1),
+        (lambda: _sleep(0.4), 0.2, 20, "lives", 0, 0.3),  # longer than its limit, and no processor time
+        (lambda: _sleep(60), 0.1, 2, "timeout", 0, 0.3),
+        (_spin, 0.5, 100, "timeout", 0.9, 3),  # whole seconds are what a process can be limited to
+    ],
+    ids=["passes", "fails", "waits", "sleeps for ever", "computes for ever"],
+)
+def test_tests_end_after_processor_time(
+    mutants: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tests: Callable[[], int],
+    limit: float,
+    patience: float,
+    outcome: str,
+    least: float,
+    most: float,
+) -> None:
+    monkeypatch.setattr(mutants, "_tests_in_this_process", lambda *_: tests())
+    monkeypatch.setattr(mutants, "_PATIENCE", patience)
+    became, seconds = mutants.run_tests("metrics", "", [], limit)
+    assert became == outcome
+    assert least <= seconds <= most
+
+
+def test_the_limit_is_four_times_the_processor_time_of_the_module_as_it_is(
+    mutants: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = list[float]()
+
+    def run_tests(module: str, source: str, tests: list[str], limit: float) -> tuple[str, float]:
+        given.append(limit)
+        return "lives" if source == mutants.path_of(module).read_text() else "killed", 25.0
+
+    monkeypatch.setattr(mutants, "run_tests", run_tests)
+    results = mutants.Results(tmp_path / "results.jsonl")
+    drawn = mutants.draw("metrics", 2, 0)
+    mutants.run_module("metrics", drawn, results, time.monotonic() + 60)
+    assert given[1:] == [100.0, 100.0]
+    assert [results.seconds("metrics", mutant) for mutant in drawn] == [25.0, 25.0]
+    again = mutants.Results(tmp_path / "results.jsonl")
+    assert [again.outcome("metrics", mutant) for mutant in drawn] == ["killed", "killed"]
