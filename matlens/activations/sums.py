@@ -150,7 +150,7 @@ def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
     of_tokens, of_positions = np.repeat(taken, examples.lengths), taken[examples.sentences]
     offsets = _offsets(examples.lengths[chosen])
     sentences = np.searchsorted(chosen, examples.sentences[of_positions])
-    sources = {}
+    sources: dict[str, np.ndarray] = {}
     if examples.has_sources:
         lengths = np.diff(examples.source_offsets)
         sources["source_tokens"] = examples.source_tokens[np.repeat(taken, lengths)]
