@@ -61,6 +61,10 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmo2": lambda: transformers.Olmo2Config(**_SIZES, num_key_value_heads=2),
     # Its attention and its FFN add the stream themselves, so only the stream is known.
     "bloom": lambda: transformers.BloomConfig(**_COMMON, hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=4),
+    # Its blocks add attention's output to the FFN's in place.
+    "falcon": lambda: transformers.FalconConfig(
+        **_COMMON, hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4
+    ),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
     # Mixtures of experts: the second has one that all tokens share, the third output biases.
@@ -114,7 +118,7 @@ LAYERS = {
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
 for _name in ("llama-sinks", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
-LAYERS["bloom"] = LAYERS["gpt2"]
+LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["gpt2"]
 LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
 LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
 RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
