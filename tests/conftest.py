@@ -34,6 +34,7 @@ _SIZES: dict[str, Any] = _COMMON | {
 }  # fmt: skip
 _GROUPED = _SIZES | {"num_key_value_heads": 2, "head_dim": 8}
 _GPT: dict[str, Any] = _COMMON | {"n_layer": N_LAYERS, "n_embd": D_MODEL, "n_head": 4, "n_positions": N_CTX}
+_OPT = {key: value for key, value in _SIZES.items() if key != "intermediate_size"} | {"ffn_dim": 48}
 
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt2": lambda: transformers.GPT2Config(**_GPT),
@@ -96,6 +97,9 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_labels=5,
     ),
     "llama-sinks": CONFIGS["llama"],
+    "opt": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=D_MODEL),
+    # As OPT-350m: norms behind, no final norm, and embeddings that are narrower than the stream.
+    "opt-narrow": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
 }
 SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
 MASKED = ("bert", "roberta")
@@ -115,6 +119,7 @@ LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"],
 for _name in ("llama-sinks", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
 LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["gpt2"]
+LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
 LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
 RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
 

@@ -54,7 +54,7 @@ def make_examples(
         way="Read one with matlens.load_corpus(); texts that are given to a model as they are go to "
         "matlens.make_prompts(), and token ids to matlens.make_token_examples().",
     )  # fmt: skip
-    require_seed(seed)
+    seed = require_seed(seed)
     require_readable(model)
     tokenizer = require_tokenizer(model)
     if stack_of(model) == DECODER:

@@ -23,7 +23,7 @@ from matlens.ffn.norms import linear_head
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.readout import require_vectors
+from matlens.models.readout import narrowing, require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
 from matlens.numerics.largest import largest
 from matlens.progress import Bar
@@ -47,6 +47,8 @@ class TopTokens(NamedTuple):
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
+    Where embeddings are narrower than the stream (OPT-350m), what makes the stream as narrow is part of it.
+
     Raises
     ------
     InputError
@@ -60,7 +62,10 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
             "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "
             "with its language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
         )
-    return model.unembed.original_component.weight.detach().float()
+    weight = model.unembed.original_component.weight.detach().float()
+    for projection in narrowing(model):
+        weight = weight @ projection.get_parameter("weight").detach().float()
+    return weight
 
 
 @checked

@@ -79,7 +79,8 @@ def make_judged_text(
         There are fewer than two texts, or the model has no mask.
     """
     require_model(model)
-    size, most = require_whole(size, "size", least=2), most and require_whole(most, "most", least=2)
+    size = require_whole(size, "size", least=2)
+    most = None if most is None else require_whole(most, "most", least=2)
     if is_masked(model):
         made = _masked(model, corpus, size, most, require_seed(seed))
     else:

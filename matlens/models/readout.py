@@ -349,7 +349,12 @@ def _head_modules(model: TransformerBridge) -> list[nn.Module]:
             model.unembed.original_component,
         ]
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
-    return [*norm, model.unembed.original_component]
+    return [*norm, *narrowing(model), model.unembed.original_component]
+
+
+def narrowing(model: TransformerBridge) -> list[nn.Module]:
+    """What makes the stream as narrow as the embeddings are before the unembedding, as in OPT-350m."""
+    return [model.project_out.original_component] if hasattr(model, "project_out") else []
 
 
 def _head_activation(model: TransformerBridge) -> Any:

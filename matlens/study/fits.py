@@ -46,7 +46,7 @@ def fit_maps(
         as many as the width of the model, and else what `typical_penalty` gives.
     """
     if ridge is not None:
-        require_number(ridge, "The ridge", least=0)  # before anything is read
+        ridge = require_number(ridge, "The ridge", least=0)  # before anything is read
     if has_moments(Path(folder)):
         kept = StoredMoments(Path(folder) / MOMENTS)
         return fit_moments(
@@ -96,7 +96,7 @@ def fit_moments(
         A shard of the job is missing, there are no samples, or no moments were kept of a pair.
     """
     if ridge is not None:
-        require_number(ridge, "The ridge", least=0)
+        ridge = require_number(ridge, "The ridge", least=0)
     moments.require_complete()
     there = [(source, target) for source, targets in moments.targets.items() for target in targets]
     wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)

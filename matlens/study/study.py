@@ -232,7 +232,7 @@ class Study:
 
     def shard_moments(self, number: int, of: int) -> StoredMoments:
         """Moments of one of several parts of the training sentences, in the study's folder."""
-        examples = make_examples(self.model, self.parts[0], seed=self.seed, draw_special=self.draw_special)
+        examples = self._examples(self.parts[0])
         positions = training_positions(
             self.model, examples, self.folder, self.pairs, self._positions, draw_special=self.draw_special
         )
@@ -291,7 +291,7 @@ class Study:
         """
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in submodule_pairs(anatomy) for site in pair})
-        examples = make_examples(self.model, self.parts[0], seed=self.seed)
+        examples = self._examples(self.parts[0])
         train = self.folder / TRAIN
         if (train / "config.json").is_file():
             collected = Activations.load(train)
@@ -327,7 +327,7 @@ class Study:
         """What enters attention and what its heads give, of the training and the validation sentences."""
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in head_pairs(anatomy) for site in pair})
-        examples, folder = make_examples(self.model, self.parts[0], seed=self.seed), self.folder / TRAIN
+        examples, folder = self._examples(self.parts[0]), self.folder / TRAIN
         there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
         if set(ends) <= set(there):
             train = collect(self.model, examples, there, folder=folder)
@@ -339,7 +339,11 @@ class Study:
     @cached_property
     def validation_examples(self) -> Examples:
         """The validation sentences as the model reads them, with a position drawn in each."""
-        return make_examples(self.model, self.parts[1], seed=self.seed)
+        return self._examples(self.parts[1])
+
+    def _examples(self, part: Corpus) -> Examples:
+        """Sentences as the model reads them, with a position drawn in each."""
+        return make_examples(self.model, part, seed=self.seed, draw_special=self.draw_special)
 
     @cached_property
     def values(self) -> ValueVectors:
