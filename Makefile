@@ -202,8 +202,6 @@ $(RESULTS)/lens_report.csv: | install
 $(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv: $(RESULTS)/small_%.csv: | install
 	$(BIN)/python analyses/small_$*.py --out $(RESULTS) $(OPTIONS)
 
-$(RESULTS)/small_wikilm.csv: OPTIONS = --updates 600
-
 GPT := $(RESULTS)/small-gpt-
 $(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8
 $(RESULTS)/paper_a_fig10_submodules_gpts.csv: OPTIONS = --model $(GPT)8 --patched 200

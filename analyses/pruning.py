@@ -22,6 +22,7 @@ from matlens.study import Study
 from matlens.trials import added_perplexity, pruning_table
 
 NAME = "pruning"
+SIZES = (3, 6, 9)
 
 
 def main(
@@ -35,7 +36,9 @@ def main(
     heal: Annotated[int, typer.Option(min=0, help="Tokens that the best is healed on; 0 for none.")] = 0,
     method: Annotated[list[Method] | None, typer.Option(help="Only these methods.")] = None,
     choice: Annotated[list[Choice] | None, typer.Option(help="Only these ways of choosing.")] = None,
-    size: Annotated[list[int] | None, typer.Option(help="How many blocks; by default 3, 6 and 9.")] = None,
+    size: Annotated[
+        list[int] | None, typer.Option(help="How many blocks; by default 3, 6 and 9 where there are so many.")
+    ] = None,
 ) -> None:
     """Leave blocks out in every way, and print how much of what ReplaceMe adds to the perplexity is gone."""
     several = list(studies)
@@ -48,7 +51,7 @@ def main(
             name: make_windows(model, text, size=window, most=judged, name=name)
             for name, text in texts.items()
         },
-        size or [3, 6, 9],
+        size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
         methods=method or tuple(Method),
         choices=choice or tuple(Choice),
         heal=heal,

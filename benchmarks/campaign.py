@@ -37,7 +37,7 @@ _SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48]
 _modules = {
     name: importlib.import_module(name)
     for name in (
-        "matlens.commands.app", "matlens.models.loading", "matlens.storage.rows", "matlens.study.study",
+        "matlens.commands.app", "matlens.loading.loading", "matlens.storage.rows", "matlens.study.study",
         "matlens.linear.mapsets", "matlens.linear.sums", "matlens.activations.sums", "matlens.lens.lens",
         "matlens.explorer.usage",
         "matlens.explorer.value_pages", "matlens.trials.evaluation", "matlens.pruning.saving",
@@ -99,7 +99,7 @@ class Campaign:
         model = matlens.load(str(folder), device="cpu")
         examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
         # Every process has the model already, and is too short for the usual time between two notes.
-        setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
+        setattr(_modules["matlens.loading.loading"], "load", lambda *_, **__: model)  # noqa: B010
         setattr(_modules["matlens.storage.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.activations.sums"], "_KEPT_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.activations.sums"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010

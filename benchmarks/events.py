@@ -17,7 +17,7 @@ from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
 from matlens.activations import default_batch_tokens
 from matlens.corpora import Examples
 from matlens.ffn import Trace, event_scores
-from matlens.models import SMOLLM2
+from matlens.loading import SMOLLM2
 
 
 def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:

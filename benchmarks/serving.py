@@ -50,7 +50,7 @@ async def clients(address: str, n: int) -> tuple[list[tuple[float, int]], list[t
     """All ask for a comparison at once; meanwhile the page itself is asked for again and again."""
     async with httpx.AsyncClient(base_url=address, timeout=None) as client:
         content = [{"prompt": _PROMPTS[i % len(_PROMPTS)], "changes": []} for i in range(n)]
-        dear = [asyncio.create_task(timed(client, "POST", "compare", json=one)) for one in content]
+        dear = [asyncio.create_task(timed(client, "POST", "compare", json=body)) for body in content]
         cheap = []
         while not all(task.done() for task in dear):
             cheap.append(await timed(client, "GET", ""))

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import matlens
 from matlens.corpora import Examples
+from matlens.loading import SMOLLM2, smollm2_path
 from matlens.metrics import Estimate
-from matlens.models import SMOLLM2, smollm2_path
 from matlens.storage import result_row, result_table, write_results
 
 Out = Annotated[

@@ -7,6 +7,7 @@ from . import commands as commands
 from . import control as control
 from . import corpora as corpora
 from . import estimators as estimators
+from . import exits as exits
 from . import explorer as explorer
 from . import ffn as ffn
 from . import hub as hub
@@ -16,6 +17,7 @@ from . import kinds as kinds
 from . import lens as lens
 from . import linear as linear
 from . import linearity as linearity
+from . import loading as loading
 from . import metrics as metrics
 from . import models as models
 from . import numerics as numerics
@@ -24,6 +26,7 @@ from . import patching as patching
 from . import plots as plots
 from . import processes as processes
 from . import pruning as pruning
+from . import sources as sources
 from . import storage as storage
 from . import study as study
 from . import training as training
@@ -31,15 +34,15 @@ from . import trials as trials
 from . import wikilm as wikilm
 from .activations.collecting import collect as collect
 from .corpora.corpus import load_corpus as load_corpus
-from .corpora.examples import make_examples as make_examples
+from .corpora.corpus_examples import make_examples as make_examples
 from .corpora.prompts import make_prompts as make_prompts
 from .corpora.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
 from .lens.lens import Lens as Lens
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
-from .models.loading import load as load
-from .models.loading import wrap as wrap
+from .loading.bridges import wrap as wrap
+from .loading.loading import load as load
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site
 from .patching.contexts import patched as patched

@@ -140,6 +140,19 @@ def require_choice(value: Any, choices: Iterable[str], name: str) -> str:
     return value
 
 
+def plain_number(value: Any) -> Any:
+    """The number in a scalar of NumPy, for ``json.dumps(..., default=plain_number)``: JSON cannot spell it.
+
+    Raises
+    ------
+    TypeError
+        It is no such scalar.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{short(value)} cannot be written as JSON")
+
+
 def short(value: Any) -> str:
     """Write a value into a message: cut where it is long, without echoing what it holds in full."""
     if isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) >= 10**30:

@@ -41,16 +41,18 @@ def shown_figures(folder: Path) -> set[str]:
     }
 
 
-def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
-    """A table with numbers of six digits, and apart from it the names that are the same in every row."""
-    named = [column for column in ("experiment", "model", "corpus") if column in table]
-    alike = {
-        column: str(table[column].iloc[0])
-        for column in named
-        if table[column].nunique(dropna=False) == 1 and table[column].notna().all()
-    }
+def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """A table with numbers of six digits, and apart from it the cells that are the same in every row."""
     numbers = table.select_dtypes("float").map(lambda value: float(f"{value:.{DIGITS}g}"))
-    return table.assign(**numbers).drop(columns=list(alike)), alike
+    table = table.assign(**numbers)
+    named = {"experiment", "model", "corpus"} if len(table) == 1 else {*table} - {"value"}
+    # JSON has no cell that is missing but null, and no number of NumPy's.
+    alike = {
+        column: None if cells.isna().all() else cells.tolist()[0]
+        for column, cells in table.items()
+        if column in named and cells.nunique(dropna=False) == 1
+    }
+    return table.drop(columns=list(alike)), alike
 
 
 def portable(origin: Any, folder: str) -> Any:

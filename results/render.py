@@ -103,7 +103,8 @@ class Results:
         """Rows of a table with some cells; several values of a column are given as a list."""
         path = self._path(f"{name}.csv")
         rows = read_table(path, [], what="a table of results", made_by=MADE_BY, na_values=["", "nan"])
-        rows = rows.assign(**self.origin(name).get("all_rows", {}))  # left out where they are alike
+        alike = self.origin(name).get("all_rows", {})  # left out where they are alike; null is a missing cell
+        rows = rows.assign(**{column: math.nan if cell is None else cell for column, cell in alike.items()})
         for column, cell in cells.items():
             if column not in rows:
                 raise InputError(f"{path} has no column {column!r}, but {', '.join(map(str, rows))}.")

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 import matlens
 from matlens.commands.app import app
-from matlens.models import loading, places
+from matlens.loading import loading, places
 
 PROJECT = Path(matlens.__file__).parents[1]
 PAGES = sorted([PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")])
@@ -144,7 +144,7 @@ def small_world(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "analyses").symlink_to(PROJECT / "analyses")
     (tmp_path / "sentences.txt").write_text("\n".join(small_sentences()))
-    for home in (matlens, matlens.models, loading):  # a face keeps what it has given once, so faces go first
+    for home in (matlens, matlens.loading, loading):  # a face keeps what it has given once, so faces go first
         monkeypatch.setattr(home, "load", small_load)
     monkeypatch.setenv("MATLENS_CACHE", "off")  # it goes by the files of the real models
     monkeypatch.setattr("matlens.catalogue.catalogue.load", small_load)

@@ -17,6 +17,7 @@ import shapes  # noqa: F401  # before matlens: says which of its functions are c
 import torch
 import transformers
 from hub_stand_in import Hub, serving
+from offline import refuse_connections
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
@@ -33,6 +34,7 @@ _SIZES: dict[str, Any] = _COMMON | {
 }  # fmt: skip
 _GROUPED = _SIZES | {"num_key_value_heads": 2, "head_dim": 8}
 _GPT: dict[str, Any] = _COMMON | {"n_layer": N_LAYERS, "n_embd": D_MODEL, "n_head": 4, "n_positions": N_CTX}
+_OPT = {key: value for key, value in _SIZES.items() if key != "intermediate_size"} | {"ffn_dim": 48}
 
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt2": lambda: transformers.GPT2Config(**_GPT),
@@ -59,6 +61,10 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmo2": lambda: transformers.Olmo2Config(**_SIZES, num_key_value_heads=2),
     # Its attention and its FFN add the stream themselves, so only the stream is known.
     "bloom": lambda: transformers.BloomConfig(**_COMMON, hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=4),
+    # Its blocks add attention's output to the FFN's in place.
+    "falcon": lambda: transformers.FalconConfig(
+        **_COMMON, hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4
+    ),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
     # Mixtures of experts: the second has one that all tokens share, the third output biases.
@@ -91,6 +97,9 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_labels=5,
     ),
     "llama-sinks": CONFIGS["llama"],
+    "opt": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=D_MODEL),
+    # As OPT-350m: norms behind, no final norm, and embeddings that are narrower than the stream.
+    "opt-narrow": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
 }
 SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
 MASKED = ("bert", "roberta")
@@ -109,7 +118,8 @@ LAYERS = {
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
 for _name in ("llama-sinks", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
-LAYERS["bloom"] = LAYERS["gpt2"]
+LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["gpt2"]
+LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
 LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
 RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
 
@@ -214,6 +224,20 @@ def save_model(name: str, folder: Path) -> Path:
             model.get_input_embeddings().weight[list(SINK_TOKENS)] *= 60
     model.save_pretrained(folder)
     make_tokenizer(bert=name in MASKED).save_pretrained(folder)
+    return folder
+
+
+def save_with_ends(folder: Path, *, front: bool = False, end: bool = False) -> Path:
+    """A small model whose tokenizer has a BOS and an EOS, and puts them around a text or not."""
+    save_model("gpt2", folder)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w48"})
+    if front or end:
+        template = f"{'w49 ' if front else ''}$A{' w48' if end else ''}"
+        ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("w49", "w48")]
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -349,6 +373,21 @@ def make_sentences() -> matlens.corpora.Corpus:
 def sentences() -> matlens.corpora.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Refuse every connection, and list those that were tried."""
+    return refuse_connections(monkeypatch)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache of the test's own."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return cache
 
 
 @pytest.fixture

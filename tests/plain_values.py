@@ -7,15 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from conftest import (
-    LAYERS,
-    MASKED,
-    N_LAYERS,
-    RESIDUAL_MULTIPLIER,
-    SITE_MODULES,
-    WIRINGS,
-)
+from conftest import LAYERS, MASKED, N_LAYERS, RESIDUAL_MULTIPLIER, SITE_MODULES, WIRINGS, plain_vectors
 from torch import Tensor
+
+from matlens.corpora.examples import Examples
 
 D_MLP = {name: 128 if name in ("gpt2", "gptj") else 48 for name in WIRINGS}
 
@@ -78,3 +73,18 @@ def plain_logits(name: str, plain: Any, vector: Tensor) -> Tensor:
     logits = copy.deepcopy(plain.get_output_embeddings()).float()(norm(vector.float()))
     cap = getattr(plain.config, "final_logit_softcapping", None)
     return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def plain_ffn(
+    name: str, plain: Any, examples: Examples, layer: int, sentence: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Coefficients of an FFN and what it adds to the stream, at a sentence's position, read alone.
+
+    Coefficients are times the scale of a norm behind the FFN, by its formula.
+    """
+    start, end = examples.offsets[sentence : sentence + 2]
+    vectors_by_site = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
+    at = examples.positions[sentence]
+    written = vectors_by_site[f"{'ln2_post_out' if name in NORM_BEHIND else 'ffn_out'}.{layer}"][0, at]
+    scale = plain_scale(name, plain, vectors_by_site[f"ffn_out.{layer}"][0, at])
+    return scale * vectors_by_site[f"ffn_post.{layer}"][0, at], written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from conftest import D_MODEL
 from identities import make_identity
 
 from matlens.linear.maps import LinearMap
@@ -34,3 +35,9 @@ def same(one: LinearMap, other: LinearMap) -> bool:
         and torch.equal(one.weight, other.weight)
         and (one.source, one.target) == (other.source, other.target)
     )
+
+
+def random_map(source: str = "h.0", target: str = "h.1", seed: int = 0) -> LinearMap:
+    """A square map of random numbers, of no known model."""
+    generator = torch.Generator().manual_seed(seed)
+    return LinearMap(torch.randn(D_MODEL, D_MODEL, generator=generator), None, source, target)

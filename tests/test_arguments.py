@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from matlens.arguments import (
+    plain_number,
     require_choice,
     require_kind,
     require_number,
@@ -78,6 +80,19 @@ def test_words_are_chosen_from_a_list():
     for value in ("first", 3, None, ["last"]):
         with pytest.raises(InputError, match="Expected one of last, all"):
             require_choice(value, ("last", "all"), "pairs")
+
+
+def test_numbers_of_numpy_are_written_as_json():
+    given = {"seed": np.int64(3), "ridge": np.float32(0.5), "n": np.array(4), "on": np.bool_(True)}
+    assert json.loads(json.dumps(given, default=plain_number)) == {
+        "seed": 3,
+        "ridge": 0.5,
+        "n": 4,
+        "on": True,
+    }
+    for other in (np.zeros(2), object(), b"x"):
+        with pytest.raises(TypeError, match="cannot be written as JSON"):
+            json.dumps(other, default=plain_number)
 
 
 def test_long_values_are_cut():

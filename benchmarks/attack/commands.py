@@ -277,7 +277,7 @@ def invoke(world: World, arguments: list[str]) -> tuple[int, str, str]:
         "MATLENS_CACHE": str(world.root / "cache-of-commands"),
     }  # fmt: skip
     with (
-        mock.patch("matlens.models.loading.load", load),
+        mock.patch("matlens.loading.loading.load", load),
         mock.patch.object(sys, "argv", ["matlens", *arguments]),
         mock.patch("matlens.explorer.server.run_server", return_value=None),
         mock.patch.dict("os.environ", environment),

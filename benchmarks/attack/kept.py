@@ -13,7 +13,7 @@ from pandas import DataFrame, read_csv
 
 import matlens
 from attack.world import World
-from matlens import activations, annotation, ffn, linear, models, patching, plots
+from matlens import activations, annotation, exits, ffn, linear, models, patching, plots
 
 
 def run_in(world: World, context: Any) -> Any:
@@ -147,7 +147,7 @@ def identity_of(world: World) -> models.ModelIdentity:
 
 def active_of(world: World) -> Any:
     """Which clusters are active in the trace."""
-    return ffn.active_clusters(world.trace, world.clusters)
+    return exits.active_clusters(world.trace, world.clusters)
 
 
 def annotations_of(world: World) -> list[Any]:

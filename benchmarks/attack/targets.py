@@ -163,5 +163,5 @@ def _names_on(face: Path) -> list[str]:
 
 def _own_names(module: Any) -> list[str]:
     """Public names of a floor of one module."""
-    own = {name: getattr(value, "__module__", "") for name, value in vars(module).items()}
-    return [name for name, home in own.items() if home == module.__name__ and not name.startswith("_")]
+    homes = {name: getattr(value, "__module__", "") for name, value in vars(module).items()}
+    return [name for name, home in homes.items() if home == module.__name__ and not name.startswith("_")]

@@ -11,7 +11,7 @@ from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
 from attack.signatures import Target
 from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
-from matlens import annotation, control, ffn, lens, linearity
+from matlens import annotation, control, exits, ffn, lens, linearity
 
 ACTIVATIONS = "activations, other activations"
 _CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]
@@ -65,8 +65,8 @@ def _positions(world: World) -> Any:
 
 
 def _exits(world: World) -> Any:
-    judged = {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
-    return ffn.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
+    judged = {"rule": [exits.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
+    return exits.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
 
 
 def _confidence(world: World) -> Any:
@@ -258,7 +258,7 @@ COMPARING: list[Target] = [
         {"n_samples": lambda _: 9, "width": lambda _: 9},
     ),
     Target(
-        "models.locate",
+        "loading.locate",
         {"name": "text", "revision": "choice"},
         {"name": lambda w: str(w.model_folder("gpt2")), "revision": lambda _: None},
         takes={"revision=None": lambda w, place: place[0] == str(w.model_folder("gpt2").resolve())},

@@ -14,7 +14,7 @@ from attack.kept import MAPS, READOUT, draw, kept, once, patch_with, saved
 from attack.signatures import Target
 from attack.targets_comparing import ACTIVATIONS
 from attack.world import World
-from matlens import activations, control, ffn, linearity, models, storage
+from matlens import activations, control, exits, ffn, linearity, models, storage
 from matlens import study as studies
 
 _ALL_ROWS: Any = {name: lambda _: torch.ones(60, dtype=torch.bool) for name in ("rows", "validation_rows")}
@@ -69,23 +69,23 @@ def _plan(_: World) -> studies.Plan:
 
 
 def _split() -> Any:
-    from matlens.ffn.early_exit import split_examples
+    from matlens.exits.outcomes import split_examples
 
     return split_examples(60)
 
 
-def _classifiers() -> ffn.ExitClassifiers:
-    return ffn.ExitClassifiers(strengths=[0.01], kinds=[0], folds=2, fewest=2)
+def _classifiers() -> exits.ExitClassifiers:
+    return exits.ExitClassifiers(strengths=[0.01], kinds=[0], folds=2, fewest=2)
 
 
 def _features(world: World) -> Any:
     return [world.activations[layer].numpy() for layer in range(1, 4)]
 
 
-def _fitted_rule(world: World) -> ffn.OverlapRule:
-    active = ffn.active_clusters(world.trace, world.clusters)
+def _fitted_rule(world: World) -> exits.OverlapRule:
+    active = exits.active_clusters(world.trace, world.clusters)
     made_at = ffn.find_saturation(world.trace).layer.numpy()
-    return ffn.OverlapRule().fit(active, made_at, np.arange(30))
+    return exits.OverlapRule().fit(active, made_at, np.arange(30))
 
 
 PARTS: list[Target] = [
@@ -288,13 +288,13 @@ PARTS: list[Target] = [
         lambda w: once(w, "events", lambda: ffn.event_tables(w.trace, w.model)),
     ),
     Target(
-        "ffn.OverlapRule.signals",
+        "exits.OverlapRule.signals",
         {"active": "object", "rows": "numbers"},
-        {"active": lambda w: ffn.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
+        {"active": lambda w: exits.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
         lambda w: _fitted_rule(w),
     ),
     Target(
-        "ffn.ExitClassifiers.fit",
+        "exits.ExitClassifiers.fit",
         {"features": "object", "made_at": "object", "split": "object"},
         {
             "features": lambda w: _features(w),
@@ -304,7 +304,7 @@ PARTS: list[Target] = [
         lambda _: _classifiers(),
     ),
     Target(
-        "ffn.ExitClassifiers.signals",
+        "exits.ExitClassifiers.signals",
         {"features": "object", "rows": "numbers"},
         {"features": lambda w: _features(w), "rows": lambda _: np.arange(30)},
         lambda w: _classifiers().fit(

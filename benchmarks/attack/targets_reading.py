@@ -13,7 +13,7 @@ from attack.badness import _short
 from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
 from attack.signatures import Target
 from attack.world import ConstantGrader, World
-from matlens import control, ffn, lens
+from matlens import control, exits, ffn, lens
 
 NOT_FINITE = ("with_nan", "with_infinity")
 
@@ -139,31 +139,31 @@ READING: list[Target] = [
     ),
     Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
     Target("lens.prediction_confidence"),
-    Target("ffn.active_clusters"),
-    Target("ffn.OverlapRule", {"others": "choice"}),
+    Target("exits.active_clusters"),
+    Target("exits.OverlapRule", {"others": "choice"}),
     Target(
-        "ffn.OverlapRule.fit",
+        "exits.OverlapRule.fit",
         {"active": "object", "made_at": "object", "rows": "numbers"},
         {
             "active": active_of,
             "made_at": lambda w: ffn.find_saturation(w.trace).layer.numpy(),
             "rows": lambda _: np.arange(30),
         },
-        lambda _: ffn.OverlapRule(),
+        lambda _: exits.OverlapRule(),
     ),
     Target(
-        "ffn.summarize_exits",
+        "exits.summarize_exits",
         {"judged": "object", "n_layers": "whole"},
-        {"judged": lambda _: {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}},
+        {"judged": lambda _: {"rule": [exits.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}},
     ),
-    Target("ffn.compare_readings", {"clusters": "object"}, {"clusters": lambda w: [w.clusters]}),
-    Target("ffn.ExitClassifiers", {"strengths": "object", "kinds": "object"}),
-    Target("ffn.classifier_sites"),
+    Target("exits.compare_readings", {"clusters": "object"}, {"clusters": lambda w: [w.clusters]}),
+    Target("exits.ExitClassifiers", {"strengths": "object", "kinds": "object"}),
+    Target("exits.classifier_sites"),
     Target(
-        "ffn.compare_exits",
+        "exits.compare_exits",
         {"activations": "activations, other activations"},
         {
-            "activations": lambda w: w.collected(sites=ffn.classifier_sites(w.model)),
+            "activations": lambda w: w.collected(sites=exits.classifier_sites(w.model)),
             "seeds": lambda _: 1,
             "folds": lambda _: 2,
             "fewest": lambda _: 2,

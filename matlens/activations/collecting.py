@@ -16,18 +16,14 @@ from torch import Tensor
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arguments import require_choice, require_whole, short
-from matlens.corpora.examples import (
-    Batch,
-    Examples,
-    reads_whole,
-    require_examples,
-    require_model,
-    require_own_tokens,
-)
+from matlens.corpora.batches import Batch
+from matlens.corpora.examples import Examples, require_examples
+from matlens.corpora.readers import reads_whole, require_model, require_own_tokens
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
+from matlens.models.changes import changes_of, unchanged
+from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.processes.group import Processes, current

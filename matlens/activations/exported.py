@@ -21,7 +21,8 @@ from torch import Tensor
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, hook_names
 from matlens.arguments import require_choice, require_whole, short
-from matlens.corpora.examples import Examples, require_model
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_model
 from matlens.corpora.token_examples import make_token_examples
 from matlens.errors import InputError, printable
 from matlens.models.anatomy import Anatomy
@@ -107,7 +108,7 @@ def read_exported(
         )
     prompts = [_look(path, len(sites), anatomy.d_model) for path in _files(Path(source))]
     _require_precision(model, prompts)
-    examples = make_token_examples(model, [prompt.tokens for prompt in prompts], name=name)
+    examples = _examples(model, prompts, name)
     _require_sites(model, prompts, sites, n_checked)
     columns = {site: Column(anatomy.width(site)) for site in named}
     provenance = Provenance(
@@ -134,6 +135,12 @@ def read_exported(
         folder=folder, arrays=examples.arrays,
     )  # fmt: skip
     return Activations(rows, examples, positions, Provenance.from_config(config))
+
+
+def _examples(model: TransformerBridge, prompts: Sequence[_Prompt], name: str = "exported") -> Examples:
+    """What the engine has read, all of it tokens: an end of text at the end of a prompt is no padding."""
+    tokens = [prompt.tokens for prompt in prompts]
+    return make_token_examples(model, tokens, attention_mask=[[1] * len(each) for each in tokens], name=name)
 
 
 def _files(source: Path) -> list[Path]:
@@ -218,7 +225,7 @@ def _require_sites(
     """Compare the shortest prompts with passes of the model."""
     chosen = sorted(prompts, key=lambda prompt: len(prompt.tokens))
     chosen = [prompt for prompt in chosen if len(prompt.tokens) > 1][:n_checked] or chosen[:n_checked]
-    examples = make_token_examples(model, [prompt.tokens for prompt in chosen])
+    examples = _examples(model, chosen)
     known = _known_sites(model, examples, [site for site in sites if site is not None])
     theirs: dict[str, list[Tensor]] = {}
     for prompt in chosen:

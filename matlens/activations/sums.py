@@ -17,7 +17,8 @@ from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, require_examples, require_model
+from matlens.corpora.examples import Examples, require_examples
+from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
@@ -147,12 +148,23 @@ def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
     taken = np.zeros(len(examples), dtype=bool)
     taken[chosen] = True
     of_tokens, of_positions = np.repeat(taken, examples.lengths), taken[examples.sentences]
-    offsets = np.concatenate([[0], np.cumsum(examples.lengths[chosen])])
+    offsets = _offsets(examples.lengths[chosen])
     sentences = np.searchsorted(chosen, examples.sentences[of_positions])
+    sources: dict[str, np.ndarray] = {}
+    if examples.has_sources:
+        lengths = np.diff(examples.source_offsets)
+        sources["source_tokens"] = examples.source_tokens[np.repeat(taken, lengths)]
+        sources["source_offsets"] = _offsets(lengths[chosen])
     return Examples(
         examples.tokens[of_tokens], offsets, examples.positions[of_positions],
-        {**examples.provenance, "shard": f"{number}/{of}"}, sentences,
+        {**examples.provenance, "shard": f"{number}/{of}"}, sentences, **sources,
+        images=examples.images[chosen] if len(examples.images) else examples.images,
     )  # fmt: skip
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Where texts of these lengths start, end to end, and where the last of them ends."""
+    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _fill(place: Workplace, kept: PairMoments, turns: Any) -> None:

@@ -26,12 +26,13 @@ from matlens.cache.entries import Cache, default_cache
 from matlens.catalogue.known import Known, describe_or_say_why
 from matlens.catalogue.weights import DamagedWeights, NotInFiles, WeightFiles
 from matlens.errors import InputError
-from matlens.ffn.projection import TOP, Projection, TopTokens, linear_head, top_tokens_of_all
+from matlens.ffn.norms import linear_head
+from matlens.ffn.projection import TOP, Projection, TopTokens, top_tokens_of_all
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.kinds.stacks import Stack
+from matlens.loading.loading import choose_device, load, model_name
+from matlens.loading.places import CHECKPOINT, locate
 from matlens.models.identity import ModelIdentity
-from matlens.models.loading import choose_device, load, model_name
-from matlens.models.places import CHECKPOINT, locate
 from matlens.signatures import checked
 
 if TYPE_CHECKING:

@@ -22,9 +22,11 @@ from matlens.catalogue.weights import (
     require_same_modules,
 )
 from matlens.errors import InputError
-from matlens.ffn.values import FFN_OUT, ValueVectors, norm_after_ffn_module
+from matlens.ffn.norms import FFN_OUT, norm_after_ffn_module
+from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import output_layer
 from matlens.models.identity import ModelIdentity
+from matlens.models.readout import narrowing
 from matlens.models.vocabulary import token_texts
 from matlens.storage.files import read_json, write_json
 
@@ -167,6 +169,8 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
         raise NotInFiles("one matrix of value vectors a layer")
     if not hasattr(model, "unembed"):
         raise NotInFiles("the unembedding")
+    if narrowing(model):
+        raise NotInFiles("the unembedding with what stands before it")
     names = named_tensors(model)
 
     def part(tensor: Tensor | nn.Module) -> dict[str, Any]:

@@ -59,11 +59,11 @@ class ModelOptions(Group):
 
     def check(self) -> None:
         """Refuse a name that there is no model of, or a device that is not there, before any work."""
-        from matlens.models.places import locate
+        from matlens.loading.places import locate
 
         locate(self.model, self.revision)
         if self.device is not None:
-            from matlens.models.loading import choose_device
+            from matlens.loading.loading import choose_device
 
             choose_device(self.device)
 
@@ -75,43 +75,31 @@ class ModelOptions(Group):
                 "sentences alone. Expected --stack encoder; in Python matlens.inputs.make_pairs makes pairs."
             )
 
-    @property
-    def _stack(self) -> Any:
-        return None if self.stack is None else self.stack.value
+    def _loading(self) -> dict[str, Any]:
+        """How the model is loaded, in the words of `matlens.load`."""
+        import torch
+
+        return {
+            "device": self.device, "dtype": getattr(torch, self.dtype), "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "stack": None if self.stack is None else self.stack.value,
+        }  # fmt: skip
 
     def catalogue(self) -> Catalogue:
         """What is read of the model's weights, without the model where that is known."""
         self.check()  # the imports take seconds
         with waiting("looking for the model"):
-            import torch
-
             from matlens.catalogue.catalogue import Catalogue
 
-            return Catalogue(
-                self.model,
-                device=self.device,
-                dtype=getattr(torch, self.dtype),
-                revision=self.revision,
-                trust_remote_code=self.trust_remote_code,
-                stack=self._stack,
-            )
+            return Catalogue(self.model, **self._loading())
 
     def load(self) -> TransformerBridge:
         """Load the model."""
         self.check()  # the imports take seconds
         with waiting("loading the model"):
-            import torch
+            from matlens.loading.loading import load
 
-            from matlens.models.loading import load
-
-            return load(
-                self.model,
-                device=self.device,
-                dtype=getattr(torch, self.dtype),
-                revision=self.revision,
-                trust_remote_code=self.trust_remote_code,
-                stack=self._stack,
-            )
+            return load(self.model, **self._loading())
 
 
 @dataclass(frozen=True)
@@ -218,7 +206,7 @@ class FitOptions(Group):
         if pairs in ("all", "last") or model.revision is not None:
             return
         from matlens.linear.pairs import resolve_pairs
-        from matlens.models.places import blocks_in_configuration
+        from matlens.loading.places import blocks_in_configuration
 
         if (blocks := blocks_in_configuration(model.model)) is not None:
             resolve_pairs(pairs, blocks)

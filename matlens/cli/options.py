@@ -48,10 +48,16 @@ class DtypeChoice(StrEnum):
 
 
 def folder_of(text: str | Path) -> Path:
-    """A folder; an empty word, such as a variable of the shell that is not set, is not where one is now."""
+    """A folder; an empty word, such as a variable of the shell that is not set, is not where one is now.
+
+    A ``~`` is the user's folder, as with models and corpora: shells leave it alone in ``--out=~/here``.
+    """
     if not str(text).strip():
         raise typer.BadParameter("it is empty. Expected the path of a folder; '.' for this one.")
-    return Path(text)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise typer.BadParameter(f"{error} Expected the path of a folder.") from error
 
 
 Model = Annotated[

@@ -128,13 +128,13 @@ def evaluate(
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
-    own = DtypeChoice(require_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
-    if same_precision and dtype not in (None, own):
+    there = DtypeChoice(require_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
+    if same_precision and dtype not in (None, there):
         raise InputError(
-            f"The maps in {folder / MAPS} were fitted in {own.value}, not in {dtype.value}. Where the same "
+            f"The maps in {folder / MAPS} were fitted in {there.value}, not in {dtype.value}. Where the same "
             "weights are meant in another precision, say so with --other-precision."
         )
-    options = ModelOptions(name, device, dtype or own, revision, trust_remote_code, stack)
+    options = ModelOptions(name, device, dtype or there, revision, trust_remote_code, stack)
     evaluate_maps(options.load(), folder, same_precision=same_precision)
     print_results(folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")

@@ -15,6 +15,8 @@ from matlens.errors import InputError
 from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
 
+_FEWEST = 2  # sentences to judge on, of a small corpus
+
 
 @grouped
 def linearity(
@@ -33,7 +35,7 @@ def linearity(
     model.check()
     sentences = corpus.load()
     print(sentences.report())
-    n_judged = max(1, len(sentences) // 10)
+    n_judged = max(_FEWEST, len(sentences) // 10)
     parts = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
     from matlens import plots
     from matlens.inputs.judged import make_judged_text
@@ -116,7 +118,7 @@ def prune(
         model.check()
         sentences = corpus.load()
         print(sentences.report())
-        n_judged = max(1, len(sentences) // 10)
+        n_judged = max(_FEWEST, len(sentences) // 10)
         fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
         from matlens.corpora.prompts import make_windows
         from matlens.pruning.layouts import plain_copy

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
 from matlens.arguments import short
 from matlens.control.graders import ATTRIBUTES
-from matlens.corpora.examples import context_length
+from matlens.corpora.readers import context_length
 from matlens.errors import InputError
 from matlens.signatures import checked
 

@@ -24,10 +24,11 @@ from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import hanging, intervening
+from matlens.models.hooks import hanging, intervening
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import SingleUse, TokenPlaces, find_reserved, reserve_parts
+from matlens.patching.contexts import SingleUse, find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
+from matlens.patching.token_places import TokenPlaces
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from matlens.control.baselines import SelfDebiasing, announced_tokens
-from matlens.corpora.prompts import require_decoder
+from matlens.corpora.readers import require_decoder
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
 from matlens.models.tokenization import encode_text

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from matlens.arguments import require_whole
 from matlens.control.baselines import SelfDebiasing, announced_tokens
+from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, Examples, make_examples, require_own_tokens
-from matlens.corpora.prompts import require_decoder
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_decoder, require_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
@@ -176,4 +178,12 @@ def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:
         # A ratio of two sums varies as its residuals do (the delta method).
         error = np.std(total - mean * n_tokens, ddof=1) / (n_tokens.mean() * math.sqrt(n))
         half = float(error * stats.t.ppf(0.975, n - 1))
-    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
+    return Estimate(_exp(mean), _exp(mean - half), _exp(mean + half), n)
+
+
+def _exp(nats: float) -> float:
+    """``exp``, infinite where that is beyond all numbers, as losses without a final norm can be."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

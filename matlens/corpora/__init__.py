@@ -1,4 +1,4 @@
-"""Sentences: where they come from, which tokens they become, and how words are used in them."""
+"""Sentences, which tokens they become, in which batches they are read, and how words are used in them."""
 
 import lazy_loader
 

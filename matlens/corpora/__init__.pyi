@@ -1,13 +1,13 @@
 from .corpus import Corpus as Corpus
 from .corpus import load_corpus as load_corpus
+from .corpus_examples import make_examples as make_examples
 from .examples import Examples as Examples
-from .examples import is_masked as is_masked
-from .examples import make_examples as make_examples
 from .frequency import TokenFrequency as TokenFrequency
 from .prompts import PROMPT_FIELD as PROMPT_FIELD
 from .prompts import WINDOW_TOKENS as WINDOW_TOKENS
 from .prompts import make_prompts as make_prompts
 from .prompts import make_windows as make_windows
 from .prompts import read_prompts as read_prompts
+from .readers import is_masked as is_masked
 from .token_examples import make_token_examples as make_token_examples
 from .word_similarity import WordSimilarity as WordSimilarity

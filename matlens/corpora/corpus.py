@@ -7,6 +7,7 @@ left out, so that "9,000 sentences" means nine thousand different ones.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,13 +16,22 @@ import numpy as np
 
 from matlens.arguments import require_kind, require_seed, require_whole
 from matlens.bounds import CORPUS, SENTENCES
-from matlens.corpora.sources import Source, file_of_source, open_source
-from matlens.corpora.streams import check_to_the_end
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
+from matlens.sources.sources import Source, file_of_source, open_source
+from matlens.sources.streams import check_to_the_end
 
 MIN_WORDS = 5
-"""A sentence of fewer words, counted between spaces, gives a model too little context to count."""
+"""A sentence of fewer words, counted between spaces, gives a model too little context to count.
+
+Scripts that put no spaces between words are counted by their characters, two of which are taken for a word.
+"""
+# Thai, Lao, Burmese, Khmer, and what Japanese and Chinese are written in.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+_CHARACTERS = 2  # of such a script that are taken for a word
 
 
 @checked
@@ -37,7 +47,7 @@ class Corpus:
         The sentences, with white space normalised.
     n_read, n_empty, n_short, n_duplicate
         Number of sentences that the source gave, and numbers of those that were left out: empty, shorter
-        than `MIN_WORDS`, or already there. The parts that `split` makes keep the numbers of the whole.
+        than `MIN_WORDS` words, or already there. The parts that `split` makes keep the numbers of the whole.
     """
 
     name: str
@@ -167,6 +177,11 @@ def load_corpus(
     return corpus
 
 
+def _n_unspaced_words(sentence: str) -> int:
+    """About how many words there are of scripts that put no spaces between them."""
+    return len(_UNSPACED.findall(sentence)) // _CHARACTERS
+
+
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
     kept: dict[str, None] = {}  # a set that remembers the order
     n_read = n_empty = n_short = n_duplicate = n_characters = 0
@@ -179,7 +194,7 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
         sentence = " ".join(words)
         if not words:
             n_empty += 1
-        elif len(words) < MIN_WORDS:
+        elif len(words) < MIN_WORDS and _n_unspaced_words(sentence) < MIN_WORDS:
             n_short += 1
         elif sentence in kept:
             n_duplicate += 1

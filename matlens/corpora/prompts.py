@@ -12,23 +12,19 @@ from torch import Tensor
 
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import (
-    LAST,
-    TOKENIZATION,
-    Examples,
+from matlens.corpora.examples import LAST, TOKENIZATION, Examples, end_to_end
+from matlens.corpora.readers import (
     context_length,
-    end_to_end,
     is_masked,
+    require_decoder,
     require_model,
     require_readable,
 )
-from matlens.corpora.sources import json_rows, text_of_row
-from matlens.corpora.streams import numbered_lines
 from matlens.errors import InputError
-from matlens.kinds.images import is_visual
-from matlens.kinds.stacks import stack_of
 from matlens.models.tokenization import TextTokens, encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
+from matlens.sources.sources import json_rows, text_of_row
+from matlens.sources.streams import numbered_lines
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -234,8 +230,8 @@ def make_windows(
 def _with_front(tokens: TextTokens) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a text itself, and those that a tokenizer puts in front of it."""
     n_front = tokens.added.index(False) if False in tokens.added else len(tokens.added)
-    own = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
-    return np.asarray(own, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
+    text_ids = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
+    return np.asarray(text_ids, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
 
 
 def _running_text(source: str | Path | Corpus) -> tuple[str, str]:
@@ -268,25 +264,3 @@ def list_of_texts(prompts: Any) -> list[str]:
     if wrong:
         raise InputError(f"The prompts hold {short(wrong[0])}. {way}")
     return texts
-
-
-def require_decoder(model: TransformerBridge, consequence: str) -> None:
-    """Refuse a model that does not read on from its own text, with what it therefore cannot do.
-
-    Raises
-    ------
-    InputError
-        It predicts masked tokens, reads images, or stands for a stack of an encoder-decoder.
-    """
-    if stack_of(model) is not None or is_visual(model):
-        reads = (
-            "reads images" if is_visual(model) else f"is read as the {stack_of(model)} of an encoder-decoder"
-        )
-        raise InputError(
-            f"{model.cfg.architecture} {reads}, so it {consequence} here. Expected a decoder alone."
-        )
-    if is_masked(model):
-        raise InputError(
-            f"{model.cfg.architecture} predicts masked tokens, not the next one, so it {consequence}. "
-            "Expected a decoder."
-        )

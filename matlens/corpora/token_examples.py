@@ -10,15 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from matlens.arguments import require_kind, short
-from matlens.corpora.examples import (
-    LAST,
-    Examples,
-    end_to_end,
-    is_masked,
-    require_model,
-    require_readable,
-    require_tokens,
-)
+from matlens.corpora.examples import LAST, Examples, end_to_end
+from matlens.corpora.readers import is_masked, require_model, require_readable, require_tokens
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
 

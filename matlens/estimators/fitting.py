@@ -16,7 +16,9 @@ from matlens.activations.collecting import stream
 from matlens.activations.sinks import FACTOR, outlying_rows
 from matlens.arguments import short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples, make_examples, require_model
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, row_keys, solve

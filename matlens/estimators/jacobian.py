@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import require_model
 from matlens.corpora.prompts import list_of_texts
+from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance

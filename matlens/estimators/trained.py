@@ -10,7 +10,8 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.arguments import require_choice, short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.estimators.fitting import lens_moments, require_layers
 from matlens.estimators.jacobian import PROMPTS, fit_jacobian, longest_sentences

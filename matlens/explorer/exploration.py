@@ -16,11 +16,12 @@ from matlens.activations.collecting import collect
 from matlens.arguments import require_choice, require_whole
 from matlens.corpora.prompts import make_prompts
 from matlens.explorer.dominant import dominant_cells
+from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
-from matlens.ffn.values import FFN_OUT, ValueVectors
+from matlens.ffn.values import ValueVectors
+from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.lens.lens import Lens
-from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
 from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from matlens.arguments import require_whole
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.explorer.usage import Usage, find_usage, shortened
 from matlens.ffn.clusters import Clusters
@@ -252,8 +253,8 @@ class _Pages:
             parts["top"].append(scores.topk(self._among))
             parts["bottom"].append(scores.topk(self._k, largest=False))
         return {
-            side: (torch.cat([p.indices for p in found]).cpu(), torch.cat([p.values for p in found]).cpu())
-            for side, found in parts.items()
+            side: (torch.cat([p.indices for p in tops]).cpu(), torch.cat([p.values for p in tops]).cpu())
+            for side, tops in parts.items()
         }
 
     def _near(self, layer: int, units: Tensor | None) -> tuple[np.ndarray, np.ndarray]:

@@ -26,8 +26,9 @@ from torch import Tensor
 from matlens import metrics
 from matlens.arguments import require_choice, require_kind, short
 from matlens.errors import InputError
+from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
-from matlens.ffn.values import ValueVectors, unembedding
+from matlens.ffn.values import ValueVectors
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 

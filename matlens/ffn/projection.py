@@ -2,14 +2,12 @@
 
 What adds ``v`` to the stream multiplies the odds of token ``w`` by ``exp(e_w . v)``, as far as the read-out
 is linear, so the tokens with the largest scores are those that ``v`` promotes (paper B, section 3). Scores of
-many vectors are made in blocks, and only what is asked of them is kept. How far the final norm would change
-these tokens is measured by the overlap of the two lists (appendix A.1).
+many vectors are made in blocks, and only what is asked of them is kept.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,26 +17,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens import metrics
 from matlens.arguments import require_whole
 from matlens.errors import InputError
-from matlens.ffn.values import NormGain, ValueName, ValueVectors, unembedding
-from matlens.models.identity import ModelIdentity, Provenance
-from matlens.models.readout import require_vectors
+from matlens.ffn.norms import linear_head
+from matlens.ffn.values import ValueName, ValueVectors
+from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.models.identity import ModelIdentity, Provenance, require_raw
+from matlens.models.readout import narrowing, require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
 from matlens.numerics.largest import largest
 from matlens.progress import Bar
 from matlens.signatures import checked
-from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 TOP = 30  # top tokens of a value vector that the paper looks at
 TOKEN_COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "score")
-OVERLAP = "overlap"  # the experiment's name in tables
 _SCORES = 2**25  # scores that are held at once, 128 MiB
-_LISTS = 1024  # lists of tokens that are compared at once
 
 
 class TopTokens(NamedTuple):
@@ -48,20 +44,28 @@ class TopTokens(NamedTuple):
     scores: Float[Tensor, "n k"]
 
 
-class _LinearHead(nn.Module):
-    """What vectors go through before the unembedding, its linear parts alone."""
+def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
+    """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
-    def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
-        super().__init__()
-        self.dense, self.gain = None if dense is None else dense.detach().float(), gain
+    Where embeddings are narrower than the stream (OPT-350m), what makes the stream as narrow is part of it.
 
-    def forward(self, vectors: Tensor) -> Tensor:
-        return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
-
-
-def linear_head(dense: Tensor | None, norm: nn.Module, width: int) -> nn.Module:
-    """The linear parts of a head: a dense layer, where there is one, and the gain of the final norm."""
-    return _LinearHead(dense, NormGain.from_module(norm, width))
+    Raises
+    ------
+    InputError
+        The model has no unembedding.
+    """
+    require_raw(model)
+    if stack_of(model) == ENCODER:
+        raise InputError("An encoder has no unembedding: its value vectors are not read in the vocabulary.")
+    if not hasattr(model, "unembed"):
+        raise InputError(
+            "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "
+            "with its language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
+        )
+    weight = model.unembed.original_component.weight.detach().float()
+    for projection in narrowing(model):
+        weight = weight @ projection.get_parameter("weight").detach().float()
+    return weight
 
 
 @checked
@@ -354,105 +358,3 @@ def _identity(model: TransformerBridge) -> ModelIdentity:
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:
     yield from Bar(range(values.n_layers), desc=doing, unit="layer", disable=not progress)
-
-
-def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
-    """Intersection over union of two lists of different tokens, row by row.
-
-    Raises
-    ------
-    InputError
-        The two tensors of lists differ in shape.
-    """
-    if first.shape != second.shape or first.ndim != 2:
-        raise InputError(
-            f"Lists of the shapes {tuple(first.shape)} and {tuple(second.shape)} cannot be compared. "
-            "Expected the same number of lists and of tokens in each."
-        )
-    pairs = zip(first.split(_LISTS), second.split(_LISTS), strict=True)
-    both = torch.cat([(a[:, :, None] == b[:, None, :]).sum((1, 2)) for a, b in pairs])
-    return both / (2 * first.shape[1] - both)
-
-
-@checked
-def norm_overlap(
-    model: TransformerBridge, *, n_random: int = 1000, k: int = TOP, seed: int = 0, progress: bool = True
-) -> pd.DataFrame:
-    """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
-
-    One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
-    with their mean and standard deviation, and the metric is ``iou``. ``difference`` is how far the value
-    vectors lie above the random ones: its metrics are ``iou`` with its interval by Welch, ``above``, the
-    probability that the lists of a value vector overlap more than those of a random one (equal ones count a
-    half), and ``p``, by the Mann-Whitney test of whether both overlap alike. Rows without a layer are over
-    all layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon
-    test of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
-    ``target`` the layer itself, and the corpus is ``none``.
-
-    Parameters
-    ----------
-    model
-        The model whose value vectors are read; it is not run.
-    n_random
-        How many random vectors are drawn for each layer.
-    k
-        Length of the lists.
-    seed
-        Seed of the random vectors.
-    progress
-        Whether to show a bar over the layers.
-
-    Raises
-    ------
-    InputError
-        The model has no value vectors, no unembedding or no final norm, ``n_random`` is less than 2, or ``k``
-        less than 1.
-    """
-    n_random = require_whole(n_random, "The number of random vectors", least=2)
-    values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
-    overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
-    layers = range(values.n_layers)
-    for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
-        drawn = values.random(layer, n_random, seed=seed)
-        for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
-            overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
-    pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
-    means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
-    rows: list[tuple[str, str, int | None, metrics.Estimate]] = []
-    for layer, (real, drawn) in enumerate(pairs):
-        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
-        rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
-    rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
-    from scipy import stats  # seconds, which only this needs
-
-    above = means["values"] - means["random"]
-    rows.append(("difference", "iou", None, metrics.mean(above)))
-    p = float(stats.wilcoxon(above.double().cpu().numpy()).pvalue) if above.any() else 1.0
-    rows.append(("difference", "p", None, metrics.Estimate.without_interval(p, len(above))))
-    return result_table(
-        result_row(
-            OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer, target=layer,
-            metric=metric, k=k, estimate=estimate,
-        )
-        for method, metric, layer, estimate in rows
-    )  # fmt: skip
-
-
-def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
-    """How far overlaps of value vectors lie above those of random vectors."""
-    from scipy import stats
-
-    first, second = real.double().cpu().numpy(), drawn.double().cpu().numpy()
-    difference, n = float(first.mean() - second.mean()), len(first) + len(second)
-    low = high = difference
-    if first.var() or second.var():
-        with warnings.catch_warnings():  # one of them may be the same everywhere, and exactly so
-            warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
-            interval = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
-        low, high = float(interval.low), float(interval.high)
-    test = stats.mannwhitneyu(first, second)
-    return {
-        "iou": metrics.Estimate(difference, low, high, n),
-        "above": metrics.Estimate.without_interval(test.statistic / (len(first) * len(second)), n),
-        "p": metrics.Estimate.without_interval(test.pvalue, n),
-    }

@@ -21,8 +21,10 @@ from matlens.activations.collecting import Rows, default_batch_tokens, stream_tu
 from matlens.activations.sinks import outlying_rows
 from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
+from matlens.ffn.norms import FFN_OUT
+from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
-from matlens.ffn.values import FFN_OUT, ValueVectors, unembedding
+from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout

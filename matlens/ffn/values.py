@@ -16,7 +16,6 @@ expert in it, and is 0 where the expert is not chosen, so that sub-updates add u
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ from torch import Tensor, nn
 
 from matlens.arguments import require_whole, short
 from matlens.errors import InputError
-from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, output_kind
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
-from matlens.models.sites import COEFFICIENTS, POST_NORM
+from matlens.models.sites import COEFFICIENTS
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
 _MOST_RANDOM = 10**5  # vectors that are drawn at once
 _PROBES = 5  # value vectors of each layer that the layer itself is asked for
-FFN_OUT, _NORMED_OUT = "ffn_out", "ln2_post_out"  # what joins the stream; the second where a norm follows
 
 
 @checked
@@ -80,59 +78,6 @@ class ValueVector:
             f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a "
             "layer and an index; in a mixture of experts such as 'L3E5D120'."
         )
-
-
-@checked
-@dataclass(frozen=True, eq=False)
-class NormGain:
-    """A norm without its scale and its bias: what it does to every addend of its input alike.
-
-    RMS norms and layer norms give ``gain * (x - mean(x)) / size(x) + bias``, RMS norms without the mean. So
-    an addend ``v`` of ``x`` reaches the output as ``gain * (v - mean(v))``, divided by the size of the whole.
-
-    Attributes
-    ----------
-    gain
-        What each coordinate is multiplied by, ``1 + weight`` in the norms of Gemma.
-    centred
-        Whether the mean is taken off.
-    """
-
-    gain: Float[Tensor, " d_model"]
-    centred: bool
-
-    @classmethod
-    @torch.inference_mode()
-    def from_module(cls, norm: nn.Module, width: int) -> NormGain:
-        """Find the gain of a norm by what it makes of a few vectors, however it keeps its weights.
-
-        Raises
-        ------
-        InputError
-            It is neither an RMS norm nor a layer norm.
-        """
-        norm = copy.deepcopy(norm).float()
-        device = next(norm.parameters(), torch.empty(0)).device  # some norms have no weights
-        # Coordinates far from 0, whose mean is 0, so large that what is added to their size does not count.
-        probe = torch.linspace(1, 2, width, device=device)
-        probe[::2] *= -1
-        probe = 1000 * (probe - probe.mean())
-        bias = (norm(probe) + norm(-probe)) / 2
-        gain = (norm(probe) - bias) * probe.square().mean().sqrt() / probe
-        other = probe.roll(1) + torch.linspace(0, 1000, width, device=device)
-        for centred in (False, True):
-            candidate = cls(gain, centred)
-            rest = candidate(other) / (other.std(correction=0) if centred else other.square().mean().sqrt())
-            if torch.allclose(norm(other) - bias, rest, rtol=1e-3, atol=1e-4 * float(gain.abs().max())):
-                return candidate
-        raise InputError(
-            f"What the norm {type(norm).__name__} does is not known. Expected an RMS norm or a layer norm. "
-            "Please report the model."
-        )
-
-    def __call__(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        """What becomes of addends, but for the size of the whole."""
-        return self.gain * (vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +153,7 @@ class ValueVectors:
                 shape,
                 [None if module is None else _matrix(module, shape) for module in modules],
                 [getattr(module, "bias", None) for module in modules],
-                [norm_after_ffn(model, layer) for layer in layers] if kind == _NORMED_OUT else [],
+                [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else [],
                 mixtures,
                 output_multiplier(model),
             )
@@ -226,7 +171,7 @@ class ValueVectors:
         self.device, self.identity = parts.device, parts.identity
         self._matrices, self._biases, self._norms = parts.matrices, parts.biases, parts.norms
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
-        self.output_kind = _NORMED_OUT if parts.norms else FFN_OUT
+        self.output_kind = NORMED_OUT if parts.norms else FFN_OUT
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in parts.norms]
 
     @property
@@ -420,52 +365,6 @@ def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:
     if isinstance(names, str | ValueVector):
         raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
     return names
-
-
-def output_kind(anatomy: Anatomy) -> str:
-    """Kind of the site at which what an FFN writes joins the stream: behind its own norm, if it has one."""
-    return _NORMED_OUT if _NORMED_OUT in anatomy.kinds else FFN_OUT
-
-
-def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
-    """The norm that what an FFN gives goes through next, in float32: its own one, or the stream's in BERT.
-
-    Raises
-    ------
-    InputError
-        No norm follows the FFNs of this model.
-    """
-    return copy.deepcopy(norm_after_ffn_module(model, layer)).float()
-
-
-def norm_after_ffn_module(model: TransformerBridge, layer: int) -> nn.Module:
-    """The norm of `norm_after_ffn` itself, in the precision of the model."""
-    block = model.blocks[layer]
-    kinds, family = Anatomy.from_model(model).kinds, Anatomy.from_model(model).family
-    if _NORMED_OUT in kinds:
-        return block.ln2_post.original_component
-    if family is POST_NORM:
-        return block.ln2.original_component
-    raise InputError(f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {family.name}).")
-
-
-def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
-    """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
-
-    Raises
-    ------
-    InputError
-        The model has no unembedding.
-    """
-    require_raw(model)
-    if stack_of(model) == ENCODER:
-        raise InputError("An encoder has no unembedding: its value vectors are not read in the vocabulary.")
-    if not hasattr(model, "unembed"):
-        raise InputError(
-            "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "
-            "with its language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
-        )
-    return model.unembed.original_component.weight.detach().float()
 
 
 @torch.inference_mode()

@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from matlens.arguments import require_kind, require_whole, short
-from matlens.corpora.examples import Examples, end_to_end, require_model
+from matlens.corpora.examples import Examples, end_to_end
+from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.kinds.images import image_shape, is_visual, places_of_image
 from matlens.signatures import checked
@@ -34,7 +35,8 @@ def make_image_examples(
         ``pixel_values``).
     position
         Where vectors are read: 0, the class token, from which images are classified, or a patch, counted from
-        1 row by row; from the end where it is negative. ``collect(..., positions="all")`` reads all places.
+        1 row by row (from 2 in DeiT, where 1 is the token of distillation); from the end where it is
+        negative. ``collect(..., positions="all")`` reads all places.
     name
         What the examples are called in tables.
 

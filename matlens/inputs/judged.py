@@ -10,15 +10,9 @@ from jaxtyping import Int
 
 from matlens.arguments import require_seed, require_whole
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import (
-    TOKENIZATION,
-    Examples,
-    context_length,
-    end_to_end,
-    is_masked,
-    require_model,
-)
+from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import make_windows
+from matlens.corpora.readers import context_length, is_masked, require_model
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
 from matlens.signatures import checked
@@ -85,7 +79,8 @@ def make_judged_text(
         There are fewer than two texts, or the model has no mask.
     """
     require_model(model)
-    size, most = require_whole(size, "size", least=2), most and require_whole(most, "most", least=2)
+    size = require_whole(size, "size", least=2)
+    most = None if most is None else require_whole(most, "most", least=2)
     if is_masked(model):
         made = _masked(model, corpus, size, most, require_seed(seed))
     else:

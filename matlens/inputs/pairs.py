@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matlens.arguments import require_seed, short
-from matlens.corpora.examples import (
-    TOKENIZATION,
-    Examples,
-    context_length,
-    draw_position,
-    end_to_end,
-    require_model,
-)
+from matlens.corpora.corpus_examples import draw_position
+from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import list_of_texts
+from matlens.corpora.readers import context_length, require_model
 from matlens.corpora.token_examples import with_sources
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of

@@ -16,7 +16,8 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import is_masked, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.readers import is_masked
 from matlens.errors import InputError
 from matlens.estimators.jacobian import LONGEST, PROMPTS, longest_sentences
 from matlens.estimators.maps import LayerMap
@@ -149,15 +150,8 @@ def compare_lenses(
     members = fit_members(model, train, others, layers=wanted, seed=seed, progress=progress) if others else {}
     cosines = None
     if "jacobian" in names:
-        halves = _jacobians(model, parts[0], wanted, n_prompts, longest, progress)
-        members["jacobian"] = halves[2]
-        plain: dict[str, Lens] = {name: members[name].lens for name in ("mat", "affine") if name in members}
-        if plain:
-            lenses = {**plain, "jacobian": halves[2].lens}
-            of_halves = {
-                name: _halves(lens, train, intercept=name == "affine") for name, lens in plain.items()
-            }
-            cosines = cosine_table(lenses, {**of_halves, "jacobian": (halves[0].lens, halves[1].lens)})
+        *halves, members["jacobian"] = _jacobians(model, parts[0], wanted, n_prompts, longest, progress)
+        cosines = _cosines(members, (halves[0].lens, halves[1].lens), train)
     members = {name: members[name] for name in names}
     judged_at = [layer for layer in wanted if layer or "jacobian" not in names]
     with warnings.catch_warnings():
@@ -173,18 +167,37 @@ def compare_lenses(
     if evaluations is not None:
         read = evaluate_lenses(lenses, evaluations, layers=judged_at, progress=progress)
     origin = {
+        **_origin(train, validation, lenses),
+        "layers": wanted, "methods": names, "seed": seed, "n_sinks": int(sinks.sum()),
+    }  # fmt: skip
+    return Comparison(table, exits, cosines, read, members, origin)
+
+
+def _origin(train: Activations, validation: Activations, lenses: Mapping[str, Lens]) -> dict[str, Any]:
+    """What the numbers come from, as far as the data and the lenses say."""
+    details = {name: lens.provenance.details for name, lens in lenses.items()}
+    origin = {
         **validation.provenance.to_json("model", "data"),
         "train": train.provenance.to_json("data", "positions"),
-        "n_rows": train.n_rows, "layers": wanted, "methods": names, "seed": seed, "n_sinks": int(sinks.sum()),
-        "strengths": {
-            name: lens.provenance.details["strengths"]
-            for name, lens in lenses.items() if "strengths" in lens.provenance.details
-        },
-    }  # fmt: skip
-    if "jacobian" in names:
-        details = members["jacobian"].lens.provenance.details
-        origin |= {"n_prompts": details["n_fitted"], "n_prompt_tokens": details["n_tokens"]}
-    return Comparison(table, exits, cosines, read, members, origin)
+        "n_rows": train.n_rows,
+        "strengths": {name: held["strengths"] for name, held in details.items() if "strengths" in held},
+    }
+    if "jacobian" in details:
+        jacobian = details["jacobian"]
+        origin |= {"n_prompts": jacobian["n_fitted"], "n_prompt_tokens": jacobian["n_tokens"]}
+    return origin
+
+
+def _cosines(
+    members: Mapping[str, Member], halves: tuple[Lens, Lens], train: Activations
+) -> pd.DataFrame | None:
+    """Cosines of the Jacobian lens and those in closed form; ``None`` where there is none of these."""
+    plain: dict[str, Lens] = {name: members[name].lens for name in ("mat", "affine") if name in members}
+    if not plain:
+        return None
+    of_halves = {name: _halves(lens, train, intercept=name == "affine") for name, lens in plain.items()}
+    lenses = {**plain, "jacobian": members["jacobian"].lens}
+    return cosine_table(lenses, {**of_halves, "jacobian": halves})
 
 
 def _halves(lens: Lens, train: Activations, *, intercept: bool) -> tuple[Lens, Lens]:

@@ -136,12 +136,12 @@ def _fit_closed(
         with _timed() as shared:
             moments = lens_moments(model, train, group, layers=layers)
         for name in group:
-            with _timed() as own:
+            with _timed() as alone:
                 lens = Lens.from_moments(moments, name)
             lens = replace(lens, readout=readout, model=model)  # the rows are known to be of this model
             identity = Method.parse(name).is_identity
             flops = 0 if identity else closed_form_flops(train.n_rows, model.cfg.d_model) * len(layers)
-            members[name] = Member(lens, 0.0 if identity else shared.seconds + own.seconds, flops)
+            members[name] = Member(lens, 0.0 if identity else shared.seconds + alone.seconds, flops)
     return members
 
 

@@ -1,3 +1,4 @@
+from .cells import read_cells as read_cells
 from .early_exit import ExitConfidence as ExitConfidence
 from .early_exit import exit_confidences as exit_confidences
 from .early_exit import exit_layers as exit_layers
@@ -24,4 +25,3 @@ from .quality import prediction_quality as prediction_quality
 from .quality import prediction_rows as prediction_rows
 from .quality import r2_matrix as r2_matrix
 from .trajectory import Trajectory as Trajectory
-from .trajectory import read_cells as read_cells

@@ -117,8 +117,7 @@ class Lens:
         if not onto_last:
             raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
         held = {layer: LayerMap(linear.weight, bias=linear.bias) for layer, linear in onto_last.items()}
-        lens = cls(held, method, maps.provenance)
-        return lens if model is None else lens.on(model)
+        return cls(held, method, maps.provenance)._placed(model)
 
     @overload
     @classmethod
@@ -232,8 +231,7 @@ class Lens:
         InputError
             They were kept for other methods, there are no samples, or the model is another.
         """
-        lens = cls(*moments.solve(method))
-        return lens if model is None else lens.on(model)
+        return cls(*moments.solve(method))._placed(model)
 
     @property
     def n_samples(self) -> int | None:
@@ -363,9 +361,19 @@ class Lens:
             It is another model, runs in another precision, makes other tokens of text, or has other parts
             replaced, set or hooked.
         """
-        provenance = self.provenance if same_precision else replace(self.provenance, same_precision=False)
-        provenance.require_same(ModelIdentity.from_model(model), ours="the lens")
-        return replace(self, provenance=provenance, readout=Readout(model), model=model)
+        lens = self._for_precision(same_precision)
+        lens.provenance.require_same(ModelIdentity.from_model(model), ours="the lens")
+        return replace(lens, readout=Readout(model), model=model)
+
+    def _placed(self, model: TransformerBridge | None, same_precision: bool = True) -> Lens:
+        """On a model, where one is given."""
+        if model is None:
+            return self._for_precision(same_precision)
+        return self.on(model, same_precision=same_precision)
+
+    def _for_precision(self, same: bool) -> Lens:
+        """For models that run in the precision that it was fitted in; or, if not ``same``, in any."""
+        return self if same else replace(self, provenance=replace(self.provenance, same_precision=False))
 
     def trajectory(
         self, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
@@ -432,13 +440,7 @@ class Lens:
         InputError
             The folder holds no finished lens, a file of it is damaged, or the model is another.
         """
-        lens = cls(*read_lens(folder))
-        if model is not None:
-            return lens.on(model, same_precision=same_precision)
-        return lens if same_precision else lens._in_any_precision()
-
-    def _in_any_precision(self) -> Lens:
-        return replace(self, provenance=replace(self.provenance, same_precision=False))
+        return cls(*read_lens(folder))._placed(model, same_precision)
 
     def push_to_hub(
         self,
@@ -522,9 +524,7 @@ class Lens:
         """
         place = HubRepository(repository, endpoint, token)
         lens = cls(*pull_lens(place, name, revision=revision, model=model))
-        if model is not None:
-            return lens.on(model, same_precision=same_precision)
-        return lens if same_precision else lens._in_any_precision()
+        return lens._placed(model, same_precision)
 
     @classmethod
     def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:

@@ -19,7 +19,8 @@ from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import is_masked, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.readers import is_masked
 from matlens.errors import InputError, printable
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout

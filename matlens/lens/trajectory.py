@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -17,19 +16,19 @@ from matlens.activations.collecting import collect
 from matlens.arguments import require_whole, short
 from matlens.corpora.prompts import make_prompts
 from matlens.errors import InputError
+from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.models.vocabulary import token_texts, visible, word_token
 from matlens.pages.assembly import framed
-from matlens.pages.trajectory import LensCells, trajectory_page
+from matlens.pages.trajectory import trajectory_page
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROWS = 128  # distributions over the vocabulary that are held at once
-_SCORES = 2**24  # scores over the vocabulary that are held at once, 64 MiB; several tensors of this size live
 _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 
 
@@ -214,7 +213,7 @@ class Trajectory:
         Parameters
         ----------
         tokens
-            Chosen tokens, see `rank`.
+            Chosen tokens, see `rank`. Where two are alike but for spaces, columns say so: ``rank of ␣Paris``.
 
         Raises
         ------
@@ -237,9 +236,11 @@ class Trajectory:
                 "rank": self.final_rank.reshape(-1).numpy(),
             }
         )
-        for token in tokens:
+        names = [str(token).strip() for token in tokens]
+        for token, name in zip(tokens, names, strict=True):
             ranks, probabilities = self._of(token)
-            name = str(token).strip()
+            if names.count(name) > 1:  # such as "Paris" and " Paris", which are two tokens
+                name = visible(token) if isinstance(token, str) else f"token {token}"
             table[f"rank of {name}"] = ranks.reshape(-1).numpy()
             table[f"probability of {name}"] = probabilities.reshape(-1).double().numpy()
         return table
@@ -298,126 +299,13 @@ def read_trajectory(
     lens.provenance.require_same(activations.provenance, ours="the lens")
     vectors = torch.stack([activations[layer] for layer in wanted])
     ids = torch.from_numpy(examples.tokens).long()
-    parts: list[tuple[Tensor, ...]] = []
-    for column in range(0, len(ids), step := max(1, _ROWS // 2)):
-        rows = slice(column, column + step)
-        truth = lens.logits(vectors[-1, rows], lens.n_layers).log_softmax(-1)
-        p, final = truth.exp(), truth.argmax(-1, keepdim=True)
-        of_rows = []
-        for layer, h in zip(wanted, vectors[:, rows], strict=True):
-            log_q = lens.logits(h, layer).log_softmax(-1)
-            best, rank = log_q.topk(k), (log_q > log_q.gather(1, final)).sum(1)
-            numbers = (
-                best.indices, best.values.exp(), _sum(log_q.exp(), -log_q), _sum(p, truth - log_q), rank
-            )  # fmt: skip
-            of_rows.append([number.cpu() for number in numbers])
-        parts.append(tuple(torch.stack(numbers, 1) for numbers in zip(*of_rows, strict=True)))
-    top_ids, probabilities, entropy, kl, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
+    cells = read_cells(lens.logits, list(vectors), wanted, followed=ids[:0], k=k)
+    top_ids, log_probs, entropy, kl, rank = (
+        torch.from_numpy(numbers).transpose(0, 1)
+        for numbers in (cells.ids, cells.log_probs, cells.entropy, cells.kl, cells.rank)
+    )
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
-        prompt, ids, tokens, tuple(wanted), top_ids, probabilities, entropy, kl.clamp(min=0), ranks, lens,
-        vectors, int(examples.positions[0]),
+        prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank - 1, lens, vectors,
+        int(examples.positions[0]),
     )  # fmt: skip
-
-
-def _sum(p: Tensor, x: Tensor) -> Tensor:
-    """Sum of ``p x`` over the vocabulary, where a probability of 0 counts nothing."""
-    return torch.where(p > 0, p * x, torch.zeros_like(p)).sum(-1)
-
-
-# Cells of a page
-
-
-@checked
-@torch.inference_mode()
-def read_cells(
-    logits: Callable[[Tensor, int], Tensor],
-    vectors: Sequence[Float[Tensor, "n d_model"]],
-    layers: Sequence[int],
-    *,
-    followed: Int[Tensor, " followed"],
-    k: int = 10,
-) -> LensCells:
-    """Read every token of a prompt at every layer.
-
-    Parameters
-    ----------
-    logits
-        Scores of all tokens for vectors of a layer, such as `Lens.logits`.
-    vectors, layers
-        The stream of the prompt at each layer and its number, the last layer of the model at the end.
-    followed
-        Tokens whose ranks and probabilities are kept in every cell.
-    k
-        How many of the most probable tokens are kept.
-
-    Raises
-    ------
-    InputError
-        There are not as many layers as tensors of vectors, a followed token is not in the vocabulary, or
-        ``k`` is more than there are tokens.
-    """
-    if len(vectors) != len(layers) or not layers:
-        raise InputError(f"There are vectors of {len(vectors)} layers for {len(layers)} numbers of layers.")
-    n_tokens = len(vectors[-1])
-    width = logits(vectors[-1][:1], layers[-1]).shape[-1]
-    require_whole(k, "k", least=1, most=width)
-    if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < width:
-        raise InputError(f"The followed tokens are not all in the vocabulary, which has 0 to {width - 1}.")
-    step = max(_SCORES // width, 1)
-    blocks = [
-        _read_block([of_layer[start : start + step] for of_layer in vectors], layers, logits, followed, k)
-        for start in range(0, n_tokens, step)
-    ]
-    return LensCells(*(torch.cat(parts, 1).numpy() for parts in zip(*blocks, strict=True)))
-
-
-def tokens_of_interest(final: Int[Tensor, "n k"], tokens: Int[Tensor, " n"], place: int) -> list[int]:
-    """Tokens worth following through a prompt, the likeliest to be asked for first.
-
-    Those that the model predicts at each token, from the one that is read backwards; the others that it holds
-    for likely there; and the prompt's own.
-    """
-    return [
-        *final[[*range(place, -1, -1)], 0].tolist(),
-        *final[place].tolist(),
-        *final[place + 1 :, 0].tolist(),
-        *tokens.tolist(),
-    ]
-
-
-def texts_of(tokenizer: Any, ids: Iterable[np.ndarray]) -> dict[int, str]:
-    """How people read each of the tokens in some arrays."""
-    unique = np.unique(np.concatenate([np.asarray(part).ravel() for part in ids])).tolist()
-    return dict(zip(unique, map(visible, token_texts(tokenizer, unique)), strict=True))
-
-
-def _read_block(
-    vectors: Sequence[Tensor],
-    layers: Sequence[int],
-    logits: Callable[[Tensor, int], Tensor],
-    followed: Tensor,
-    k: int,
-) -> list[Tensor]:
-    """The parts of `LensCells` for some of the tokens."""
-    true = logits(vectors[-1], layers[-1]).log_softmax(-1)
-    p, final = true.exp(), true.argmax(-1, keepdim=True)
-    chosen = followed.to(true.device)
-    columns: list[tuple[Tensor, ...]] = []
-    for h, layer in zip(vectors, layers, strict=True):
-        log_q = logits(h, layer).log_softmax(-1)
-        best = log_q.topk(k)
-        of_followed = log_q[:, chosen]
-        ranks = [1 + (log_q > of_followed[:, [i]]).sum(-1) for i in range(len(chosen))]
-        columns.append(
-            (
-                best.indices,
-                best.values,
-                -_sum(log_q.exp(), log_q),
-                _sum(p, true - log_q).clamp(min=0),
-                1 + (log_q > log_q.gather(1, final)).sum(-1),
-                torch.stack(ranks, 1) if ranks else torch.empty(len(h), 0, dtype=torch.long),
-                of_followed,
-            )
-        )
-    return [torch.stack(part).cpu() for part in zip(*columns, strict=True)]

@@ -99,9 +99,9 @@ def fit_samples(
     n = len(wanted[named[0][0]])
     if (processes := current()).several:
         processes.agree([named, n], "fitting")
-        own = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
-        wanted = {site: vectors[own] for site, vectors in wanted.items()}
-        weights = None if weights is None else weights[own]
+        share = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
+        wanted = {site: vectors[share] for site, vectors in wanted.items()}
+        weights = None if weights is None else weights[share]
     for site, vectors in wanted.items():
         require_finite(vectors, site)
     side_by_side = _SideBySide(wanted)
@@ -131,6 +131,7 @@ def fit_rows(
     weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: float = 0.0,
+    split: bool = False,
 ) -> Iterator[LinearMap]:
     """Fit maps on collected samples or some of them, and write into the maps how many they were.
 
@@ -140,7 +141,7 @@ def fit_rows(
         Vectors by site, such as `matlens.collect` gives.
     pairs
         Names of the sites of each map.
-    rows, weights, intercept, ridge
+    rows, weights, intercept, ridge, split
         See `fit_samples`.
 
     Raises
@@ -160,7 +161,7 @@ def fit_rows(
     if kept_weights is not None:
         details["weights"] = tensor_digest(kept_weights)
     yield from fit_samples(
-        vectors, pairs, weights=kept_weights, intercept=intercept, ridge=ridge,
+        vectors, pairs, weights=kept_weights, intercept=intercept, ridge=ridge, split=split,
         provenance=samples.provenance.with_details(**details),
     )  # fmt: skip
 

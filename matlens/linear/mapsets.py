@@ -56,9 +56,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     """Maps by ``(source, target)``, in memory or read from a folder one at a time.
 
     ``maps[3, 30]`` is the map between two layers of the stream, and ``maps[3, -1]`` that onto the last one;
-    sites are named otherwise, as in ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default that
-    of the first map. With ``same_precision=False`` the maps may be used on the same weights in another
-    precision, such as maps of a float32 model while it runs in bfloat16.
+    sites are named otherwise, as in ``maps["ln1_out.3", "attn_out.3"]``. The provenance is by default what
+    those of all maps say alike, and that alone is kept in a folder. With ``same_precision=False`` the maps
+    may be used on the same weights in another precision, such as maps of a float32 model while it runs in
+    bfloat16.
 
     Raises
     ------
@@ -92,8 +93,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 "of their own."
             )
         if provenance is None and given:
-            hooks = {site: names for linear in given for site, names in linear.provenance.hooks.items()}
-            provenance = replace(given[0].provenance, hooks=hooks)
+            provenance = _said_alike([linear.provenance for linear in given])
         self.provenance = provenance or Provenance()
         if not same_precision:
             self.provenance = replace(self.provenance, same_precision=False)
@@ -145,6 +145,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         weights: Float[Tensor, " n"] | None = None,
         intercept: bool = False,
         ridge: float = 0.0,
+        split: bool = False,
         progress: bool = True,
     ) -> MapSet:
         """Fit maps on collected vectors, by least squares.
@@ -161,6 +162,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             `fit_samples`.
         intercept, ridge
             Off by default, as in the paper; see `Moments.solve`.
+        split
+            Whether products in float64 are sums of exact ones in float32, for vectors on a device that is
+            slow in float64; see `fit_samples`.
         progress
             Whether to show a bar.
 
@@ -173,8 +177,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         require_collection(activations)
         wanted = resolve_pairs(pairs, activations.provenance)
         maps = fit_rows(
-            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=require_ridge(ridge)
-        )
+            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=require_ridge(ridge),
+            split=split,
+        )  # fmt: skip
         return cls(fitting_bar(maps, len(dict.fromkeys(wanted)), progress=progress))
 
     @property
@@ -267,6 +272,26 @@ def _with_names(linear: LinearMap) -> LinearMap:
     source, target = str(Site.read(linear.source)), str(Site.read(linear.target))
     same = (source, target) == (linear.source, linear.target)
     return linear if same else replace(linear, source=source, target=target)
+
+
+def _said_alike(provenances: Sequence[Provenance]) -> Provenance:
+    """What maps of one model say alike of where they come from, and all their hooks; some may say nothing."""
+    known = [provenance for provenance in provenances if provenance.model is not None] or provenances
+    first = known[0]
+
+    def alike(part: str) -> Any:
+        said = getattr(first, part)
+        return said if all(getattr(other, part) == said for other in known) else None
+
+    return Provenance(
+        first.model, alike("data"), alike("examples"), alike("positions"),
+        {
+            key: value for key, value in first.details.items()
+            if all(key in other.details and other.details[key] == value for other in known)
+        },
+        same_precision=all(provenance.same_precision for provenance in known),
+        hooks={site: names for provenance in provenances for site, names in provenance.hooks.items()},
+    )  # fmt: skip
 
 
 def write_maps(

@@ -218,7 +218,7 @@ class _Atlas:
     def together_rows(self, rows: Iterable[Row], parts: Sequence[Part]) -> list[Row]:
         """The parts that cost least alone, replaced together."""
         table, by_key = pd.DataFrame(list(rows)), {(part.kind, part.layer): part for part in parts}
-        found = []
+        joint = []
         for group, mode in itertools.product(GROUPS, self._modes):
             first = first_parts(table, group=group, tokens=mode)
             chosen = [by_key[kind, layer] for kind, layer in first]
@@ -230,9 +230,9 @@ class _Atlas:
             names = ", ".join(part.name for part in chosen)
             for metric, estimate in self._costs(vectors).items():
                 row = self._row(chosen[0], MAP, mode, metric, estimate)
-                found.append(row | {"layer": None, "target": None, "kind": f"{TOGETHER}: {group}",
+                joint.append(row | {"layer": None, "target": None, "kind": f"{TOGETHER}: {group}",
                                     "parts": names})  # fmt: skip
-        return found
+        return joint
 
     def _variant(self, layer: int, cases: Iterable[_Case]) -> Variant:
         replacements = []

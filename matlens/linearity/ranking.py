@@ -80,11 +80,11 @@ def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float
     rows = table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
     alone = rows[rows["layer"].notna()]
     names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
-    found = dict(zip(names, alone["value"], strict=True))
-    missing = [name for name in parts.split(", ") if name not in found]
+    by_name = dict(zip(names, alone["value"], strict=True))
+    missing = [name for name in parts.split(", ") if name not in by_name]
     if missing:
         raise InputError(f"The table has no part {short(missing[0])}. Expected names such as 'ffn 3'.")
-    return float(sum(found[name] for name in parts.split(", ")))
+    return float(sum(by_name[name] for name in parts.split(", ")))
 
 
 @checked
@@ -200,11 +200,11 @@ def spearman(
             product = (ranks * others).sum(-1)
             return np.asarray(product / np.sqrt((ranks**2).sum(-1) * (others**2).sum(-1)))
 
-    found = stats.bootstrap(
+    limits = stats.bootstrap(
         (np.arange(len(a)),), statistic, vectorized=True, n_resamples=resamples, method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
-    low, high = float(found.low), float(found.high)
+    low, high = float(limits.low), float(limits.high)
     return value, low if math.isfinite(low) else math.nan, high if math.isfinite(high) else math.nan
 
 

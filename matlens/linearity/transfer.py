@@ -15,7 +15,8 @@ import torch
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, is_masked
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import is_masked
 from matlens.errors import InputError
 from matlens.lens.quality import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_rows, fit_samples, fit_stream

@@ -5,11 +5,6 @@ from .changes import describe_changes as describe_changes
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import require_raw as require_raw
-from .loading import load as load
-from .loading import wrap as wrap
-from .places import SMOLLM2 as SMOLLM2
-from .places import locate as locate
-from .places import smollm2_path as smollm2_path
 from .readout import Readout as Readout
 from .sites import Family as Family
 from .sites import Site as Site

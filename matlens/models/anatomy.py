@@ -18,7 +18,8 @@ from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.kinds.experts import Mixture, attached
 from matlens.kinds.images import is_visual, places_of_image, probe_images
-from matlens.models.changes import changes_of, reading
+from matlens.models.changes import changes_of
+from matlens.models.hooks import reading
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,
@@ -268,8 +269,8 @@ def _examine(model: TransformerBridge) -> Anatomy:
     as_tuples = issubclass(returned[0], tuple)
     by_name = {
         name: hook
-        for own, names in points.items()
-        for hook in [Hook(own, names, *_carried(fired.get(own, []), places))]
+        for hook_name, names in points.items()
+        for hook in [Hook(hook_name, names, *_carried(fired.get(hook_name, []), places))]
         for name in names
     }
 
@@ -308,11 +309,11 @@ def probe_tokens(model: TransformerBridge) -> Tensor:
 def _points(model: TransformerBridge) -> dict[str, tuple[str, ...]]:
     """All names of each hook point, by its own."""
     names: dict[int, list[str]] = {}
-    own: dict[int, str] = {}
+    own_names: dict[int, str] = {}
     for name, point in model.hook_dict.items():
         names.setdefault(id(point), []).append(name)
-        own[id(point)] = point.name or name
-    return {own[number]: tuple(dict.fromkeys((own[number], *names[number]))) for number in names}
+        own_names[id(point)] = point.name or name
+    return {own_names[number]: tuple(dict.fromkeys((own_names[number], *names[number]))) for number in names}
 
 
 def _open(model: TransformerBridge, points: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from matlens.errors import InputError
 from matlens.kinds.images import is_visual, probe_images
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import reading
+from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import require_finite
 from matlens.models.weights import require_finite_weights
@@ -349,7 +349,12 @@ def _head_modules(model: TransformerBridge) -> list[nn.Module]:
             model.unembed.original_component,
         ]
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
-    return [*norm, model.unembed.original_component]
+    return [*norm, *narrowing(model), model.unembed.original_component]
+
+
+def narrowing(model: TransformerBridge) -> list[nn.Module]:
+    """What makes the stream as narrow as the embeddings are before the unembedding, as in OPT-350m."""
+    return [model.project_out.original_component] if hasattr(model, "project_out") else []
 
 
 def _head_activation(model: TransformerBridge) -> Any:

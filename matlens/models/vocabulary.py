@@ -92,7 +92,10 @@ def word_token(tokenizer: Any, word: str) -> int:
     require_kind(word, str, "A word", way="Give it as text, such as ' tea'.")
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
-    if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id:
+    if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second
+        bare = _encoded(tokenizer, text[1:])
+        tokens = bare if len(bare) == 1 and _text(tokenizer, bare[0]) == text else tokens
+    if len(tokens) == 1 and _is_known(tokenizer, tokens[0], text):
         return tokens[0]
     if not tokens or tokenizer.unk_token_id in tokens:
         raise InputError(
@@ -131,7 +134,12 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 def _is_token(tokenizer: Any, text: str) -> bool:
     tokens = _encoded(tokenizer, text)
-    return len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id
+    return len(tokens) == 1 and _is_known(tokenizer, tokens[0], text)
+
+
+def _is_known(tokenizer: Any, token: int, text: str) -> bool:
+    """Whether a token stands for a text; that of unknown words, GPT-2's end of text, does for its name."""
+    return token != tokenizer.unk_token_id or text == tokenizer.unk_token
 
 
 def _quoted(text: str) -> str:

@@ -75,7 +75,7 @@ class Screen:
         rank = torch.zeros_like(ids).index_add_(0, row[above], torch.ones_like(row[above]))
         row, token = row[~above], token[~above]
         value = self._in_full(x, row, token)
-        exact = value.new_zeros(len(x)).index_put_((row[own := token == ids[row]],), value[own])
+        exact = value.new_zeros(len(x)).index_put_((row[targets := token == ids[row]],), value[targets])
         above = value > exact[row]
         rank.index_add_(0, row[above], torch.ones_like(row[above]))
         return self._top(x, logits, highest, error), rank

@@ -7,30 +7,23 @@ is made of the first in the place of the second.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from matlens.arguments import short
 from matlens.errors import InputError
-from matlens.kinds.images import is_visual, places_of_image
-from matlens.kinds.stacks import DECODER, stack_of
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import hanging, intervening
-from matlens.patching.replacements import (
-    Replacement,
-    Where,
-    describe_replacement,
-    find_overlap,
-    resolve_replacements,
-)
+from matlens.models.hooks import hanging, intervening
+from matlens.patching.replacements import Replacement, describe_replacement, stand_in
+from matlens.patching.resolution import find_overlap, resolve_replacements
+from matlens.patching.skipping import replaced_forwards, skipping_forwards
+from matlens.patching.token_places import TokenPlaces
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -131,7 +124,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
     for replacement in replacements:
         source, (target, before) = anatomy.hook(replacement.source), anatomy.written_at(replacement.target)
         if replacement.is_jump and replacement.blocks:
-            forwards |= _skipping_forwards(model, replacement, anatomy.blocks_return_tuples)
+            forwards |= skipping_forwards(model, replacement, anatomy.blocks_return_tuples)
         elif source == target:
             writing.append((target, _mapping_hook(replacement, places)))
         else:
@@ -152,7 +145,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
         stack.enter_context(intervening(model, changes, functions))
         if any(not replacement.is_jump for replacement in replacements):
             stack.enter_context(places.watching())
-        stack.enter_context(_replaced_forwards(model, forwards))
+        stack.enter_context(replaced_forwards(model, forwards))
         stack.enter_context(hanging(model, hooks))
         stack.enter_context(reserve_parts(model, replacements))
         yield
@@ -177,7 +170,7 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
 
 def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
     def hook(value: Tensor, hook: Any) -> Tensor:
-        instead = _stand_in(replacement, value, value)
+        instead = stand_in(replacement, value, value)
         return instead if replacement.is_jump else _put(replacement, instead, value, places)
 
     return hook
@@ -191,17 +184,6 @@ def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: Token
         heads[list(replacement.heads)] = True
         chosen = chosen & heads.flatten()
     return torch.where(chosen, instead, value.flatten(2)).view(value.shape)
-
-
-def _stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
-    """What stands in for vectors that leave a part of a model, from those that enter it."""
-    instead = replacement.function(entered)
-    if not isinstance(instead, Tensor) or instead.shape != left.shape:
-        raise InputError(
-            f"What stands in for {replacement} gives {short(instead)}. Expected a tensor of the shape "
-            f"{tuple(left.shape)}, a vector for each token."
-        )
-    return instead.to(left.dtype)
 
 
 class _Kept:
@@ -234,208 +216,9 @@ def _writing_hook(
                 f"The pass came to {replacement.target} and not to {replacement.source} before, so there is "
                 "nothing to put there. Expected a pass that starts no later than the replacement."
             )
-        instead = _stand_in(replacement, read, value.flatten(2))
+        instead = stand_in(replacement, read, value.flatten(2))
         if before is not None:
             instead = instead - before.to(instead.dtype)
         return _put(replacement, instead, value, places)
 
     return leave
-
-
-class TokenPlaces:
-    """The place of every token of a running batch in its sentence, and -1 for padding.
-
-    Padding is never replaced: it is no sentence's token, and what a stand-in would make of it can grow
-    beyond all numbers and reach the others through an attention weight of zero.
-    """
-
-    def __init__(self, model: TransformerBridge) -> None:
-        self._model, self._inner = model, model.original_model
-        self._signature = inspect.signature(self._inner.forward)
-        self._running = threading.local()  # the batch that runs in each thread
-        self.look: Callable[..., None] = self._look  # one object, by which the hook is known
-
-    def starts_behind(self, order: int) -> bool:
-        """Whether the running pass starts at a later layer than a hook, which then carries nothing of it."""
-        start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
-        return start is not None and order < Anatomy.from_model(self._model).start_of_block(start)
-
-    @property
-    def number(self) -> int:
-        """The number of the running pass."""
-        return int(getattr(self._running, "number", 0))
-
-    def chosen(self, where: Where) -> Tensor:
-        """``[batch, length]``: the tokens at which something is replaced."""
-        places = cast(Tensor, self._running.places)
-        if isinstance(where, str):
-            return places >= (1 if where == "not-first" else 0)
-        if len(where) != len(places):
-            raise InputError(
-                f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one row for "
-                "each sentence."
-            )
-        where = where.to(places.device)
-        if where.dtype != torch.bool:
-            outside = (places == 0).any(1) & (where > places.max(1).values)
-            if bool(outside.any()):
-                sentence = int(outside.int().argmax())
-                raise InputError(
-                    f"'where' has the position {int(where[sentence])} for sentence {sentence}, which has the "
-                    f"tokens 0 to {int(places[sentence].max())}. Expected one of them; truth values for each "
-                    "token mean those to come, too."
-                )
-            return places == where[:, None]
-        known = places < where.shape[1]
-        meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
-        return meant & (places >= 0)
-
-    @property
-    def of_batch(self) -> Tensor:
-        """``[batch, length]``: the place of each token of the running batch."""
-        return cast(Tensor, self._running.places)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note the places of the tokens that each forward pass is given."""
-        handle = self._inner.register_forward_pre_hook(self.look, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._running.number = self.number + 1
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        if is_visual(self._model):
-            n, length = len(given["pixel_values"]), places_of_image(self._model)
-            self._running.places = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
-            return
-        of_stack = "decoder_" if stack_of(self._model) == DECODER else ""
-        tokens = given.get(f"{of_stack}input_ids")
-        tokens = given[f"{of_stack}inputs_embeds"] if tokens is None else tokens
-        n, length = tokens.shape[:2]
-        mask, cache = given.get(f"{of_stack}attention_mask"), given.get("past_key_values")
-        if mask is not None and mask.ndim != 2:
-            raise InputError(
-                "To know which tokens are padding, an attention mask [batch, length] is needed: got one of "
-                f"{mask.ndim} dimensions."
-            )
-        if mask is not None:
-            real = mask.bool()
-            self._running.places = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
-            return
-        past = 0 if cache is None else cache.get_seq_length()
-        self._running.places = torch.arange(past, past + length, device=tokens.device).expand(n, length)
-
-
-def _skipping_forwards(
-    model: TransformerBridge, jump: Replacement, as_tuples: bool
-) -> dict[int, Callable[..., Any]]:
-    """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
-    if all(hasattr(getattr(block, "original_component", None), "layer") for block in model.blocks):
-        return _skipping_forwards_of_t5(model, jump)
-    needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
-    kinds = {
-        type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
-    }
-    if kinds:
-        raise InputError(
-            f"{jump} skips blocks, and the blocks of this model cannot be skipped: TransformerLens runs them "
-            f"as {', '.join(sorted(kinds))}. Its layers can be collected, and their maps fitted and read out."
-        )
-
-    def forward_of(layer: int) -> Callable[..., Any]:
-        block = model.blocks[layer]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if layer == jump.blocks[0]:  # a pass may be asked to start or to stop here
-                args, kwargs = block._maybe_inject_start_residual(args, kwargs)
-                block._check_stop_at_layer(*args, **kwargs)
-            else:
-                _require_no_end_inside(block, layer, jump)
-            h = args[0] if args else kwargs["hidden_states"]
-            _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
-            if layer == jump.blocks[0]:
-                h = _stand_in(jump, block.hook_in(h), h)
-            if layer == jump.blocks[-1]:
-                h = block.hook_out(h)
-            return (h, None) if as_tuples else h
-
-        return forward
-
-    return {layer: forward_of(layer) for layer in jump.blocks}
-
-
-def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dict[int, Callable[..., Any]]:
-    """The same for T5, whose first block computes how far tokens lie apart, for all blocks of its stack."""
-
-    def forward_of(layer: int) -> Callable[..., Any]:
-        block = model.blocks[layer]
-
-        def forward(
-            h: Tensor, mask: Any = None, bias: Any = None, encoder: Any = None, *others: Any, **more: Any
-        ) -> Any:
-            _require_first_pass(more.get("past_key_values"), layer, len(model.blocks), h.shape[1], jump)
-            if bias is None:
-                attention = block.original_component.layer[0].SelfAttention
-                attention = getattr(attention, "original_component", attention)
-                bias = attention.compute_bias(h.shape[1], h.shape[1], device=h.device)
-            if layer == jump.blocks[0]:
-                h = _stand_in(jump, block.hook_in(h), h)
-            if layer == jump.blocks[-1]:
-                h = block.hook_out(h)
-            return h, bias, others[1] if len(others) > 1 else None
-
-        return forward
-
-    return {layer: forward_of(layer) for layer in jump.blocks}
-
-
-def _require_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
-    """Refuse to go on with a cache, in which skipped blocks have kept no place."""
-    if cache is None:
-        return
-    lengths = [cache.get_seq_length(number) for number in range(n_layers)]
-    if any(lengths[layer:]) or any(kept > length for kept in lengths[:layer]):
-        raise InputError(
-            f"The blocks of the jump {jump} keep no keys and values, so a pass cannot go on with a cache. "
-            "Run the model with use_cache=False."
-        )
-
-
-@contextmanager
-def _replaced_forwards(
-    model: TransformerBridge, forwards: Mapping[int, Callable[..., Any]]
-) -> Iterator[None]:
-    """Let blocks run other functions, given by their layer."""
-    # An attribute of the instance goes before the method of its class, and leaves no trace when deleted.
-    before = {layer: vars(model.blocks[layer]).get("forward") for layer in forwards}
-    try:
-        for layer, forward in forwards.items():
-            vars(model.blocks[layer])["forward"] = forward
-        yield
-    finally:
-        for layer, forward in before.items():
-            vars(model.blocks[layer]).pop("forward", None)
-            if forward is not None:
-                vars(model.blocks[layer])["forward"] = forward
-
-
-def _require_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
-    asked = (getattr(block, "_start_at_layer_idx", None), getattr(block, "_stop_at_layer_idx", None))
-    if layer in asked:
-        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {jump} passes over it.")
-
-
-def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
-    # The model reads off the cache how many tokens there were, and may ask a skipped layer for it.
-    from transformers import Cache, EncoderDecoderCache
-
-    for cache in given:
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        if isinstance(cache, Cache):
-            nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
-            cache.update(nothing, nothing, layer)

@@ -10,10 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.corpora.examples import Batch, Examples, reads_whole
+from matlens.corpora.batches import Batch
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import reads_whole
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import EndOfPass, hanging, intervening
+from matlens.models.hooks import EndOfPass, hanging, intervening
 from matlens.models.sites import COEFFICIENTS, STREAM, Site, require_finite
 from matlens.progress import Bar
 from matlens.signatures import checked

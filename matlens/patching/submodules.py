@@ -23,8 +23,9 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import require_collected, resolve_pairs
 from matlens.models.anatomy import Anatomy, output_multiplier
-from matlens.models.sites import STREAM, Site, require_finite
-from matlens.patching.replacements import mat_attn, resolve_replacements
+from matlens.models.sites import CROSS, STREAM, Site, require_finite
+from matlens.patching.replacements import mat_attn
+from matlens.patching.resolution import resolve_replacements
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -120,14 +121,17 @@ def attend_nowhere(
 
     The stand-in of attention reads no other token, so a vector of layer ``first`` alone determines what
     ``mat_attn`` makes of it (appendix A). Equal to a pass that is patched at all tokens, and far cheaper.
+    Negative layers count from the end.
 
     Raises
     ------
     InputError
-        The range runs backwards or leaves the model, or a map is missing.
+        The range runs backwards or leaves the model, or a map is missing; or the blocks read other tokens
+        without that attention too, as the decoder of an encoder-decoder does, or have an FFN in no module.
     """
     anatomy = Anatomy.from_model(model)
-    anatomy.resolve(Site(STREAM, last))
+    first, last = (anatomy.resolve(Site(STREAM, layer)).layer for layer in (first, last))
+    _require_alone(model, anatomy)
     attention = {
         replacement.source.layer: replacement.function
         for replacement in resolve_replacements(model, mat_attn(maps, first, last))
@@ -145,25 +149,58 @@ def attend_nowhere(
     return h[:, 0].float()
 
 
+def _require_alone(model: TransformerBridge, anatomy: Anatomy) -> None:
+    """Refuse blocks that cannot be run on a vector alone."""
+    reason = ""
+    if anatomy.family.name == CROSS.name:
+        reason = "they read the encoder's last layer as well"
+    elif not all(map(_has_known_ffn, model.blocks)):
+        reason = "their FFN is in no module of its own"
+    if reason:
+        raise InputError(
+            f"The blocks of {model.cfg.architecture} cannot be run on single vectors: {reason}. A patched "
+            "pass can: matlens.patched(model, matlens.mat_attn(maps, first, last))."
+        )
+
+
 def _run_block(block: Any, family: str, attend: Any, h: Tensor, multiplier: float) -> Tensor:
     if family == "post-norm":
         mid = block.ln1(h + attend(h).to(h.dtype))
-        return block.ln2(mid + _post_norm_ffn(block, mid))
+        return block.ln2(mid + _run_ffn(block, mid))
     if family == "output-norm":
         mid = h + block.ln1_post(attend(h).to(h.dtype))
-        return mid + block.ln2_post(block.mlp(mid))
+        return mid + block.ln2_post(_run_ffn(block, mid))
     read = block.ln1(h)
     written = attend(read).to(h.dtype)
     if family == "parallel":
-        return h + written + block.mlp(block.ln2(h) if hasattr(block, "ln2") else read)
+        return h + written + _run_ffn(block, block.ln2(h) if hasattr(block, "ln2") else read)
     if family == "extra-norm":
         mid = h + block.ln1_post(written)
-        return mid + block.ln2_post(block.mlp(block.ln2(mid)))
+        return mid + block.ln2_post(_run_ffn(block, block.ln2(mid)))
     mid = h + written
-    return mid + multiplier * block.mlp(block.ln2(mid))
+    return mid + multiplier * _run_ffn(block, block.ln2(mid))
 
 
-def _post_norm_ffn(block: Any, mid: Tensor) -> Tensor:
-    # BERT's layer has no module of its own for the whole FFN.
+_FFN_OF_LAYER = ("fc1", "activation_fn", "fc2")  # what a layer of OPT or BART runs one after the other
+
+
+def _has_known_ffn(block: Any) -> bool:
     layer = block.original_component
-    return layer.output.dense(layer.intermediate(mid))
+    in_layer = _is_berts(layer) or all(hasattr(layer, part) for part in _FFN_OF_LAYER)
+    return in_layer or getattr(block.mlp, "name", "") is not None
+
+
+def _is_berts(layer: Any) -> bool:
+    return hasattr(layer, "intermediate") and hasattr(getattr(layer, "output", None), "dense")
+
+
+def _run_ffn(block: Any, x: Tensor) -> Tensor:
+    """What the FFN of a block writes; some layers have no module of their own for the whole of it."""
+    layer = block.original_component
+    if _is_berts(layer):
+        return layer.output.dense(layer.intermediate(x))
+    if getattr(block.mlp, "name", "") is not None:
+        return block.mlp(x)
+    for part in _FFN_OF_LAYER:
+        x = getattr(layer, part)(x)
+    return x

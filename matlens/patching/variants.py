@@ -14,14 +14,18 @@ from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
 from matlens.arguments import require_whole
-from matlens.corpora.examples import Batch, Examples, reads_whole, require_own_tokens
+from matlens.corpora.batches import Batch
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import reads_whole, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import EndOfPass, reading, unchanged
+from matlens.models.changes import unchanged
+from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
-from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
+from matlens.patching.replacements import Replacement, describe_replacement
+from matlens.patching.resolution import resolve_replacements
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows

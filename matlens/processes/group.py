@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from matlens.arguments import require_whole
+from matlens.arguments import plain_number, require_whole
 from matlens.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Processes:
             return value
         key = self._next(what)
         if self.leads:
-            value = json.loads(text := json.dumps(value))
+            value = json.loads(text := json.dumps(value, default=plain_number))
             self._say(key, json.dumps([what, text]))
             return value
         said, text = json.loads(self._hear(key, 0))
@@ -105,7 +105,7 @@ class Processes:
         InputError
             It was.
         """
-        ours = json.loads(json.dumps(value))
+        ours = json.loads(json.dumps(value, default=plain_number))
         if self.share(ours, what) != ours:
             raise InputError(
                 f"Process {self.rank} was given other arguments than process 0 ({what} differ). Expected the "

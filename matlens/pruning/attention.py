@@ -20,7 +20,7 @@ from matlens.progress import Bar
 from matlens.pruning.choices import Method
 from matlens.pruning.folding import Matrix, fold
 from matlens.pruning.layouts import Layout
-from matlens.pruning.streams import TOLERANCE, Streams, tried_streams
+from matlens.pruning.streams import TOLERANCE, Streams, full_block, tried_streams
 
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
 
@@ -33,19 +33,19 @@ def output_of(block: nn.Module) -> Any:
     InputError
         There is not one.
     """
-    found = [
+    writers = [
         module
         for path, module in block.named_modules()
         if path.rpartition(".")[2] in _OUTPUTS
         and {"attn", "attention", "self_attn"} & set(path.split(".")[:-1])
         and getattr(module, "weight", torch.empty(0)).ndim == 2
     ]
-    if len(found) != 1:
+    if len(writers) != 1:
         raise InputError(
-            f"The blocks of this model have {len(found) or 'no'} matrices that write what attention adds. "
+            f"The blocks of this model have {len(writers) or 'no'} matrices that write what attention adds. "
             "Expected one, as in GPT-2 and Llama."
         )
-    return found[0]
+    return writers[0]
 
 
 @torch.no_grad()
@@ -67,10 +67,10 @@ def require_foldable_attention(layout: Layout) -> None:
         The sum does not hold in a block.
     """
     streams = tried_streams(layout)
-    for index, block in enumerate(layout.blocks):
+    for index, block in enumerate(map(full_block, layout.blocks)):
         whole, silent = streams.after(index, block, streams.h[index]), copy.deepcopy(block)
         silence(silent)
-        rest = streams.after(index, silent, _with_attention(streams, index))
+        rest = streams.after(index, silent, _with_attention(streams, index, block))
         if not bool((whole - rest).abs().max() <= TOLERANCE * whole.abs().max()):
             raise InputError(
                 f"In block {index} of {type(layout.model).__name__} the FFN does not read the stream with "
@@ -80,13 +80,12 @@ def require_foldable_attention(layout: Layout) -> None:
             )
 
 
-def _with_attention(streams: Streams, index: int) -> Float[Tensor, "n length d_model"]:
+def _with_attention(streams: Streams, index: int, block: nn.Module) -> Float[Tensor, "n length d_model"]:
     """The whole model's stream behind the attention of a block."""
     seen: list[Tensor] = []
-    block = streams.layout.blocks[index]
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
-        seen.append(output.cpu())
+        seen.append(output.to("cpu", copy=True))
 
     handle = output_of(block).register_forward_hook(keep)
     try:
@@ -134,7 +133,8 @@ def fold_attention(
             passed = streams.through(before, block, h)
             bias = layout.writer_of(block).bias
             matrix = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
-            right = _with_attention(streams, layer) - (passed.h - passed.written)
+            with_attention = _with_attention(streams, layer, layout.blocks[layer]).float()
+            right = with_attention - (passed.h.float() - passed.written.float())
             matrix = fold(
                 method, matrix, passed.read.flatten(0, 1), right.flatten(0, 1), penalty=penalty
             )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from matlens.arguments import require_whole
-from matlens.corpora.examples import Examples, is_masked, require_own_tokens
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
@@ -28,7 +28,7 @@ from matlens.pruning.choices import Choice, Method
 from matlens.pruning.folding import Matrix, fold
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, spans_of
+from matlens.pruning.spans import choose_blocks, greedy_order, read_count, spans_of
 from matlens.pruning.streams import Streams, require_foldable
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        beginning, n_layers = self.streams.beginning(CHOSEN_ON), len(self.layout.blocks)
-        n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+        n, beginning = read_count(n, len(self.layout.blocks)), self.streams.beginning(CHOSEN_ON)
         if choice != Choice.greedy:
             return choose_blocks(beginning, n, choice, progress=progress)
         if n > len(self._order):
@@ -180,12 +179,12 @@ def fold_spans(
             h = streams.h[first - 1] if not matrices else _through(streams, h, at, first - 1)
             block = layout.blocks[first - 1]
             passed = streams.through(first - 1, block, h)
-            rest = passed.h - passed.written
+            rest = passed.h.float() - passed.written.float()
             bias = layout.writer_of(block).bias
-            own = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
+            writer = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
             matrix = fold(
                 method,
-                own,
+                writer,
                 passed.read.flatten(0, 1),
                 (streams.h[last] - rest).flatten(0, 1),
                 penalty=penalty,
@@ -214,14 +213,21 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
         pruned = type(whole)(config).to(whole.dtype)
     names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(kept)}
     lost = tuple(f"{layout.path}.{index}." for index in gone)
-    state = {}
-    for name, tensor in whole.state_dict().items():
-        if name.startswith(lost):
-            continue
-        block = next((old for old in names if name.startswith(old)), None)
-        state[name if block is None else names[block] + name.removeprefix(block)] = tensor
-    pruned.load_state_dict(state)
+
+    def of_pruned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stay = ((name, tensor) for name, tensor in tensors.items() if not name.startswith(lost))
+        return {
+            next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name):
+            tensor for name, tensor in stay
+        }  # fmt: skip
+
+    pruned.load_state_dict(of_pruned(whole.state_dict()))
     pruned.tie_weights()
+    # Frequencies of positions are no weights, and stay in float32 where these are in half precision.
+    for name, buffer in of_pruned(dict(whole.named_buffers())).items():
+        place, _, last = name.rpartition(".")
+        module = pruned.get_submodule(place)
+        module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
     pruned_layout = replace(layout, model=pruned)
     for index, matrix in matrices.items():
         pruned_layout.write(pruned_layout.blocks[kept.index(index)], matrix.weight, matrix.bias)

@@ -49,8 +49,19 @@ def read_wanted(wanted: Any, n_layers: int, what: str = "blocks") -> int | tuple
         There are not so many, or `read_blocks` refuses them.
     """
     if isinstance(wanted, int):
-        return require_whole(wanted, f"The number of {what} to leave out", least=0, most=n_layers - 1)
+        return read_count(wanted, n_layers, what)
     return read_blocks(wanted, n_layers)
+
+
+def read_count(n: Any, n_layers: int, what: str = "blocks") -> int:
+    """Check how many blocks of a model are meant, of which one at least is kept.
+
+    Raises
+    ------
+    InputError
+        There are not so many.
+    """
+    return require_whole(n, f"The number of {what} to leave out", least=0, most=n_layers - 1)
 
 
 def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -84,7 +95,7 @@ def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = 
         The model has too few blocks.
     """
     n_layers = len(streams.layout.blocks)
-    n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+    n = read_count(n, n_layers)
     if n == 0:
         return ()
     if choice == Choice.greedy:
@@ -126,7 +137,7 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
     best of this round costs: losses rise as blocks go, so the others would only have become worse.
     """
     n_layers = len(streams.layout.blocks)
-    n = require_whole(n, "The number of blocks to leave out", least=0, most=n_layers - 1)
+    n = read_count(n, n_layers)
     losses = dict.fromkeys(range(1, n_layers), -math.inf)
     gone: list[int] = []
     with Bar(total=n, desc="blocks", unit="block", disable=not progress) as bar:

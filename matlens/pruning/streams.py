@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError
+from matlens.models.sites import require_finite
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
 
@@ -42,7 +43,8 @@ class Streams:
     def __init__(self, layout: Layout, tokens: Int[Tensor, "n length"], *, progress: bool = True) -> None:
         self.layout, self.tokens = layout, tokens
         config = layout.model.config.get_text_config()
-        size = (config.num_hidden_layers + 1) * tokens.numel() * config.hidden_size * 4
+        of_vector = config.hidden_size * layout.model.dtype.itemsize
+        size = (config.num_hidden_layers + 1) * tokens.numel() * of_vector
         if size > MOST_BYTES:
             raise InputError(
                 f"The streams of all layers on {tokens.numel():,} tokens take {size / 2**30:.1f} GiB. "
@@ -86,7 +88,10 @@ class Streams:
                 self._calls.append(calls)
                 parts.append([vectors.cpu() for vectors in seen])
                 bar.update(len(batch))
-        return [torch.cat(layer) for layer in zip(*parts, strict=True)]
+        streams = [torch.cat(layer) for layer in zip(*parts, strict=True)]
+        for layer, h in enumerate(streams):
+            require_finite(h, f"h.{layer}")
+        return streams
 
     def beginning(self, n_tokens: int) -> Streams:
         """The same of the first texts alone: so many tokens or a few more, in whole batches."""
@@ -97,6 +102,12 @@ class Streams:
         part.h = [h[: n_batches * self._step] for h in self.h]
         return part
 
+    def in_full(self) -> Streams:
+        """The same in float32 at least, so that no sum is hidden by rounding; see `full_block`."""
+        part = copy.copy(self)
+        part._calls, part.h = _in_full(self._calls), _in_full(self.h)
+        return part
+
     @torch.inference_mode()
     def through(self, index: int, block: nn.Module, h: Float[Tensor, "n length d_model"]) -> Passed:
         """Run a block, or another in its place, on a stream before it."""
@@ -105,7 +116,7 @@ class Streams:
 
         def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             reads.append(args[0].cpu())
-            writes.append(output.cpu())
+            writes.append(output.to("cpu", copy=True))  # to which some blocks add in place
 
         handle = self.layout.writer_of(block).register_forward_hook(hook)
         try:
@@ -170,12 +181,28 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+def _in_full(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() and value.element_size() < 4 else value
+    if isinstance(value, dict):
+        return {key: _in_full(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_in_full, value))
+    return value
+
+
+def full_block(block: nn.Module) -> nn.Module:
+    """A block in float32: itself, or a copy of one in half precision."""
+    half = any(weight.element_size() < 4 for weight in block.parameters())
+    return copy.deepcopy(block).float() if half else block
+
+
 def tried_streams(layout: Layout) -> Streams:
-    """Streams of a few drawn tokens, on which sums are tried."""
+    """Streams of a few drawn tokens, on which sums are tried, in float32 at least."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = layout.model.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, _TRIED), generator=generator)
-    return Streams(layout, tokens, progress=False)
+    return Streams(layout, tokens, progress=False).in_full()
 
 
 def require_foldable(layout: Layout) -> None:
@@ -190,7 +217,7 @@ def require_foldable(layout: Layout) -> None:
         The sum does not hold in a block.
     """
     streams = tried_streams(layout)
-    for index, block in enumerate(layout.blocks):
+    for index, block in enumerate(map(full_block, layout.blocks)):
         whole = streams.through(index, block, streams.h[index])
         silent = copy.deepcopy(block)
         layout.write(

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from matlens.arguments import plain_number
 from matlens.bounds import JSON, Bound, parse_json
 from matlens.errors import InputError
 from matlens.storage.locks import locked
@@ -55,7 +56,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def to_json(content: Mapping[str, Any]) -> str:
     """Spell out JSON as it is written everywhere."""
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(content, indent=1, default=plain_number) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -209,7 +210,7 @@ def read_json(path: str | Path) -> Any:
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with the hash of its own content, as JSON gives it back."""
-    content = json.loads(json.dumps(record))
+    content = json.loads(json.dumps(record, default=plain_number))
     content.pop(SEAL, None)
     return {**content, SEAL: content_hash(content)}
 

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from matlens.arguments import plain_number
 from matlens.errors import InputError, printable
 from matlens.processes.group import ProcessLost
 from matlens.signatures import checked
@@ -49,7 +50,7 @@ class Workplace:
         self._only_unfinished = only_unfinished
         self.folder, self.holds = Path(folder), holds
         # What is compared is what JSON gives back.
-        self.request: dict[str, Any] = json.loads(json.dumps(request))
+        self.request: dict[str, Any] = json.loads(json.dumps(request, default=plain_number))
         self._begun = False  # whether this call has put the first file into it
 
     @property

@@ -318,8 +318,8 @@ def _of_all(turns: Callable[[int], Turns], columns: Columns, done: int, *, every
     """Batches of all processes in their order, for the leading one or for each."""
     processes = current()
     for batch in turns(done):
-        own = {} if batch is None else {"index": torch.from_numpy(batch[0]), **batch[1]}
-        gathered = processes.gather(own, "rows")
+        share = {} if batch is None else {"index": torch.from_numpy(batch[0]), **batch[1]}
+        gathered = processes.gather(share, "rows")
         if everywhere:
             if not processes.leads:
                 gathered = [{} for _ in range(processes.size)]

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from matlens.corpora.sources import SAMPLES
 from matlens.errors import InputError
-from matlens.models.places import CHECKPOINT, locate
+from matlens.loading.places import CHECKPOINT, locate
 from matlens.progress import waiting
+from matlens.sources.sources import SAMPLES
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 from matlens.storage.folders import LAYOUT, command_line, software_versions
 from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION

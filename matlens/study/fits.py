@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm.auto import tqdm
@@ -25,9 +24,6 @@ from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
 from matlens.study.plan import require_room_for_fit
 from matlens.study.sizes import note_on_samples
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked
@@ -50,7 +46,7 @@ def fit_maps(
         as many as the width of the model, and else what `typical_penalty` gives.
     """
     if ridge is not None:
-        require_number(ridge, "The ridge", least=0)  # before anything is read
+        ridge = require_number(ridge, "The ridge", least=0)  # before anything is read
     if has_moments(Path(folder)):
         kept = StoredMoments(Path(folder) / MOMENTS)
         return fit_moments(
@@ -100,7 +96,7 @@ def fit_moments(
         A shard of the job is missing, there are no samples, or no moments were kept of a pair.
     """
     if ridge is not None:
-        require_number(ridge, "The ridge", least=0)
+        ridge = require_number(ridge, "The ridge", least=0)
     moments.require_complete()
     there = [(source, target) for source, targets in moments.targets.items() for target in targets]
     wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)

@@ -18,7 +18,9 @@ from matlens.activations.collecting import collect
 from matlens.activations.sums import stream_moments
 from matlens.arguments import require_whole
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples, is_masked, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import is_masked
 from matlens.errors import InputError, printable
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few

@@ -104,7 +104,7 @@ class Shape:
         InputError
             There is no such model, or its configuration cannot be read or names no layers and no width.
         """
-        from matlens.models.loading import read_configuration
+        from matlens.loading.loading import read_configuration
 
         config, n_parameters = read_configuration(
             name, revision=revision, trust_remote_code=trust_remote_code

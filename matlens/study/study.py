@@ -27,7 +27,8 @@ from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import stream_moments
 from matlens.corpora.corpus import Corpus, load_corpus
-from matlens.corpora.examples import Examples, make_examples
+from matlens.corpora.corpus_examples import make_examples
+from matlens.corpora.examples import Examples
 from matlens.errors import InputError, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
@@ -39,10 +40,10 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linearity.heads import head_outputs, head_pairs
+from matlens.loading.loading import load
+from matlens.loading.places import locate
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
-from matlens.models.loading import load
-from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
@@ -231,7 +232,7 @@ class Study:
 
     def shard_moments(self, number: int, of: int) -> StoredMoments:
         """Moments of one of several parts of the training sentences, in the study's folder."""
-        examples = make_examples(self.model, self.parts[0], seed=self.seed, draw_special=self.draw_special)
+        examples = self._examples(self.parts[0])
         positions = training_positions(
             self.model, examples, self.folder, self.pairs, self._positions, draw_special=self.draw_special
         )
@@ -290,7 +291,7 @@ class Study:
         """
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in submodule_pairs(anatomy) for site in pair})
-        examples = make_examples(self.model, self.parts[0], seed=self.seed)
+        examples = self._examples(self.parts[0])
         train = self.folder / TRAIN
         if (train / "config.json").is_file():
             collected = Activations.load(train)
@@ -326,7 +327,7 @@ class Study:
         """What enters attention and what its heads give, of the training and the validation sentences."""
         anatomy = Anatomy.from_model(self.model)
         ends = sorted({site for pair in head_pairs(anatomy) for site in pair})
-        examples, folder = make_examples(self.model, self.parts[0], seed=self.seed), self.folder / TRAIN
+        examples, folder = self._examples(self.parts[0]), self.folder / TRAIN
         there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
         if set(ends) <= set(there):
             train = collect(self.model, examples, there, folder=folder)
@@ -338,7 +339,11 @@ class Study:
     @cached_property
     def validation_examples(self) -> Examples:
         """The validation sentences as the model reads them, with a position drawn in each."""
-        return make_examples(self.model, self.parts[1], seed=self.seed)
+        return self._examples(self.parts[1])
+
+    def _examples(self, part: Corpus) -> Examples:
+        """Sentences as the model reads them, with a position drawn in each."""
+        return make_examples(self.model, part, seed=self.seed, draw_special=self.draw_special)
 
     @cached_property
     def values(self) -> ValueVectors:

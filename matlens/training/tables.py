@@ -42,8 +42,8 @@ def compare_with_ngrams(
     d_vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     table = {"model": Estimate(value, low, high, loss.n)}
     for name, order in ORDERS.items():
-        found = NgramModel(sequences, d_vocab=d_vocab, order=order).perplexity(held_out)
-        table[name] = Estimate.without_interval(*found)
+        estimate = NgramModel(sequences, d_vocab=d_vocab, order=order).perplexity(held_out)
+        table[name] = Estimate.without_interval(*estimate)
     return table
 
 

@@ -11,7 +11,8 @@ import pandas as pd
 from matlens import metrics
 from matlens.arguments import require_choice, require_whole
 from matlens.control.perplexity import perplexity_estimate, perplexity_ratio
-from matlens.corpora.examples import Examples, require_own_tokens
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity

@@ -13,7 +13,8 @@ from torch import Tensor
 from matlens import metrics
 from matlens.arguments import require_whole, short
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
-from matlens.corpora.examples import Examples, require_own_tokens
+from matlens.corpora.examples import Examples
+from matlens.corpora.readers import require_own_tokens
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
 from matlens.progress import Bar

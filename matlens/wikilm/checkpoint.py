@@ -244,6 +244,8 @@ def _config(
     ]  # fmt: skip
     if others:
         raise refuse(f"it is made with {', '.join(others)}, which is not read here")
+    if f"{_SOFTMAX}.version" not in tensors:
+        raise refuse("its adaptive softmax is of the first kind, whose bands stand elsewhere")
     activation = settings.get("activation_fn", "relu")
     if activation not in ACTIVATIONS:
         raise refuse(f"its activation is {short(activation)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ _FILLER = "madeupword{:04d}"
 # WikiText writes 'well @-@ known', '1 @,@ 000' and '3 @.@ 5' for what stands between letters or digits.
 _JOINERS = ((r"(?<=\w)-(?=\w)", " @-@ "), (r"(?<=\d),(?=\d)", " @,@ "), (r"(?<=\d)\.(?=\d)", " @.@ "))
 _WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|^'(?:s|t|re|ve|ll|d|m)$|\w+|[^\w\s]"
+_ENDED = re.compile(r"\w+\.")
+_SELDOM = 100  # "album." is the end of a sentence where "album" is seen more than so many times as often
 
 
 @checked
@@ -146,7 +149,9 @@ class WordDictionary:
         """A tokenizer of transformers that reads text as these words, ``</s>`` in front as fairseq has it.
 
         Words and signs are taken apart as WikiText has them (``well @-@ known``, ``1 @,@ 000``, ``it 's``);
-        text that is apart already stays as it is. What the dictionary does not hold is ``<unk>``.
+        text that is apart already stays as it is: between spaces, words of the dictionary are left whole,
+        such as ``U.S.``, ``H.`` and ``...``; a word with a full stop, unless it is seen a hundred times as
+        often without. What the dictionary does not hold is ``<unk>``.
 
         Parameters
         ----------
@@ -158,7 +163,7 @@ class WordDictionary:
 
         numbers = {word: number for number, word in enumerate(self.words)}
         tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNK))
-        _take_apart(tokenizer)
+        _take_apart(tokenizer, [pair for pair in _JOINERS if pair[1].strip() in numbers], self._whole())
         ends = [(EOS, numbers[EOS])]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=ends)
         special: dict[str, Any] = {"bos_token": EOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
@@ -167,15 +172,34 @@ class WordDictionary:
             special["model_max_length"] = require_whole(longest, "longest", least=1)
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
 
+    def _whole(self) -> list[str]:
+        """Words that a text is not taken apart at, though letters and signs stand side by side in them."""
+        count_of = dict(zip(self.words, self.counts, strict=True))
+        mixed = [word for word in self.words[len(SPECIAL) :] if not word.isalnum()]
+        return [
+            word
+            for word, parts in zip(mixed, words_of(mixed), strict=True)
+            if len(parts) > 1
+            and not any(map(str.isspace, word))
+            and not (_ENDED.fullmatch(word) and count_of[word] * _SELDOM < count_of.get(word[:-1], 0))
+        ]
 
-def _take_apart(tokenizer: Tokenizer) -> None:
+
+def _take_apart(
+    tokenizer: Tokenizer, joiners: Iterable[tuple[str, str]] = _JOINERS, whole: Iterable[str] = ()
+) -> None:
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(Regex(pattern), joiner) for pattern, joiner in _JOINERS]
+        [normalizers.Replace(Regex(pattern), joiner) for pattern, joiner in joiners]
     )
+    by_first: dict[str, list[str]] = {}
+    for word in whole:
+        by_first.setdefault(word[0], []).append(re.escape(word[1:]))
+    known = "|".join(f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in by_first.items())
+    pattern = rf"^\w+$|^(?:{known})$|{_WORD}" if known else _WORD
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(_WORD), "isolated")]
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(pattern), "isolated")]
     )
 
 

@@ -33,8 +33,9 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
+from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Batch, Examples
+from matlens.corpora.examples import Examples
 from matlens.models import identity
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import require_finite
@@ -361,6 +362,18 @@ def test_disk_and_memory_hold_the_same_bits(
     assert (
         not list(folder.glob("*.partial")) + list(folder.glob("unfinished*")) + list(folder.glob("batches*"))
     )
+
+
+def test_numbers_of_numpy_are_those_of_python(llama: tuple[Any, Examples], tmp_path: Path) -> None:
+    model, corpus = llama[0], make_sentences()
+    for seed, tokens in ((np.int64(5), np.int32(40)), (5, 40)):  # the second opens what the first has written
+        examples = make_examples(model, corpus, seed=seed)
+        kept = collect(
+            model, examples, [np.int64(1)], folder=tmp_path / "kept", batch_tokens=tokens, progress=False
+        )
+    assert kept.provenance.data == {**examples.provenance, "seed": 5}
+    maps = matlens.MapSet([matlens.LinearMap(torch.eye(D_MODEL), None, "h.0", "h.1", kept.provenance)])
+    maps.save(tmp_path / "maps")
 
 
 def test_a_finished_folder_is_opened_without_running_the_model(

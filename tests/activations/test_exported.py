@@ -99,6 +99,20 @@ def test_entries_are_what_they_are_said_to_be(
         read_exported(model, written(), entries, progress=False)
 
 
+def test_an_end_of_text_that_the_engine_has_read_is_no_padding(model: Any, tmp_path: Path) -> None:
+    end = model.tokenizer.pad_token_id
+    prompts = [[5, 6, end], [7, 8, end], [end, end, 9]]
+    for number, tokens in enumerate(prompts):
+        example = matlens.make_token_examples(model, [tokens], attention_mask=[[1] * 3])
+        vectors = matlens.collect(model, example, [0, 3], positions="all", progress=False)
+        states = torch.stack([vectors[0], vectors[3]], 1)
+        save_file(
+            {"token_ids": torch.tensor(tokens), "hidden_states": states}, tmp_path / f"{number}.safetensors"
+        )
+    rows = read_exported(model, tmp_path, [0, 3], progress=False)
+    assert rows.examples.tokens.tolist() == [token for tokens in prompts for token in tokens]
+
+
 def _nan(tensors: dict[str, torch.Tensor]) -> None:
     tensors["hidden_states"][2, 1, 4] = float("nan")
 

@@ -139,6 +139,27 @@ def test_shards_part_the_sentences_with_their_positions(model: Any) -> None:
     assert np.array_equal(shard_of(examples, 1, 3).tokens, [5, 6, 7, 14, 15, 16])  # type: ignore[union-attr]
 
 
+def test_shards_keep_the_sources_of_a_decoder_and_the_images_of_a_vision_transformer(
+    model_folder: Callable[[str], Path],
+) -> None:
+    sentences = make_sentences().sentences[:7]
+    decoder = matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
+    pairs = matlens.inputs.make_pairs(decoder, sentences, sentences[::-1])
+    vision = matlens.load(str(model_folder("vit")), device="cpu")
+    images = torch.randn(7, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    pictures = matlens.inputs.make_image_examples(vision, images)
+    for model, examples in ((decoder, pairs), (vision, pictures)):
+        rows = matlens.collect(model, examples, ["h.1"], positions="all", progress=False)["h.1"]
+        found = []
+        for number in (1, 2, 3):
+            part = shard_of(examples, number, 3)
+            assert part is not None
+            vectors = matlens.collect(model, part, ["h.1"], positions="all", progress=False)["h.1"]
+            found += list(zip(range(number - 1, 7, 3), vectors.split(part.lengths.tolist()), strict=True))
+        joined = torch.cat([vectors for _, vectors in sorted(found, key=lambda each: each[0])])
+        torch.testing.assert_close(joined, rows, rtol=1e-5, atol=1e-6)
+
+
 class _Killed(BaseException):
     """As a kill, nothing that code of the library could catch."""
 

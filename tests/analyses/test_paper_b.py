@@ -30,7 +30,7 @@ from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
 
 import matlens
-from matlens import annotation, control, ffn
+from matlens import annotation, control, exits, ffn
 from matlens.corpora import TokenFrequency, WordSimilarity, make_windows
 from matlens.lens import prediction_confidence
 
@@ -539,16 +539,16 @@ def test_ways_of_leaving_early_are_those_of_the_options(
     model, examples = job("gpt2", 40)
     trace = ffn.Trace.run(model, examples, k=3, progress=False)
     clusters = [ffn.Clusters.fit(ffn.ValueVectors(model), n) for n in (20, 30)]
-    comparison = ffn.compare_exits(
+    comparison = exits.compare_exits(
         model, trace, clusters[0],
-        matlens.collect(model, examples, ffn.classifier_sites(model), progress=False),
-        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[ffn.RIDGE], progress=False,
+        matlens.collect(model, examples, exits.classifier_sites(model), progress=False),
+        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[exits.RIDGE], progress=False,
     )  # fmt: skip
-    expected = ffn.summarize_exits(comparison.judged, N_LAYERS)
+    expected = exits.summarize_exits(comparison.judged, N_LAYERS)
     table = workbench.table(EXITS)
     pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
     assert workbench.origin(EXITS)["penalties"] == comparison.penalties
-    readings, expected = workbench.table("paper_b_sec6_readings"), ffn.compare_readings(trace, clusters)
+    readings, expected = workbench.table("paper_b_sec6_readings"), exits.compare_readings(trace, clusters)
     pd.testing.assert_frame_equal(readings[list(expected)], expected, check_dtype=False)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import D_MODEL, load_plain
 from safetensors.torch import load_file, save_file
 
 import matlens
@@ -222,6 +223,21 @@ def test_both_stacks_of_an_encoder_decoder_are_kept_apart(folder: Path) -> None:
             ours = Catalogue(folder, device="cpu", stack=stack).values
             assert ours.identity == ModelIdentity.from_model(model).of_weights
             assert torch.equal(ours.layer(0), ValueVectors(model).layer(0))
+
+
+@pytest.mark.parametrize("folder", ["opt-narrow"], indirect=True)
+def test_an_unembedding_of_two_matrices_is_their_product(folder: Path) -> None:
+    plain = load_plain("opt-narrow", folder)
+    expected = plain.lm_head.weight.detach() @ plain.model.decoder.project_out.weight.detach()
+    assert expected.shape == (60, D_MODEL)
+    for _ in range(2):
+        catalogue = Catalogue(folder, device="cpu")
+        torch.testing.assert_close(catalogue.projection("plain").unembedding, expected)
+        table = token_table(catalogue.values, catalogue.projection("plain"), ["L1D3"], k=2)
+        value = plain.model.decoder.layers[1].fc2.weight.detach()[:, 3]
+        assert table["token_id"][0] == int((expected @ value).argmax())
+    with pytest.raises(InputError, match="has no final norm"):
+        catalogue.projection("norm")
 
 
 def test_a_switched_off_cache_reads_the_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -47,3 +48,14 @@ def test_there_is_a_fewest_number_of_sentences(number: str, code: int) -> None:
     outcome = CliRunner().invoke(app, ["--sentences", number])
     assert outcome.exit_code == code
     assert (outcome.output == "10\n") == (code == 0)
+
+
+def test_the_users_folder_is_known_behind_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert options.folder_of("~/a folder") == tmp_path / "a folder"
+    assert options.folder_of(Path("out")) == Path("out")
+    for wrong in (" ", "~nobody-of-this-name/out"):
+        with pytest.raises(typer.BadParameter, match="Expected the path of a folder"):
+            options.folder_of(wrong)

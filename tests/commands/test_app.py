@@ -472,7 +472,7 @@ def test_pairs_of_layers_that_are_not_there_are_refused_before_anything_is_read(
     run_matlens: Matlens, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("matlens.corpora.corpus.load_corpus", None)
-    monkeypatch.setattr("matlens.models.loading.load", None)
+    monkeypatch.setattr("matlens.loading.loading.load", None)
     outcome = run_matlens("run", *inputs, "--out", tmp_path / "out", "--pairs", "0:99")
     assert_refused(outcome, "Layer 99 of site 'h' is out of range", f"h.0 to h.{N_LAYERS}")
     assert not (tmp_path / "out").exists()
@@ -1027,7 +1027,7 @@ def test_a_finished_run_is_answered_without_its_model(
     first = run_matlens(*command)
     content = files(tmp_path / "out")
     with monkeypatch.context() as patch:
-        for name in ("matlens.models.loading.load", "matlens.corpora.corpus.load_corpus"):
+        for name in ("matlens.loading.loading.load", "matlens.corpora.corpus.load_corpus"):
             patch.setattr(name, lambda *_, **__: 1 / 0)
         again = run_matlens(*command)
         assert again.code == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_lines import run_command
 
-import matlens.models.loading
+import matlens.loading.loading
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_short_commands_build_a_model_once(
     monkeypatch.setattr("matlens.catalogue.catalogue.load", refuse)
     monkeypatch.setattr("matlens.catalogue.catalogue.top_tokens_of_all", refuse)
     assert [run_command(command, capsys).out for command in commands] == [outcome.out for outcome in first]
-    assert matlens.models.loading.load is not refuse
+    assert matlens.loading.loading.load is not refuse
 
 
 def test_the_cache_is_shown_and_cleared(

@@ -155,7 +155,7 @@ def test_refusals_come_before_the_work(commands: FfnCommands, corpora: Path, tmp
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "other.txt").touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matlens.models.loading.load", None)
+        patch.setattr("matlens.loading.loading.load", None)
         said = commands.run(
             "lens", "fit", "--corpus", corpora / "few.txt", "--out", tmp_path / "full", model="llama", code=2
         )

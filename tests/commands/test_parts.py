@@ -84,6 +84,18 @@ def test_an_atlas_is_written_and_drawn(
     assert not (tmp_path / "few").exists() or not list((tmp_path / "few").glob("*.csv"))
 
 
+def test_a_corpus_of_a_few_sentences_is_enough(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text("\n".join(corpus.read_text().splitlines()[:12]))
+    asked = ["--model", model_folder("llama"), "--device", "cpu", "--corpus", few, "--window", "16"]
+    outcome = run_command(["prune", *asked, "--blocks", "1", "--out", tmp_path / "pruned"], capsys)
+    assert outcome.code == 0, outcome.err
+    outcome = run_command(["linearity", *asked, "--judged", "2", "--out", tmp_path / "atlas"], capsys)
+    assert outcome.code == 0, outcome.err
+
+
 def test_healing_is_told(
     corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

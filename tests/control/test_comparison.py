@@ -28,7 +28,7 @@ from matlens.control.comparison import (
     tokens_of_chosen,
 )
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import make_examples
+from matlens.corpora.corpus_examples import make_examples
 
 Models = Callable[[str], Any]
 PROMPTS = ["w4 w40 w11", "w17", "w8 w8 w30 w21"]

@@ -37,6 +37,23 @@ def test_the_shortest_sentence_kept_has_min_words(tmp_path: Path) -> None:
     assert corpus.n_short == 1
 
 
+@pytest.mark.parametrize(
+    ("kept", "left_out"),
+    [
+        ("今天天气很好，我们去公园。", "今天天气很好。"),
+        ("今日は天気がいいので公園へ行った。", "いい天気だ。"),
+        ("ฉันไปตลาดวันนี้", "ฉันไป"),
+        ("我们 去 公园 散步 了", "我们 去 公园"),  # somebody has put spaces
+    ],
+)
+def test_scripts_without_spaces_are_counted_by_their_characters(kept: str, left_out: str) -> None:
+    corpus = load_corpus([kept, left_out, "The city of 東京都 is"])
+    assert corpus.sentences == (kept, "The city of 東京都 is")
+    assert corpus.n_short == 1
+    with pytest.raises(InputError, match="2 shorter than 5 words"):
+        load_corpus([left_out, "Tokyo (東京都) is big"])
+
+
 def test_limit_counts_kept_sentences_and_reads_no_further(tmp_path: Path) -> None:
     # The last line is not UTF-8, so that reading on would fail.
     source = write(tmp_path / "a.txt", f"{FIRST}\n{FIRST}\n{SECOND}\n{THIRD}\n".encode() + b"\xff\n")

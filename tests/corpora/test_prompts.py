@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import N_CTX
 
-from matlens import InputError
+from matlens import InputError, make_prompts
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.corpora.prompts import make_windows, read_prompts
@@ -189,3 +189,10 @@ def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus
         make_windows(model, sentences, most=0)
     with pytest.raises(InputError, match="predicts masked tokens"):
         make_windows(small_model("bert"), sentences)
+
+
+@pytest.mark.refused
+def test_a_prompt_that_is_in_no_list_is_refused(small_model: Models) -> None:
+    """A text would otherwise be read letter by letter."""
+    with pytest.raises(InputError, match=r"'w1 w2' is one prompt\. Expected a list of them"):
+        make_prompts(small_model("gpt2"), "w1 w2")

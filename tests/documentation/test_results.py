@@ -134,12 +134,15 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     gather.main(out, results=results, images=images)
     assert {path.name for path in results.glob("*.csv")} == {"fit.csv"}
     kept = render.Results(results)
-    assert "model" not in (results / "fit.csv").read_text()
-    assert list(kept.table("fit")) == ["method", "layer", "value", "metric", "low", "model"]
+    assert (results / "fit.csv").read_text().splitlines()[0] == "method,layer,value"
+    table = kept.table("fit")
+    assert list(table) == ["method", "layer", "value", "metric", "model", "low"]
+    assert set(table["metric"]) == {"r2"}
+    assert table["low"].isna().all()
     assert kept.value("fit", method="mat", layer=1) == 0.666667
     assert (kept.kept("fit"), kept.kept("unquoted")) == (True, False)
     origin = kept.origin("fit")
-    assert (origin["seed"], origin["all_rows"]) == ("7", {"model": "small"})
+    assert (origin["seed"], origin["all_rows"]) == ("7", {"metric": "r2", "model": "small", "low": None})
     assert origin["command"] == "fit.py --train 40 --val 2"
     assert origin["of"] == {"maps": ["out/results/small", f"{out}s", 7]}
     assert kept.command("fit") == "python analyses/fit.py --train 40 --val 2"
@@ -198,10 +201,10 @@ def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
         run(results)
 
 
-def test_a_name_that_some_rows_lack_stays_in_the_table() -> None:
+def test_a_column_that_some_rows_lack_stays_in_the_table() -> None:
     table = pd.DataFrame({"model": ["small", "small"], "corpus": ["news", None], "experiment": [None, None]})
     kept, alike = gather.reduced(table)
-    assert (list(kept), alike) == (["corpus", "experiment"], {"model": "small"})
+    assert (list(kept), alike) == (["corpus"], {"model": "small", "experiment": None})
 
 
 def test_a_table_too_large_to_be_quoted_is_refused(results: Path, tmp_path: Path) -> None:

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import (
-    ARCHITECTURES,
-    D_MODEL,
-    N_LAYERS,
-    assert_near,
-    make_tokenizer,
-)
-from plain_values import D_MLP, D_VOCAB, all_plain_values, plain_norm, plain_unembedding, plain_values
-from scipy import stats
+from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_tokenizer
+from plain_values import D_VOCAB, all_plain_values, plain_norm, plain_unembedding, plain_values
 from torch import Tensor
 
 from matlens import InputError
 from matlens.ffn import projection
 from matlens.ffn.projection import (
     Projection,
-    iou,
-    norm_overlap,
     token_table,
     top_tokens_of_all,
     values_promoting,
@@ -203,71 +193,3 @@ def test_more_vectors_than_there_are_are_refused(n: int, small_model: Callable[[
         InputError, match=f"The number of value vectors is {n}. Expected a whole number from 1 to 144"
     ):
         values_promoting(ValueVectors(model), Projection.from_model(model), ["w7"], n=n)
-
-
-# Overlap (Figure 4)
-
-
-def test_iou_by_hand() -> None:
-    one = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    other = torch.tensor([[4, 3, 2, 1], [5, 6, 7, 8], [9, 4, 8, 2]])
-    assert iou(one, other).tolist() == pytest.approx([1, 0, 2 / 6])
-
-
-@pytest.mark.refused
-def test_lists_of_other_lengths_cannot_be_compared() -> None:
-    lists = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
-    with pytest.raises(InputError, match="cannot be compared"):
-        iou(lists, lists[:, :3])
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_overlap_is_that_of_the_plain_models_lists(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
-    model, plain = small_model(name), plain_model(name)
-    table = norm_overlap(model, n_random=20, k=K, seed=2, progress=False)
-    shares = table[(table["method"] != "difference") & table["layer"].notna()]
-    assert shares["n"].tolist() == [D_MLP[name], 20] * N_LAYERS
-    assert shares["method"].tolist() == ["values", "random"] * N_LAYERS
-    assert (set(shares["metric"]), set(table["k"])) == ({"iou"}, {K})
-    drawn = [ValueVectors(model).random(layer, 20, seed=2) for layer in range(N_LAYERS)]
-    real = [plain_values(name, plain, layer) for layer in range(N_LAYERS)]
-    e = plain_unembedding(plain)
-    overlaps: dict[tuple[str, int], np.ndarray] = {}
-    for method, vectors in (("values", real), ("random", drawn)):
-        for layer, of_layer in enumerate(vectors):
-            first = (of_layer @ e.T).topk(K).indices.tolist()
-            second = (plain_norm(name, plain, of_layer) @ e.T).topk(K).indices.tolist()
-            each = [len({*a} & {*b}) / len({*a} | {*b}) for a, b in zip(first, second, strict=True)]
-            overlaps[method, layer] = np.array(each)
-            (row,) = table[(table["method"] == method) & (table["layer"] == layer)].itertuples()
-            assert row.value == pytest.approx(sum(each) / len(each))
-            assert row.low <= row.value <= row.high
-    by_cell = table.set_index(["method", "metric", "layer"]).sort_index()
-    for layer in range(N_LAYERS):
-        ours, theirs = overlaps["values", layer], overlaps["random", layer]
-        row = by_cell.loc[("difference", "iou", layer)]
-        assert row["value"] == pytest.approx(ours.mean() - theirs.mean(), abs=1e-6)
-        sizes = np.array([len(ours), len(theirs)])
-        parts = np.array([ours.var(ddof=1), theirs.var(ddof=1)]) / sizes  # as Welch has it
-        half = 0.0
-        if parts.sum() > 0:
-            freedom = parts.sum() ** 2 / (parts**2 / (sizes - 1)).sum()
-            half = stats.t.ppf(0.975, freedom) * parts.sum() ** 0.5
-        expected = (row["value"] - half, row["value"] + half)
-        assert (row["low"], row["high"]) == pytest.approx(expected, abs=1e-5)
-        pairs = np.sign(np.subtract.outer(ours, theirs))
-        above = by_cell.loc[("difference", "above", layer), "value"]
-        assert above == pytest.approx((pairs + 1).mean() / 2)
-        assert (by_cell.loc[("difference", "p", layer), "value"] < 0.05) == (
-            stats.mannwhitneyu(ours, theirs).pvalue < 0.05
-        )
-    overall = table[table["layer"].isna()].set_index(["method", "metric"])["value"]
-    means = {method: [overlaps[method, layer].mean() for layer in range(N_LAYERS)] for method in METHODS}
-    for method, of_layers in means.items():
-        assert overall[method, "iou"] == pytest.approx(np.mean(of_layers), abs=1e-6)
-    assert overall["difference", "p"] == pytest.approx(stats.wilcoxon(*means.values()).pvalue)
-
-
-METHODS = ("values", "random")

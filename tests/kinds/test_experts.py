@@ -16,7 +16,7 @@ from matlens import InputError
 from matlens.activations.collecting import collect
 from matlens.control.control import controlled
 from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import make_examples
+from matlens.corpora.corpus_examples import make_examples
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVector, ValueVectors
 from matlens.models.anatomy import Anatomy, mixture

@@ -23,6 +23,7 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.numerics.products import split_product
 from matlens.storage.files import sealed
 from matlens.storage.folders import Workplace
 
@@ -47,6 +48,26 @@ def test_a_set_comes_from_where_its_maps_come_from_unless_told_otherwise() -> No
     assert MapSet([known], provenance=SEED).provenance == SEED
     assert MapSet([known], provenance=Provenance()).provenance == Provenance()
     assert MapSet().provenance == Provenance()
+
+
+def test_a_set_says_of_maps_from_several_places_only_what_is_so_of_all(tmp_path: Path) -> None:
+    model = make_identity("small")
+    one, other = (
+        Provenance(model, {"corpus": corpus}, examples, "drawn", {"n_fitted": n, "ridge": 0.0, **more})
+        for corpus, examples, n, more in (("news", "ab", 30, {}), ("wiki", "cd", 40, {"weights": "ef"}))
+    )
+    maps = [
+        LinearMap(torch.eye(4), None, "h.0", "h.1", one), LinearMap(torch.eye(4), None, "h.0", "h.2", other)
+    ]  # fmt: skip
+    expected = Provenance(model, positions="drawn", details={"ridge": 0.0})
+    for given in (maps, maps[::-1], [linear("h.0", "h.3"), *maps]):
+        kept = MapSet(given)
+        assert kept.provenance == expected
+        assert kept.n_samples is None
+    kept.save(tmp_path / "maps")
+    for found in MapSet.load(tmp_path / "maps").values():
+        assert found.provenance == expected
+    assert MapSet(maps[:1]).provenance == one
 
 
 def test_a_map_that_is_missing_is_named_with_some_that_are_there() -> None:
@@ -388,6 +409,24 @@ def test_maps_fitted_in_one_line_are_least_squares(
             maps[pair].bias, None if bias is None else bias.float(), rtol=1e-4, atol=1e-5
         )
     assert maps.provenance == samples.provenance.with_details(n_fitted=len(taken), **options)
+
+
+def test_products_are_split_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    parted = list[tuple[int, ...]]()
+
+    def counted(a: Tensor, b: Tensor) -> Tensor:
+        parted.append(tuple(b.shape))
+        return split_product(a, b)
+
+    monkeypatch.setattr("matlens.linear.moments.split_product", counted)
+    samples = collected()
+    whole = MapSet.fit(samples, progress=False)
+    assert not parted
+    split = MapSet.fit(samples, split=True, progress=False)
+    assert parted
+    assert split.provenance == whole.provenance
+    for pair, fitted in split.items():
+        torch.testing.assert_close(fitted.weight, whole[pair].weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.refused

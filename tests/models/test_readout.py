@@ -43,7 +43,7 @@ def random_tokens(seed: int = 0) -> Tensor:
     return torch.randint(0, 56, (3, 20), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", [*WIRINGS, "cohere", "roberta"])
+@pytest.mark.parametrize("name", [*WIRINGS, "cohere", "roberta", "opt-narrow"])
 def test_last_stream_reads_out_to_the_models_own_logits(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WORDS, assert_near, make_sentences, make_tokenizer, save_model
-from tokenizers import processors
+from conftest import WORDS, assert_near, make_sentences, make_tokenizer, save_with_ends
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoTokenizer
 
 import matlens
 from matlens import InputError, MapSet
@@ -21,20 +19,6 @@ from matlens.corpora import Corpus
 from matlens.models import ModelIdentity, encode_text, token_policy
 
 TEXT = " ".join(WORDS[:6])
-
-
-def save_with_ends(folder: Path, *, front: bool = False, end: bool = False) -> Path:
-    """A small model whose tokenizer has a BOS and an EOS, and puts them around a text or not."""
-    save_model("gpt2", folder)
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w48"})
-    if front or end:
-        template = f"{'w49 ' if front else ''}$A{' w48' if end else ''}"
-        ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("w49", "w48")]
-        backend = tokenizer.backend_tokenizer
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("end", [False, True])
@@ -160,89 +144,6 @@ def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path: P
         matlens.patched(bridge, matlens.jump(others, 0, 3)),
     ):
         pass
-
-
-def test_a_bos_that_is_the_unknown_token_too_is_a_bos(tmp_path: Path) -> None:
-    """As in GPT-2's vocabulary, where one token is BOS, EOS and unknown."""
-    folder = save_model("gpt2", tmp_path / "model")
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w49", "unk_token": "w49"})
-    tokenizer.save_pretrained(folder)
-    model, bridge = (
-        matlens.load(str(folder), device="cpu"),
-        TransformerBridge.boot_transformers(str(folder), device="cpu"),
-    )
-    plain = make_tokenizer()(TEXT)["input_ids"]
-    matlens.wrap(bridge, prepend_bos=True)
-    assert encode_text(bridge, TEXT).ids == [tokenizer.bos_token_id, *plain]
-    matlens.wrap(bridge, prepend_bos=False)
-    assert encode_text(bridge, TEXT).ids == plain == bridge.to_tokens(TEXT)[0].tolist()
-    assert token_policy(bridge) == token_policy(model)
-
-
-def test_a_bridge_takes_the_published_tokenizer(model_folder: Callable[[str], Path]) -> None:
-    """TransformerLens loads BERT's tokenizer so that it puts no [CLS] and [SEP] around a text."""
-    folder = str(model_folder("bert"))
-    model, bridge = (
-        matlens.load(folder, device="cpu"),
-        TransformerBridge.boot_transformers(folder, device="cpu"),
-    )
-    assert token_policy(bridge) != token_policy(model)
-    with pytest.raises(InputError, match=r"masked-LM model reads its own \[CLS\] and \[SEP\]"):
-        matlens.wrap(bridge, prepend_bos=True)
-    published = AutoTokenizer.from_pretrained(folder)
-    size = bridge.cfg.d_vocab
-    matlens.wrap(bridge, tokenizer=published)
-    assert ModelIdentity.from_model(bridge).key == ModelIdentity.from_model(model).key
-    assert token_policy(bridge).words == "'[CLS]' in front and '[SEP]' at the end"
-    assert bridge.to_tokens(TEXT)[0].tolist() == published(TEXT)["input_ids"] == encode_text(bridge, TEXT).ids
-    assert bridge.cfg.d_vocab == size
-
-
-@pytest.mark.parametrize("end", [False, True])
-@pytest.mark.parametrize("front", [False, True])
-def test_the_published_tokenizer_makes_any_bridge_the_loaded_model(
-    front: bool, end: bool, tmp_path: Path
-) -> None:
-    folder = str(save_with_ends(tmp_path / "model", front=front, end=end))
-    model, bridge = (
-        matlens.load(folder, device="cpu"),
-        TransformerBridge.boot_transformers(folder, device="cpu"),
-    )
-    bridge.train()
-    matlens.wrap(bridge, tokenizer=AutoTokenizer.from_pretrained(folder))
-    assert not bridge.training
-    assert ModelIdentity.from_model(bridge).key == ModelIdentity.from_model(model).key
-    assert bridge.to_tokens(TEXT).tolist() == model.to_tokens(TEXT).tolist()
-    assert matlens.load(bridge) is bridge
-
-
-def test_what_cannot_be_wrapped_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = str(model_folder("gpt2"))
-    bridge = TransformerBridge.boot_transformers(folder, device="cpu")
-    before = token_policy(bridge)
-    attempts: list[tuple[dict[str, Any], str]] = [
-        ({"prepend_bos": True, "tokenizer": make_tokenizer()}, "either a tokenizer"),
-        ({"prepend_bos": 1}, "prepend_bos of wrap is 1"),
-        ({"prepend_bos": True}, "which the tokenizer cannot do: its BOS is"),  # it has none of its own
-        ({"tokenizer": "gpt2"}, "tokenizer of wrap is 'gpt2'"),
-    ]
-    for options, told in attempts:
-        with pytest.raises(InputError, match=told):
-            matlens.wrap(bridge, **options)
-    assert token_policy(bridge) == before
-    for thing in (None, "gpt2", bridge.original_model, torch.nn.Linear(2, 2)):
-        with pytest.raises(InputError, match=r"^bridge of wrap is .* Expected a model"):
-            matlens.wrap(thing)
-    with pytest.raises(InputError, match="A bridge keeps its device"):
-        matlens.load(bridge, dtype=torch.float16)
-    with torch.no_grad():
-        next(bridge.original_model.parameters())[0, 0] = float("nan")
-    with pytest.raises(InputError, match=r"are not finite: .* holds NaN"):
-        matlens.wrap(bridge)
-    bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
-    with pytest.raises(InputError, match="compatibility mode"):
-        matlens.wrap(bridge)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -7,7 +7,7 @@ import torch
 from conftest import (
     make_tokenizer,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from matlens import InputError
@@ -77,6 +77,35 @@ def test_words_that_are_not_there_are_told() -> None:
             word_tokens(make_tokenizer(), none)
     with pytest.raises(InputError, match="'w1 w2' is 2 tokens: 'w1', 'w2'"):
         word_token(make_tokenizer(), "w1 w2")
+
+
+def test_a_word_with_its_space_is_found_where_every_text_gets_a_space() -> None:
+    tokenizer = sentencepiece()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("\0", "isolated")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(  # as Llama 2's and Mistral's
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.backend_tokenizer.model = models.BPE(
+        {piece: i for i, piece in enumerate(["<unk>", "▁tea", "▁", "t", "e", "a", "▁t", "▁te"])},
+        [("▁", "t"), ("▁t", "e"), ("▁te", "a")],
+        unk_token="<unk>",
+    )
+    assert tokenizer(" tea", add_special_tokens=False)["input_ids"] == [2, 1]
+    assert token_texts(tokenizer, [1]) == [" tea"]
+    for word in ("tea", " tea", "␣tea"):
+        assert word_token(tokenizer, word) == 1
+    with pytest.raises(InputError, match="'␣eat' is"):
+        word_token(tokenizer, "␣eat")
+
+
+def test_the_token_of_unknown_words_is_itself_by_its_own_spelling() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    tokenizer.bos_token = tokenizer.unk_token = "<|end|>"  # as GPT-2 has it
+    assert word_token(tokenizer, "<|end|>") == tokenizer.eos_token_id
+    assert word_token(make_tokenizer(), "[UNK]") == make_tokenizer().unk_token_id
+    with pytest.raises(InputError, match="is not in the model's vocabulary"):
+        word_token(make_tokenizer(), "coffee")
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
+from conftest import ARCHITECTURES, D_MODEL, assert_near, make_sentences
 from handpatched import Part, hand_vectors, jump_part, submodule_part
 from patched_models import (
     SENTENCES,
@@ -30,34 +27,6 @@ from matlens import InputError, LinearMap, Site
 from matlens.models.anatomy import Anatomy
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement
-
-# Skipped blocks
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_skipped_blocks_are_not_computed(name: str, small_model: Models) -> None:
-    """For every choice of kept blocks: they run once, and no module of the others does."""
-    model = small_model(name)
-    vectors(model)
-    for kept in itertools.product([False, True], repeat=N_LAYERS):
-        jumps = [jump_part(layer, layer + 1, layer) for layer in range(N_LAYERS) if not kept[layer]]
-        whole: Counter[int] = Counter()
-        inside: Counter[int] = Counter()
-        with ExitStack() as stack:
-            for layer, block in enumerate(model.blocks):
-                component = block.original_component
-                for module in component.modules():
-                    count = _count(whole if module is component else inside, layer)
-                    stack.callback(module.register_forward_pre_hook(count).remove)
-            with patched(model, [replacement(replaced) for replaced in jumps]), torch.inference_mode():
-                model(torch.tensor(SENTENCES[:1]))
-        assert [whole[layer] for layer in range(N_LAYERS)] == [int(run) for run in kept]
-        assert [inside[layer] > 0 for layer in range(N_LAYERS)] == list(kept)
-
-
-def _count(counter: Counter[int], layer: int) -> Callable[..., None]:
-    return lambda *_: counter.update([layer])
-
 
 # Around every way to run a model
 
@@ -178,25 +147,6 @@ def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Mod
     assert_same(only_outer, hand_vectors("llama", plain_model("llama"), outer, SENTENCES))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
-def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model: Models) -> None:
-    """At the ends of a jump as if nothing were replaced, and nowhere on its way."""
-    model, replaced = small_model(name), linear(jump_part(0, 2))
-    tokens = torch.tensor([[7, 3, 41, 12]])
-    with torch.inference_mode():
-        h0, h2 = model(tokens, stop_at_layer=0), model(tokens, stop_at_layer=2)
-        from_two = model(replaced(h0), start_at_layer=2)
-        with patched(model, [replaced]):
-            assert torch.equal(model(tokens, stop_at_layer=0), h0)
-            assert_near(model(tokens, stop_at_layer=2), replaced(h0))
-            assert_near(model(h0, start_at_layer=0), from_two)
-            for asked in ({"stop_at_layer": 1}, {"start_at_layer": 1}):
-                given = tokens if "stop_at_layer" in asked else h0
-                with pytest.raises(InputError, match="cannot start or stop at layer 1: the jump"):
-                    model(given, **asked)
-        assert torch.equal(model(tokens, stop_at_layer=2), h2)
-
-
 def test_collecting_what_is_jumped_over_is_refused(small_model: Models) -> None:
     model = small_model("llama")
     examples = matlens.make_examples(model, make_sentences()).head(3)
@@ -204,12 +154,3 @@ def test_collecting_what_is_jumped_over_is_refused(small_model: Models) -> None:
         assert set(matlens.collect(model, examples, ["h.0", "h.2"], progress=False)) == {"h.0", "h.2"}
         with pytest.raises(InputError, match=r"did not come to h\.1.*patched"):
             matlens.collect(model, examples, ["h.1", "h.2"], progress=False)
-
-
-def test_a_stand_in_refuses_a_mask_that_tells_no_padding(small_model: Models) -> None:
-    model, mask = small_model("llama"), torch.zeros(1, 1, 4, 4)
-    with (
-        patched(model, [linear(submodule_part("ffn", 1))]),
-        pytest.raises(InputError, match="got one of 4 dimensions"),
-    ):
-        model.original_model(input_ids=torch.tensor([[7, 3, 41, 12]]), attention_mask=mask)

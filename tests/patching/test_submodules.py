@@ -200,7 +200,8 @@ def test_no_rows_leave_nothing_to_fit_on(small_model: Models) -> None:
 # Attention without context
 
 SENTENCE = torch.tensor([7, 3, 41, 12, 12, 59, 30, 22, 8, 17])
-MORE_NAMES = (*NAMES, "cohere")  # one more parallel block with one norm
+# One more parallel block with one norm, and layers whose FFN is in no module of its own.
+MORE_NAMES = (*NAMES, "cohere", "opt", "opt-narrow")
 
 
 def attention_maps() -> MapSet:
@@ -287,13 +288,37 @@ def test_in_half_precision_the_model_computes_as_it_does_in_a_patched_pass(
         assert_near(attended, expected.float(), 0.02)
 
 
-@pytest.mark.parametrize(("first", "last"), [(2, 1), (-1, 2), (3, 0), (0, -1), (0, 4), (4, 4)])
+@pytest.mark.parametrize(("first", "last"), [(2, 1), (-1, 2), (3, 0), (0, -5), (0, 4), (4, 4)])
 def test_ranges_that_run_backwards_or_leave_the_model_are_refused(
     first: int, last: int, small_model: Models
 ) -> None:
     h = torch.zeros(2, D_MODEL)
     with pytest.raises(InputError, match=r"runs backwards or starts below 0|out of range"):
         attend_nowhere(small_model("llama"), attention_maps(), h, first, last)
+
+
+def test_layers_count_from_the_end_where_they_are_negative(small_model: Models) -> None:
+    model, pairs = small_model("gpt2"), [("attn_in.1", "attn_out.1"), ("attn_in.2", "attn_out.2")]
+    samples = collect(model, random_examples(20), ["h.1", *(site for pair in pairs for site in pair)])
+    maps, h = MapSet(fit_submodules(samples, pairs, progress=False)), samples["h.1"]
+    for known in (maps, attention_maps()):  # these know no model, and so no last layer
+        attended = attend_nowhere(model, known, h, 1, N_LAYERS)
+        assert float((attended - h).abs().max()) > 1e-2
+        for first, last in ((1, -1), (-N_LAYERS, N_LAYERS), (-N_LAYERS, -1)):
+            assert torch.equal(attend_nowhere(model, known, h, first, last), attended)
+
+
+def test_blocks_that_cannot_be_run_on_a_vector_alone_are_refused(
+    model_folder: Callable[[str], Path],
+) -> None:
+    decoder = matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
+    other = matlens.load(str(model_folder("opt")), device="cpu")
+    Anatomy.from_model(other)
+    for block in other.blocks:
+        del block.original_component.activation_fn  # a layer that is not known
+    for model, reason in ((decoder, "read the encoder's last layer as well"), (other, "in no module")):
+        with pytest.raises(InputError, match=reason):
+            attend_nowhere(model, attention_maps(), torch.zeros(2, D_MODEL), 0, 1)
 
 
 def test_a_missing_stand_in_is_refused(small_model: Models) -> None:

@@ -20,7 +20,7 @@ from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.corpora.examples import Examples
 from matlens.models import weights
 from matlens.models.anatomy import Anatomy
-from matlens.models.changes import intervening
+from matlens.models.hooks import intervening
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.variants import Variant, run_variants

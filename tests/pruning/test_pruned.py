@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,16 @@ import torch
 import transformers
 from conftest import LAYERS, N_LAYERS, WORDS, assert_near, plain_vectors
 
+import matlens
 from matlens import InputError, control, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.layouts import Layout
 
 Models = Callable[[str], Any]
-FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential")
+FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential", "falcon")
 WRITERS = {
     "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "neox": "mlp.dense_4h_to_h", "gptj": "mlp.fc_out",
-    "neox-sequential": "mlp.dense_4h_to_h",
+    "neox-sequential": "mlp.dense_4h_to_h", "falcon": "mlp.dense_4h_to_h",
 }  # fmt: skip
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
 
@@ -75,7 +77,7 @@ def test_a_fold_is_what_least_squares_by_hand_gives(
 
     def listen(_: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         reads.append(args[0])
-        writes.append(output)
+        writes.append(output.clone())
 
     hook = writer.register_forward_hook(listen)
     for start in examples.offsets[:-1]:
@@ -127,6 +129,35 @@ def test_the_model_is_what_a_patched_pass_is(
     assert len(folded) == N_LAYERS - 1 == pruned.model.config.num_hidden_layers
     assert_near(logits(pruned.model), expected, 1e-5)
     assert float((logits(pruned.model) - logits(plain_model(name))).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_folded_and_stays(
+    name: str, dtype: torch.dtype, model_folder: Models, small_model: Models, windows: Models, tmp_path: Path
+) -> None:
+    """As in float32 but for rounding, in memory as in the folder; what cannot be folded is seen as ever."""
+    half = matlens.load(str(model_folder(name)), dtype=dtype, device="cpu")
+    pruned = pruning.prune(half, windows(name), [1], progress=False)
+    assert {weight.dtype for weight in pruned.model.parameters()} == {dtype}
+    full = pruning.prune(small_model(name), windows(name), [1], progress=False)
+    assert_near(logits(pruned.model).float(), logits(full.model), 0.02)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        pruning.save_pruned(pruned, tmp_path / "model"), dtype="auto"
+    ).eval()
+    assert torch.equal(logits(loaded), logits(pruned.model))
+    buffers = dict(loaded.named_buffers())
+    assert {key: buffer.dtype for key, buffer in pruned.model.named_buffers()} == {
+        key: buffer.dtype for key, buffer in buffers.items()
+    }
+    for key, buffer in pruned.model.named_buffers():
+        assert torch.equal(buffer, buffers[key]), key
+
+
+def test_a_factor_is_seen_in_half_precision(model_folder: Models, windows: Models) -> None:
+    half = matlens.load(str(model_folder("granite")), dtype=torch.bfloat16, device="cpu")
+    with pytest.raises(InputError, match="stands between"):
+        pruning.prune(half, windows("granite"), [1], progress=False)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite"])

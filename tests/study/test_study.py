@@ -213,6 +213,23 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     assert not any(torch.allclose(weights[a], weights[b], rtol=1e-3) for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
+@pytest.mark.parametrize("first", ["stream", "submodules", "heads"])
+def test_positions_are_the_same_for_all_that_a_study_collects(
+    first: str, study: Callable[..., Study]
+) -> None:
+    tested = study("bert", draw_special=False)
+    asked: dict[str, Callable[[], Activations]] = {
+        "stream": lambda: tested.stream[0],
+        "submodules": lambda: tested.submodule_samples,
+        "heads": lambda: tested.head_samples[0],
+    }
+    train = [asked.pop(first)(), *(ask() for ask in asked.values())]
+    assert len({samples.examples.fingerprint for samples in train}) == 1
+    assert tested.validation_examples.fingerprint == tested.stream[1].examples.fingerprint
+    places, lengths = train[0].places, train[0].examples.lengths
+    assert bool(((places > 0) & (places < lengths - 1)).all())  # neither [CLS] nor [SEP]
+
+
 def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch) -> None:
     maps = study().submodule_maps()
     assert {linear.weight.shape for linear in maps.values()} == {(D_MODEL, D_MODEL)}

@@ -186,6 +186,6 @@ def test_what_cannot_be_read_is_refused_by_load(path: Path, tmp_path: Path) -> N
         matlens.load(tmp_path / "model.pt", device="cpu")
     with pytest.raises(InputError, match="one stack"):
         matlens.load(path, device="cpu", stack="decoder")
-    config, n = matlens.models.loading.read_configuration(str(path))
+    config, n = matlens.loading.loading.read_configuration(str(path))
     assert n == sum(p.numel() for p in read_wikilm(path)[0].parameters())
     assert config.num_hidden_layers == LAYERS

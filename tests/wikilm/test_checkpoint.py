@@ -154,6 +154,7 @@ def without(name: str) -> dict[str, Tensor]:
         (settings(decoder_ffn_embed_dim=None), weights(settings()), "intermediate_size"),
         (settings(decoder_output_dim=8), None, "another width"),
         (settings(), without(f"{EMBEDDINGS}.1.1.weight"), "lacks"),
+        (settings(), without(f"{SOFTMAX}.version"), "first kind"),
         (settings(), weights(settings()) | {"encoder.x": torch.zeros(1)}, "encoder.x"),
         (settings(), weights(settings()) | {HEAD: torch.ones(14, 16)}, "differ"),
         (settings(), {"decoder.x": "text"}, "no weights"),

@@ -28,6 +28,22 @@ def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
     assert numbered.tokenizer().decode(ids[1:]) == " ".join(words)
 
 
+def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
+    """WikiText's own words have signs in them; a sentence's last word is no such word, though it was seen."""
+    seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
+            "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2}  # fmt: skip
+    dictionary = WordDictionary.from_counts(seen.items(), n_words=64)
+    tokenizer = dictionary.tokenizer()
+    apart = 'the U.S. @-@ based H. album . No. ... a^b|c "'
+    for text, words in {
+        apart: apart.split(),
+        "in the U.S. No... album.": ["in", "the", "U.S.", "No", ".", ".", ".", "album", "."],
+        '"the U.S."': ['"', "the", "<unk>", ".", "<unk>", ".", '"'],
+        "a^bc 5.5": ["<unk>", "<unk>", "<unk>", "<unk>", ".", "<unk>"],  # no @.@ where there is none
+    }.items():
+        assert [dictionary.words[i] for i in tokenizer(text).input_ids[1:]] == words, text
+
+
 def test_words_are_numbered_by_frequency_and_filled_up() -> None:
     counts = [("b", 3), ("a", 3), ("c", 9), ("rare", 1), ("<unk>", 50)]
     made = WordDictionary.from_counts(counts, n_words=7)

@@ -4,17 +4,15 @@ Saturation events of training examples say at which layers one could have left. 
 training than that: it compares the clusters of an example's dominant sub-updates with those that were
 seen at saturation events of a layer, and with those that were seen there on the way to later events. What
 exactly is compared can be read in more than one way, see `OverlapRule`, and `compare_readings` sets all
-readings side by side. Every way of leaving is judged alike: by the share of examples for which the layer it
-leaves at gives the model's own prediction, and by the layers that are saved on these. To leave at layer
-``l`` is to read the prediction from the stream after its FFN, so ``n_layers - 1 - l`` layers are not run.
+readings side by side.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -22,8 +20,15 @@ from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
 from scipy.stats import norm
 
-from matlens.arguments import require_whole
 from matlens.errors import InputError
+from matlens.exits.outcomes import (
+    FEWEST_EXAMPLES,
+    JudgedExits,
+    first_exit,
+    judge_exits,
+    share_of_left,
+    split_examples,
+)
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
 from matlens.ffn.trace import Trace
@@ -36,32 +41,6 @@ OVERLAPS: tuple[Overlap, ...] = ("sets", "places")
 BOTH, OF_FFNS = "FFN and attention", "FFN"
 EXIT_CLUSTERS = 200
 """How many clusters the rule compares unless another number is given, as in the authors' notebook."""
-_FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
-
-
-class ExampleSplit(NamedTuple):
-    """Rows of the examples to train on, to calibrate on, and to test on."""
-
-    train: Int[np.ndarray, " n_train"]
-    calibration: Int[np.ndarray, " n_calibration"]
-    test: Int[np.ndarray, " n_test"]
-
-
-def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
-    """Split ``n`` examples at random: 80%, 10% and 10%, as in the paper (section 6.2).
-
-    Raises
-    ------
-    InputError
-        There are fewer than 10 examples.
-    """
-    if n < _FEWEST_EXAMPLES:
-        raise InputError(
-            f"{n} examples cannot be split into training, calibration and test. Expected "
-            f"{_FEWEST_EXAMPLES} or more."
-        )
-    order, tenth = np.random.default_rng(seed).permutation(n), n // 10
-    return ExampleSplit(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
 
 
 @checked
@@ -219,119 +198,6 @@ def _exceeds(
     return larger_mean & (with_inside.max(1) > with_outside.max(1))
 
 
-def first_exit(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]:
-    """The first layer of each example with a signal; the last layer where there is no signal."""
-    return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
-
-
-class JudgedExits(NamedTuple):
-    """How well one way of leaving early does (section 6.2).
-
-    Attributes
-    ----------
-    accuracy
-        Share of examples for which the layer that they leave at gives the model's prediction.
-    saved
-        Mean number of layers that are not run, over these examples; NaN where there are none.
-    left
-        Share of examples, right or not, that leave before the last layer.
-    chance
-        The accuracy if the same layers are dealt out among the examples at random, on average over all ways
-        to deal them. What is above it is owed to knowing which examples to let go.
-    chance_sd
-        The standard deviation of the accuracy over all ways to deal them.
-    """
-
-    accuracy: float
-    saved: float
-    left: float
-    chance: float
-    chance_sd: float
-
-
-def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> JudgedExits:
-    """Judge the layers that examples leave at.
-
-    Parameters
-    ----------
-    leaves
-        The layer that each example leaves at.
-    right
-        Which layers of each example predict what the last one does.
-    """
-    n, n_layers = right.shape
-    hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
-    return JudgedExits(
-        accuracy=float(hits.mean()),
-        saved=float(saved[hits].mean()) if hits.any() else float("nan"),
-        left=float((saved > 0).mean()),
-        chance=float(right.mean(0)[leaves].mean()),
-        chance_sd=_deviation_when_dealt(leaves, right),
-    )
-
-
-def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> float:
-    """Standard deviation of the accuracy when the layers are dealt out at random (Hoeffding 1951)."""
-    n, n_layers = right.shape
-    if n == 1:
-        return 0.0
-    left_at = np.bincount(leaves, minlength=n_layers)
-    interaction = right - right.mean(0) - ((right @ left_at) / n)[:, None] + (right.mean(0) @ left_at) / n
-    return math.sqrt(float(np.square(interaction).sum(0) @ left_at) / (n - 1)) / n
-
-
-@checked
-def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
-    """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
-
-    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
-    left_right, left_chance, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one;
-    ``saved_share`` is that of all layers; ``above`` is the accuracy less chance. ``left_right`` is the share
-    of right ones among the examples that leave before the last layer, and ``left_chance`` that of all
-    examples at the same layers; NaN where none leave. A seed without a right example has no layers saved and
-    does not count for these.
-
-    Parameters
-    ----------
-    judged
-        By method, what `judge_exits` gives for each seed, such as `ExitComparison.judged`.
-    n_layers
-        How many layers the model has.
-    """
-    require_whole(n_layers, "n_layers", least=1)
-    empty = [method for method, of_seeds in judged.items() if not len(of_seeds)]
-    if not judged or empty:
-        raise InputError(f"{empty[0] if empty else 'Nothing'} was judged on no seed. Expected one or more.")
-    rows = []
-    for method, of_seeds in judged.items():
-        numbers = pd.DataFrame(of_seeds)
-        numbers["above"] = numbers["accuracy"] - numbers["chance"]
-        mean, sd = numbers.mean(), numbers.std()
-        rows.append(
-            {
-                "method": method,
-                "accuracy": mean["accuracy"],
-                "accuracy_sd": sd["accuracy"],
-                "saved": mean["saved"],
-                "saved_sd": sd["saved"],
-                "saved_share": mean["saved"] / n_layers,
-                "left": mean["left"],
-                "chance": mean["chance"],
-                "above": mean["above"],
-                "above_sd": sd["above"],
-                "left_right": _share_of_left(mean["accuracy"], mean["left"]),
-                "left_chance": _share_of_left(mean["chance"], mean["left"]),
-                "seeds": len(of_seeds),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def _share_of_left(share: float, left: float) -> float:
-    """A share of right examples, of those alone that leave early: the others are right at the last layer."""
-    return (share - 1 + left) / left if left else math.nan
-
-
 @checked
 def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 0) -> pd.DataFrame:
     """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
@@ -365,7 +231,7 @@ def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
     events = {BOTH: made_at, OF_FFNS: np.where(saturation.by_ffn.numpy(), made_at, -1)}
-    parts = np.array_split(np.random.default_rng(seed).permutation(len(trace)), _FEWEST_EXAMPLES)
+    parts = np.array_split(np.random.default_rng(seed).permutation(len(trace)), FEWEST_EXAMPLES)
     rows = []
     for each in clusters:
         active = active_clusters(trace, each)
@@ -393,6 +259,6 @@ def _pooled(
         "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "dealt_sd": dealt_sd,
         "p": float(2 * norm.sf(abs(accuracy - chance) / dealt_sd)) if dealt_sd else 1.0,
         "saved": saved, "saved_share": saved / n_layers, "left": left,
-        "left_right": _share_of_left(accuracy, left), "left_chance": _share_of_left(chance, left),
+        "left_right": share_of_left(accuracy, left), "left_chance": share_of_left(chance, left),
         "n": int(sizes.sum()),
     }  # fmt: skip

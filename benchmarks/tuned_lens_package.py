@@ -5,7 +5,7 @@ is written out here with its defaults, at 120,000 rows. What it saves is read by
 judged as the report's members are. Given the report's ``--out``, it finds the report's vectors there.
 
     pip install --no-deps tuned-lens
-    python benchmarks/tuned_lens.py --train 2000 --val 1000 --out out/results
+    python benchmarks/tuned_lens_package.py --train 4000 --val 1000 --out out/results
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from matlens import Lens, Readout, collect, make_examples
 from matlens.cli import Report, print_members, run_study
 from matlens.judging import Member, lens_exit_sweep, report_table, training_flops
+from matlens.pruning import plain_copy
 from matlens.study import Study
 
 NAME = "tuned_lens"
@@ -56,8 +57,12 @@ def main(
     layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
 ) -> None:
     """Train the package's lens at some layers, and judge it as the report judges its members."""
+    from tuned_lens import model_surgery
     from tuned_lens.nn.lenses import TunedLens
 
+    model_surgery._transformer_lens_available = (
+        False  # it looks for a class that TransformerLens 4 does not have
+    )
     model, sixth = study.model, study.n_layers / 6
     of_report = [round(sixth), round(2 * sixth), round(4 * sixth)]
     layers = sorted(layer or of_report)
@@ -69,7 +74,7 @@ def main(
     )  # fmt: skip
     examples = make_examples(model, study.parts[1], seed=study.seed)
     validation = collect(model, examples, folder=study.folder / "lens-validation")
-    package = TunedLens.from_model(model.original_model)
+    package = TunedLens.from_model(plain_copy(model))  # one of transformers' own classes
     h_last = rows[last].clone()
     seconds = sum(train_layer(package, at, rows[at].clone(), h_last, study.readout) for at in layers)
     folder = report.out / NAME
@@ -84,4 +89,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_study(main, train=2000, val=1000, figures=False)
+    run_study(main, train=4000, val=1000, figures=False)

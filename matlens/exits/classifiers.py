@@ -13,7 +13,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from matlens.errors import InputError
-from matlens.ffn.early_exit import ExampleSplit, require_fitted
+from matlens.exits.outcomes import ExampleSplit
+from matlens.exits.rule import require_fitted
 from matlens.progress import Bar
 from matlens.signatures import checked
 

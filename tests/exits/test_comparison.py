@@ -23,12 +23,12 @@ from torch import Tensor
 from matlens import InputError, Readout, collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
-from matlens.ffn import exit_comparison
+from matlens.exits import comparison
+from matlens.exits.classifiers import RIDGE, ExitClassifiers
+from matlens.exits.comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
+from matlens.exits.outcomes import JudgedExits, judge_exits, split_examples
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.early_exit import JudgedExits, judge_exits, split_examples
 from matlens.ffn.events import find_saturation
-from matlens.ffn.exit_classifiers import RIDGE, ExitClassifiers
-from matlens.ffn.exit_comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 
@@ -79,7 +79,7 @@ class ComparedModel:
 
     def compare(self, **changed: Any) -> ExitComparison:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exit_comparison, "Readout", sharp)
+            patch.setattr(comparison, "Readout", sharp)
             return compare_exits(self.model, self.trace, self.clusters, self.activations, **OPTIONS | changed)
 
 
@@ -122,11 +122,11 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
 def test_every_method_is_judged_once_a_split(name: str, made: Callable[[str, int], ComparedModel]) -> None:
     judged = made(name, MANY).comparison.judged
     rules, ends = (
-        (exit_comparison.RULE, exit_comparison.PLACES),
-        (exit_comparison.FIXED, exit_comparison.ORACLE),
+        (comparison.RULE, comparison.PLACES),
+        (comparison.FIXED, comparison.ORACLE),
     )
     confidence = ("confidence, id", "confidence, mat")
-    assert tuple(judged) == (*rules, *exit_comparison.CLASSIFIERS, *ends, *confidence)
+    assert tuple(judged) == (*rules, *comparison.CLASSIFIERS, *ends, *confidence)
     assert {len(each) for each in judged.values()} == {SEEDS}
 
 
@@ -135,7 +135,7 @@ def test_leaving_where_the_prediction_is_made_is_always_right(
     name: str, made: Callable[[str, int], ComparedModel]
 ) -> None:
     study = made(name, MANY)
-    for seed, exits in enumerate(study.comparison.judged[exit_comparison.ORACLE]):
+    for seed, exits in enumerate(study.comparison.judged[comparison.ORACLE]):
         test = split_examples(MANY, seed=seed).test
         assert exits.accuracy == 1
         assert exits.saved == pytest.approx(np.mean([N_LAYERS - 1 - study.layer[row] for row in test]))
@@ -181,7 +181,7 @@ def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, in
     for seed in range(SEEDS):
         train, calibration, test = split_examples(MANY, seed=seed)
         learn = np.concatenate([train, calibration])
-        for method, places in ((exit_comparison.RULE, False), (exit_comparison.PLACES, True)):
+        for method, places in ((comparison.RULE, False), (comparison.PLACES, True)):
             left = by_rule(study, learn, test, places=places)
             hits = [bool(study.right[row, layer]) for row, layer in zip(test, left, strict=True)]
             exits = study.comparison.judged[method][seed]
@@ -207,7 +207,7 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
         wanted = np.mean([study.right[row, layer] for row, layer in zip(calibration, left, strict=True)])
         layers = [layer for layer in range(N_LAYERS) if study.right[calibration, layer].mean() >= wanted]
         expected = judge_exits(np.full(len(test), layers[0]), study.right[test])
-        assert study.comparison.judged[exit_comparison.FIXED][seed] == expected
+        assert study.comparison.judged[comparison.FIXED][seed] == expected
         mean_length = sum(positions[row] + 1 for row in train) / len(train)
         for method in ("id", "mat"):
             said = {}

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from matlens.bounds import LINE
-from matlens.corpora.packing import HEAD, PIECE, Reader, packing_of, shown, text_name, texts
 from matlens.errors import InputError, printable
 from matlens.progress import waiting
+from matlens.sources.packing import HEAD, PIECE, Reader, packing_of, shown, text_name, texts
 from matlens.storage.files import open_regular
 
 _OTHER_KINDS = (

@@ -237,7 +237,7 @@ def test_what_grows_out_of_all_proportion_takes_no_memory(
     line: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if named == "MATLENS_MAX_RATIO":
-        monkeypatch.setattr("matlens.corpora.packing._RATIO_FROM", 2**20)
+        monkeypatch.setattr("matlens.sources.packing._RATIO_FROM", 2**20)
     source = write(tmp_path / "a.txt.gz", bomb(line))
     tracemalloc.start()
     try:

@@ -17,15 +17,10 @@ from sentencex import segment
 
 from matlens.arguments import require_kind, short
 from matlens.bounds import LINE, parse_json
-from matlens.corpora.packing import (
-    ARCHIVE_SUFFIXES,
-    LEIPZIG_NAME,
-    PACKED_SUFFIXES,
-    shown,
-)
-from matlens.corpora.samples import news_sample, wikipedia_sample
-from matlens.corpora.streams import inner_name, numbered_lines
 from matlens.errors import InputError, printable
+from matlens.sources.packing import ARCHIVE_SUFFIXES, LEIPZIG_NAME, PACKED_SUFFIXES, shown
+from matlens.sources.samples import news_sample, wikipedia_sample
+from matlens.sources.streams import inner_name, numbered_lines
 from matlens.storage.files import open_regular
 from matlens.translations import LANGUAGES, messages
 

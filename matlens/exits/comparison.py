@@ -22,27 +22,13 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations
 from matlens.arguments import require_whole
 from matlens.errors import InputError
+from matlens.exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
+from matlens.exits.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
+from matlens.exits.rule import OverlapRule, active_clusters
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.early_exit import (  # fmt: skip
-    ExampleSplit,
-    JudgedExits,
-    OverlapRule,
-    active_clusters,
-    first_exit,
-    judge_exits,
-    split_examples,
-)
 from matlens.ffn.events import find_saturation
-from matlens.ffn.exit_classifiers import (
-    FEWEST_EVENTS,
-    FOLDS,
-    LASSO,
-    PENALTY_STRENGTHS,
-    RIDGE,
-    ExitClassifiers,
-)
+from matlens.ffn.norms import output_kind
 from matlens.ffn.trace import Trace, sites_before_ffn
-from matlens.ffn.values import output_kind
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.judgement import as_substitute
 from matlens.linear.fitting import fit_samples

@@ -15,8 +15,8 @@ from sklearn.metrics import average_precision_score
 from sklearn.model_selection import StratifiedKFold
 
 from matlens import InputError
-from matlens.ffn.early_exit import ExampleSplit, first_exit, split_examples
-from matlens.ffn.exit_classifiers import LASSO, RIDGE, ExitClassifiers, best_threshold
+from matlens.exits.classifiers import LASSO, RIDGE, ExitClassifiers, best_threshold
+from matlens.exits.outcomes import ExampleSplit, first_exit, split_examples
 
 STRENGTHS = (1e-4, 3e-2, 1e-1, 1.0)
 

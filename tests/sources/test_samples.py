@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from matlens.corpora import samples
-from matlens.corpora.samples import _paragraphs, _plain_article, _sentences, news_sample, wikipedia_sample
 from matlens.errors import InputError
+from matlens.sources import samples
+from matlens.sources.samples import _paragraphs, _plain_article, _sentences, news_sample, wikipedia_sample
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_wheel_without_test_data_says_what_to_install(
 
 def test_the_wheel_is_located_without_importing_it() -> None:
     code = (
-        "import sys; from matlens.corpora.samples import news_sample; next(news_sample());"
+        "import sys; from matlens.sources.samples import news_sample; next(news_sample());"
         "sys.exit('gensim' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,15 @@
+from .classifiers import FEWEST_EVENTS as FEWEST_EVENTS
+from .classifiers import FOLDS as FOLDS
+from .classifiers import LASSO as LASSO
+from .classifiers import PENALTY_STRENGTHS as PENALTY_STRENGTHS
+from .classifiers import RIDGE as RIDGE
+from .classifiers import ExitClassifiers as ExitClassifiers
+from .comparison import ExitComparison as ExitComparison
+from .comparison import classifier_sites as classifier_sites
+from .comparison import compare_exits as compare_exits
+from .outcomes import JudgedExits as JudgedExits
+from .outcomes import summarize_exits as summarize_exits
+from .rule import EXIT_CLUSTERS as EXIT_CLUSTERS
+from .rule import OverlapRule as OverlapRule
+from .rule import active_clusters as active_clusters
+from .rule import compare_readings as compare_readings

@@ -1,0 +1,160 @@
+"""How well ways of leaving early do, all judged alike, on examples of which some are to learn from.
+
+A way is judged by the share of examples for which the layer it leaves at gives the model's own prediction,
+and by the layers that are saved on these. To leave at layer ``l`` is to read the prediction from the stream
+after its FFN, so ``n_layers - 1 - l`` layers are not run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Int
+
+from matlens.arguments import require_whole
+from matlens.errors import InputError
+from matlens.signatures import checked
+
+FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
+
+
+class ExampleSplit(NamedTuple):
+    """Rows of the examples to train on, to calibrate on, and to test on."""
+
+    train: Int[np.ndarray, " n_train"]
+    calibration: Int[np.ndarray, " n_calibration"]
+    test: Int[np.ndarray, " n_test"]
+
+
+def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
+    """Split ``n`` examples at random: 80%, 10% and 10%, as in the paper (section 6.2).
+
+    Raises
+    ------
+    InputError
+        There are fewer than 10 examples.
+    """
+    if n < FEWEST_EXAMPLES:
+        raise InputError(
+            f"{n} examples cannot be split into training, calibration and test. Expected "
+            f"{FEWEST_EXAMPLES} or more."
+        )
+    order, tenth = np.random.default_rng(seed).permutation(n), n // 10
+    return ExampleSplit(order[2 * tenth :], order[tenth : 2 * tenth], order[:tenth])
+
+
+def first_exit(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]:
+    """The first layer of each example with a signal; the last layer where there is no signal."""
+    return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
+
+
+class JudgedExits(NamedTuple):
+    """How well one way of leaving early does (section 6.2).
+
+    Attributes
+    ----------
+    accuracy
+        Share of examples for which the layer that they leave at gives the model's prediction.
+    saved
+        Mean number of layers that are not run, over these examples; NaN where there are none.
+    left
+        Share of examples, right or not, that leave before the last layer.
+    chance
+        The accuracy if the same layers are dealt out among the examples at random, on average over all ways
+        to deal them. What is above it is owed to knowing which examples to let go.
+    chance_sd
+        The standard deviation of the accuracy over all ways to deal them.
+    """
+
+    accuracy: float
+    saved: float
+    left: float
+    chance: float
+    chance_sd: float
+
+
+def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> JudgedExits:
+    """Judge the layers that examples leave at.
+
+    Parameters
+    ----------
+    leaves
+        The layer that each example leaves at.
+    right
+        Which layers of each example predict what the last one does.
+    """
+    n, n_layers = right.shape
+    hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
+    return JudgedExits(
+        accuracy=float(hits.mean()),
+        saved=float(saved[hits].mean()) if hits.any() else float("nan"),
+        left=float((saved > 0).mean()),
+        chance=float(right.mean(0)[leaves].mean()),
+        chance_sd=_deviation_when_dealt(leaves, right),
+    )
+
+
+def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> float:
+    """Standard deviation of the accuracy when the layers are dealt out at random (Hoeffding 1951)."""
+    n, n_layers = right.shape
+    if n == 1:
+        return 0.0
+    left_at = np.bincount(leaves, minlength=n_layers)
+    interaction = right - right.mean(0) - ((right @ left_at) / n)[:, None] + (right.mean(0) @ left_at) / n
+    return math.sqrt(float(np.square(interaction).sum(0) @ left_at) / (n - 1)) / n
+
+
+@checked
+def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
+    """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
+
+    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
+    left_right, left_chance, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one;
+    ``saved_share`` is that of all layers; ``above`` is the accuracy less chance. ``left_right`` is the share
+    of right ones among the examples that leave before the last layer, and ``left_chance`` that of all
+    examples at the same layers; NaN where none leave. A seed without a right example has no layers saved and
+    does not count for these.
+
+    Parameters
+    ----------
+    judged
+        By method, what `judge_exits` gives for each seed, such as `ExitComparison.judged`.
+    n_layers
+        How many layers the model has.
+    """
+    require_whole(n_layers, "n_layers", least=1)
+    empty = [method for method, of_seeds in judged.items() if not len(of_seeds)]
+    if not judged or empty:
+        raise InputError(f"{empty[0] if empty else 'Nothing'} was judged on no seed. Expected one or more.")
+    rows = []
+    for method, of_seeds in judged.items():
+        numbers = pd.DataFrame(of_seeds)
+        numbers["above"] = numbers["accuracy"] - numbers["chance"]
+        mean, sd = numbers.mean(), numbers.std()
+        rows.append(
+            {
+                "method": method,
+                "accuracy": mean["accuracy"],
+                "accuracy_sd": sd["accuracy"],
+                "saved": mean["saved"],
+                "saved_sd": sd["saved"],
+                "saved_share": mean["saved"] / n_layers,
+                "left": mean["left"],
+                "chance": mean["chance"],
+                "above": mean["above"],
+                "above_sd": sd["above"],
+                "left_right": share_of_left(mean["accuracy"], mean["left"]),
+                "left_chance": share_of_left(mean["chance"], mean["left"]),
+                "seeds": len(of_seeds),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def share_of_left(share: float, left: float) -> float:
+    """A share of right examples, of those alone that leave early: the others are right at the last layer."""
+    return (share - 1 + left) / left if left else math.nan

@@ -1,0 +1,2 @@
+from .sources import SAMPLES as SAMPLES
+from .sources import Source as Source
