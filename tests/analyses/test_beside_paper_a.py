@@ -91,8 +91,6 @@ def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished: Finished, 
     }
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
     assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
-    nats = table[table["metric"] == "surprisal"].pivot(index="layer", columns="method", values="value")
-    assert (nats["mat_ffn"] - nats["mat_ffn without sinks"]).abs().max() > 0.01, "the fits are told apart"
 
 
 def test_each_kind_of_sub_module_has_a_figure_of_its_own_rows(
