@@ -18,6 +18,9 @@ from matlens.storage.tables import result_row, result_table
 
 TASKS = "tasks"  # the experiment
 _CODE = "!function"  # of a task file, runs a function of a file beside it
+_DRAWS = (
+    1000  # of a bootstrap, where a standard error has no formula; without it the harness gives none at all
+)
 _LONGEST = 1 << 20  # bytes of a task file
 _NORMAL = 1.96  # standard errors on each side of a 95% interval
 
@@ -84,7 +87,7 @@ def task_scores(
         model="hf", model_args={"pretrained": str(model), "dtype": "auto", "trust_remote_code": False},
         tasks=list(tasks), task_manager=manager, limit=limit, batch_size=batch_size, device=device,
         random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
-        log_samples=False, bootstrap_iters=0,
+        log_samples=False, bootstrap_iters=_DRAWS,
     )  # fmt: skip
     return result_table(_rows(outcome, model.name))
 

@@ -30,10 +30,11 @@ class Harness:
 
     def evaluate(self, **asked: Any) -> dict[str, Any]:
         self.asked = asked
+        error: Any = 0.1 if asked["bootstrap_iters"] > 0 else "N/A"  # as the harness does, for any measure
         return {
             "results": {
                 "colours": {
-                    "alias": "colours", "acc,none": 0.75, "acc_stderr,none": 0.1, "acc_norm,none": 0.5,
+                    "alias": "colours", "acc,none": 0.75, "acc_stderr,none": error, "acc_norm,none": 0.5,
                     "acc_norm_stderr,none": "N/A", "exact_match,strict": 1.0,
                 }
             },
