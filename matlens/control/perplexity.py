@@ -178,4 +178,12 @@ def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:
         # A ratio of two sums varies as its residuals do (the delta method).
         error = np.std(total - mean * n_tokens, ddof=1) / (n_tokens.mean() * math.sqrt(n))
         half = float(error * stats.t.ppf(0.975, n - 1))
-    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
+    return Estimate(_exp(mean), _exp(mean - half), _exp(mean + half), n)
+
+
+def _exp(nats: float) -> float:
+    """``exp``, infinite where that is beyond all numbers, as losses without a final norm can be."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

@@ -249,8 +249,7 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:
                 f"The tuned lens in {folder} is of a model with {n_layers} layers of {width} coordinates, "
                 f"and this model has {model.cfg.n_layers} of {model.cfg.d_model}. Is it of another model?"
             )
-        hashed = config.get("unembed_hash")
-        if hashed is not None and hashed != _tuned_hash(model):
+        if not _has_unembedding(model, config):
             raise InputError(
                 f"The tuned lens in {folder} was trained for another unembedding than this model has: its "
                 f"config.json says {short(config.get('base_model_name_or_path'))}. Load that model."
@@ -271,10 +270,28 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:
     return LensParts(maps, "tuned", Provenance(ModelIdentity.from_model(model), details={"tuned_lens": said}))
 
 
-def _tuned_hash(model: TransformerBridge) -> str:
+def _has_unembedding(model: TransformerBridge, config: Mapping[str, Any]) -> bool:
+    """Whether a tuned lens was trained for the unembedding that a model has, as far as its hash tells.
+
+    It is a hash of digits, which half precision changes; then the model's name has to do.
+    """
+    weight = model.unembed.original_component.weight
+    if config.get("unembed_hash") in (None, _tuned_hash(weight)):
+        return True
+    said, name = str(config.get("base_model_name_or_path")), str(model.cfg.model_name)
+    there = Path(name).is_absolute() and Path(name).name == said.rstrip("/").split("/")[-1]
+    return weight.element_size() < 4 and (said == name or there)
+
+
+def _tuned_hash(weight: Tensor) -> str:
     """What tuned-lens calls the hash of an unembedding: of how NumPy prints it, with one decimal."""
-    weight = model.unembed.original_component.weight.detach().cpu().float().numpy()
-    return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
+    usual = np.printoptions(
+        edgeitems=3, threshold=1000, linewidth=75, suppress=False, nanstr="nan", infstr="inf", sign="-",
+        formatter=None, floatmode="maxprec", legacy=False,
+    )  # fmt: skip
+    with usual:  # whatever a notebook has set
+        text = np.array_str(weight.detach().cpu().float().numpy(), precision=1)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

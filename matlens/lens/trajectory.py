@@ -213,7 +213,7 @@ class Trajectory:
         Parameters
         ----------
         tokens
-            Chosen tokens, see `rank`.
+            Chosen tokens, see `rank`. Where two are alike but for spaces, columns say so: ``rank of ␣Paris``.
 
         Raises
         ------
@@ -236,9 +236,11 @@ class Trajectory:
                 "rank": self.final_rank.reshape(-1).numpy(),
             }
         )
-        for token in tokens:
+        names = [str(token).strip() for token in tokens]
+        for token, name in zip(tokens, names, strict=True):
             ranks, probabilities = self._of(token)
-            name = str(token).strip()
+            if names.count(name) > 1:  # such as "Paris" and " Paris", which are two tokens
+                name = visible(token) if isinstance(token, str) else f"token {token}"
             table[f"rank of {name}"] = ranks.reshape(-1).numpy()
             table[f"probability of {name}"] = probabilities.reshape(-1).double().numpy()
         return table

@@ -159,6 +159,9 @@ def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
     assert ratio.high / ratio.low < perplexity_estimate(base).high / perplexity_estimate(base).low
     same = perplexity_ratio(base, base)
     assert (same.value, same.low, same.high) == (1, 1, 1)
+    lost = TextLosses(np.array([9e3, 2e3]), np.array([2, 2]))  # nats: no final norm bounds logits
+    assert perplexity_estimate(lost).value == perplexity_estimate(lost).high == math.inf
+    assert perplexity_ratio(base, TextLosses(base.total + 800 * counted, counted)).value < 1e-300
     lonely = perplexity_estimate(TextLosses(np.array([3.0]), np.array([2])))
     assert lonely.value == pytest.approx(math.exp(1.5))
     assert math.isnan(lonely.low)

@@ -16,6 +16,7 @@ from conftest import D_MODEL, N_LAYERS, assert_near
 from small_lenses import numbers
 from transformer_lens.tools.analysis import JacobianLens
 
+import matlens
 from matlens import InputError, Lens
 from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
@@ -218,6 +219,30 @@ def test_a_tuned_lens_adds_to_what_it_translates(
     assert_near(lens(h, 1), expected)
     assert lens.method == "tuned"
     assert lens.layers == (0, 1, 2)
+
+
+def test_a_tuned_lens_is_known_whatever_numpy_is_told_to_print(
+    small_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    folder = tuned_folder(small_model("llama"), tmp_path / "tuned")
+    with np.printoptions(suppress=True, linewidth=40, edgeitems=1, sign="+"):
+        assert Lens.from_tuned_lens(folder, small_model("llama")).method == "tuned"
+
+
+def test_in_half_precision_a_tuned_lens_is_known_by_the_name_of_its_model(
+    small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The hash is of printed digits, and rounding changes some."""
+    half = matlens.load(str(model_folder("llama")), dtype=torch.bfloat16, device="cpu")
+    folder = tuned_folder(half, tmp_path / "tuned")
+    config = json.loads((folder / "config.json").read_text()) | {"unembed_hash": "0" * 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="another unembedding"):
+        Lens.from_tuned_lens(folder, half)
+    (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "someone/llama"}))
+    assert Lens.from_tuned_lens(folder, half).method == "tuned"
+    with pytest.raises(InputError, match="another unembedding"):
+        Lens.from_tuned_lens(folder, small_model("llama"))
 
 
 @pytest.mark.refused

@@ -74,6 +74,10 @@ def test_tokens_are_texts_by_layer_and_position(small_model: Callable[[str], Any
     assert row["rank of w7"] == int(trajectory.rank("w7")[4, 1])
     assert row["probability of 9"] == pytest.approx(float(trajectory.probability(9)[4, 1]))
     assert (table[table["layer"] == N_LAYERS]["kl"] == 0).all()
+    alike = trajectory.to_dataframe(["w7", " w7", 9, " w8"]).columns  # in most vocabularies four tokens
+    assert [name for name in alike if name.startswith("rank of")] == [
+        "rank of w7", "rank of ␣w7", "rank of 9", "rank of w8"
+    ]  # fmt: skip
 
 
 def test_a_masked_model_is_read_at_every_token(small_model: Callable[[str], Any]) -> None:
