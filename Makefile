@@ -86,9 +86,9 @@ RESULTS_B := \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
-# Which lens to use: half an hour, most of it for the tuned lens and for Jacobians.
+# Which lens to use: an hour, most of it for the tuned lens and for Jacobians.
 RESULTS_LENSES := lens_report lens_report_bert
-# Models of the papers' kinds, trained here: an hour and a half.
+# Models of the papers' kinds, trained here: half an hour.
 RESULTS_MODELS := \
 	small_gpts \
 	paper_a_fig7_models_gpts \

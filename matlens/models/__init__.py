@@ -1,4 +1,4 @@
-"""Loading a model, knowing which one it is and how it is wired, and reading it out."""
+"""Which model it is, how it is wired, what is changed in it, and how it is read out."""
 
 import lazy_loader
 

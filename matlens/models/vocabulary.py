@@ -93,8 +93,8 @@ def word_token(tokenizer: Any, word: str) -> int:
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
     if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second
-        bare = _encoded(tokenizer, text[1:])
-        tokens = bare if len(bare) == 1 and _text(tokenizer, bare[0]) == text else tokens
+        without = _encoded(tokenizer, text[1:])
+        tokens = without if len(without) == 1 and _text(tokenizer, without[0]) == text else tokens
     if len(tokens) == 1 and _is_known(tokenizer, tokens[0], text):
         return tokens[0]
     if not tokens or tokenizer.unk_token_id in tokens:

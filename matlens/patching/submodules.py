@@ -200,7 +200,8 @@ def _run_ffn(block: Any, x: Tensor) -> Tensor:
     if _is_berts(layer):
         return layer.output.dense(layer.intermediate(x))
     if getattr(block.mlp, "name", "") is not None:
-        return block.mlp(x)
+        written = block.mlp(x)
+        return written[0] if isinstance(written, tuple) else written  # some routers say what they have chosen
     for part in _FFN_OF_LAYER:
         x = getattr(layer, part)(x)
     return x

@@ -72,7 +72,9 @@ def heal(
     n_texts, length = streams.tokens.shape
     size = max(1, _TOKENS // length)
     updates = max(1, math.ceil(n_tokens / (size * length)))
-    optimizer = torch.optim.Adam(weights, lr=rate)
+    # Steps are smaller than half precision can tell, so they are taken in float32.
+    stepped = [weight.detach().float() if weight.element_size() < 4 else weight for weight in weights]
+    optimizer = torch.optim.Adam(stepped, lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / (0.1 * updates)) * (1 - step / updates)
     )
@@ -90,9 +92,15 @@ def heal(
                 loss = (truth.exp() * (truth - given)).sum(-1).mean()
                 if not bool(loss.isfinite()):
                     raise InputError("The divergence is not finite while healing. Expected a larger penalty.")
-                optimizer.zero_grad()
+                pruned.zero_grad()
                 loss.backward()
+                apart = [pair for pair in zip(stepped, weights, strict=True) if pair[0] is not pair[1]]
+                for full, weight in apart:
+                    full.grad = weight.grad.float()
                 optimizer.step()
+                with torch.no_grad():
+                    for full, weight in apart:
+                        weight.copy_(full)
                 schedule.step()
                 divergences.append(float(loss.detach()))
                 bar.update(1)

@@ -117,7 +117,7 @@ def prune(
     details: dict[str, Any] = {
         "blocks_left_out": list(gone), "method": method.value,
         "penalty": usual_penalty(method) if penalty is None else penalty,
-        "choice": choice.value if isinstance(blocks, int) else "given",
+        "choice": choice.value if isinstance(wanted, int) else "given",
         "n_tokens": calibration.streams.tokens.numel(),
     }  # fmt: skip
     made = calibration.without(gone, method, penalty, progress=progress)
@@ -166,7 +166,7 @@ def prune_attention(
     details: dict[str, Any] = {
         "attention_left_out": list(layers), "method": method.value,
         "penalty": usual_penalty(method) if penalty is None else penalty,
-        "choice": "loss" if isinstance(attention, int) else "given",
+        "choice": "loss" if isinstance(wanted, int) else "given",
         "n_tokens": calibration.streams.tokens.numel(),
     }  # fmt: skip
     provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def read_wanted(wanted: Any, n_layers: int, what: str = "blocks") -> int | tuple
     InputError
         There are not so many, or `read_blocks` refuses them.
     """
-    if isinstance(wanted, int):
+    if isinstance(wanted, Integral):
         return read_count(wanted, n_layers, what)
     return read_blocks(wanted, n_layers)
 
@@ -92,7 +93,7 @@ def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = 
     Raises
     ------
     InputError
-        The model has too few blocks.
+        The model has too few blocks, or whichever are left out, the loss is not finite.
     """
     n_layers = len(streams.layout.blocks)
     n = read_count(n, n_layers)
@@ -109,8 +110,17 @@ def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = 
             for start in starts:
                 turned.append(loss_without(streams, range(start, start + n)))
                 bar.update(1)
+    _require_finite(min(turned))
     best = starts[min(range(len(starts)), key=turned.__getitem__)]
     return tuple(range(best, best + n))
+
+
+def _require_finite(least: float) -> None:
+    if not math.isfinite(least):
+        raise InputError(
+            "Whichever blocks are left out, the loss is not finite. Expected fewer of them, or a model in "
+            "float32."
+        )
 
 
 def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Float[Tensor, " *n"]:
@@ -120,14 +130,18 @@ def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Fl
 
 
 def loss_without(streams: Streams, blocks: Iterable[int]) -> float:
-    """Mean loss of the next token on the calibration text where blocks are left out alone."""
+    """Mean loss of the next token on the calibration text where blocks are left out alone.
+
+    It is infinite where the model without them gives no numbers.
+    """
     out = set(blocks)
     first = min(out)
     h = streams.h[first]
     for index in range(first, len(streams.layout.blocks)):
         if index not in out:
             h = streams.after(index, streams.layout.blocks[index], h)
-    return float(streams.losses(h).mean())
+    loss = float(streams.losses(h).mean())
+    return loss if math.isfinite(loss) else math.inf
 
 
 def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int]:
@@ -135,6 +149,11 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
 
     A block is tried again only while its loss without the blocks that were taken before it is below what the
     best of this round costs: losses rise as blocks go, so the others would only have become worse.
+
+    Raises
+    ------
+    InputError
+        There are not so many blocks, or without any further one the loss is not finite.
     """
     n_layers = len(streams.layout.blocks)
     n = read_count(n, n_layers)
@@ -149,6 +168,7 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
                 losses[block] = loss_without(streams, [*gone, block])
                 if losses[block] < least:
                     best, least = block, losses[block]
+            _require_finite(least)
             gone.append(best)
             del losses[best]
             bar.update(1)

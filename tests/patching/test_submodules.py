@@ -200,8 +200,8 @@ def test_no_rows_leave_nothing_to_fit_on(small_model: Models) -> None:
 # Attention without context
 
 SENTENCE = torch.tensor([7, 3, 41, 12, 12, 59, 30, 22, 8, 17])
-# One more parallel block with one norm, and layers whose FFN is in no module of its own.
-MORE_NAMES = (*NAMES, "cohere", "opt", "opt-narrow")
+# One more parallel block with one norm, layers whose FFN is in no module of its own, and one that gives more.
+MORE_NAMES = (*NAMES, "cohere", "opt", "opt-narrow", "gpt-oss")
 
 
 def attention_maps() -> MapSet:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import LAYERS, WORDS, assert_near
 
+import matlens
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning import healing
@@ -95,3 +96,21 @@ def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) 
         pruning.prune(*asked, 0, heal=10, progress=False)
     with pytest.raises(InputError, match="heal"):
         pruning.prune(*asked, [1], heal=-1, progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_healed_in_small_steps(
+    dtype: torch.dtype, model_folder: Models, windows: Models
+) -> None:
+    """Steps far below what bfloat16 can tell add up, and squares below the least of float16 do no harm."""
+    half = matlens.load(str(model_folder("llama")), dtype=dtype, device="cpu")
+    streams = Streams(
+        Layout.from_model(pruning.plain_copy(half)), whole_windows(windows("llama")), progress=False
+    )
+    folded = pruning.prune(half, windows("llama"), [2], method="replaceme", progress=False).model
+    writer = folded.get_submodule(f"{LAYERS['llama'][0]}.1.{WRITERS['llama']}")
+    before = writer.weight.clone()
+    healing.heal(streams, folded, [0, 1], [1], 60 * 1024, rate=1e-5, progress=False)
+    assert writer.weight.dtype == dtype
+    assert bool(writer.weight.isfinite().all())
+    assert float((writer.weight != before).float().mean()) > 0.5

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import N_LAYERS, WORDS
 
-from matlens import pruning
+import matlens
+from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
@@ -86,3 +87,23 @@ def test_angles_are_shares_of_a_half_turn() -> None:
 def test_spans_are_runs() -> None:
     assert spans_of([5, 3, 4, 9, 7, 8]) == [(3, 6), (7, 10)]
     assert spans_of([]) == []
+
+
+@pytest.mark.parametrize("choice", [pruning.Choice.loss, pruning.Choice.greedy])
+def test_a_loss_that_is_no_number_is_never_the_least(
+    choice: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([float("nan"), 3.0, float("nan"), float("nan")])
+    monkeypatch.setattr(Streams, "losses", lambda *_: torch.tensor([next(losses)]))
+    assert choose_blocks(streams, 1, choice, progress=False) == (2,)
+    with pytest.raises(InputError, match="not finite"):
+        choose_blocks(streams, 1, choice, progress=False)
+
+
+def test_streams_that_overflow_are_refused(model_folder: Callable[[str], Any]) -> None:
+    half = matlens.load(str(model_folder("gpt2")), dtype=torch.float16, device="cpu")
+    layout = Layout.from_model(pruning.plain_copy(half))
+    with torch.no_grad():
+        layout.blocks[1].mlp.c_proj.weight.fill_(6e4)
+    with pytest.raises(InputError, match=r"h\.2 are not finite"):
+        Streams(layout, torch.tensor([[3, 4, 5, 6]]), progress=False)

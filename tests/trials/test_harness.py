@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jinja2
 import pytest
 
 from matlens import InputError, trials
@@ -27,13 +29,21 @@ class Harness:
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
+        self.template = "{{ text|shout }}"
+        self.filled = ""
+        self.templates = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        self.templates.filters["shout"] = str.upper
 
     def evaluate(self, **asked: Any) -> dict[str, Any]:
         self.asked = asked
+        self.at, self.pools = Path.cwd(), "DISABLE_MULTIPROC" not in os.environ
+        error: Any = 0.1 if asked["bootstrap_iters"] > 0 else "N/A"  # as the harness does, for any measure
+        templates = sys.modules["lm_eval"].utils.env
+        self.filled = templates.from_string(self.template).render(text="a\n")
         return {
             "results": {
                 "colours": {
-                    "alias": "colours", "acc,none": 0.75, "acc_stderr,none": 0.1, "acc_norm,none": 0.5,
+                    "alias": "colours", "acc,none": 0.75, "acc_stderr,none": error, "acc_norm,none": 0.5,
                     "acc_norm_stderr,none": "N/A", "exact_match,strict": 1.0,
                 }
             },
@@ -51,7 +61,10 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
             assert not include_defaults
             self.all_tasks = [path.stem for path in Path(include_path).glob("*.yaml")]
 
+    utils = ModuleType("lm_eval.utils")
+    utils.env = fake.templates  # type: ignore[attr-defined]
     vars(package)["simple_evaluate"], vars(tasks)["TaskManager"] = fake.evaluate, Manager
+    vars(package)["utils"] = utils
     monkeypatch.setitem(sys.modules, "lm_eval", package)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     return fake
@@ -70,6 +83,10 @@ def test_scores_are_read_with_their_intervals(
     assert set(table["n"]) == {20}
     assert harness.asked["model_args"]["pretrained"] == str(model_folder("llama"))
     assert harness.asked["model_args"]["trust_remote_code"] is False
+    assert harness.at == folder  # where the data lie
+    assert not harness.pools
+    assert Path.cwd() != folder
+    assert "DISABLE_MULTIPROC" not in os.environ
     assert harness.asked["limit"] == 20
     assert harness.asked["random_seed"] == 3
     with pytest.raises(InputError, match="no task 'shapes'"):
@@ -98,7 +115,54 @@ def test_what_would_run_code_or_is_not_there_is_refused(
     empty.mkdir()
     with pytest.raises(InputError, match="no file of a task"):
         trials.task_scores(model, ["colours"], empty)
-    (folder / "bad.yaml").write_text(TASK + "doc_to_text: !function tools.text\n")
-    with pytest.raises(InputError, match="runs code"):
+    (folder / "deep.yaml").write_text(TASK + "x: " + "[" * 3000)
+    with pytest.raises(InputError, match="cannot be read as YAML"):
         trials.task_scores(model, ["colours"], folder)
     assert not harness.asked
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "doc_to_text: !function tools.text",
+        "doc_to_text: !%66unction tools.text",
+        "doc_to_text: [{deep: !!python/name:os.system }]",
+        "'class': tools.Task",
+        '{"cl\\x61ss": tools.Task}',
+        "metric_list: [{metric: ./tools.py}]",
+        "metric_list: [{metric: acc, hf_evaluate: true}]",
+        "include: base.txt",
+        "<<: {include: [base.txt]}",
+        "include: ../other.yaml",
+    ],
+)
+def test_code_is_found_however_it_is_written(
+    line: str, folder: Path, tmp_path: Path, model_folder: Callable[[str], Path], harness: Harness
+) -> None:
+    inner = folder / "tasks"
+    inner.mkdir()
+    (inner / "base.txt").write_text("process_docs: !function tools.text\n")
+    (folder / "other.yaml").write_text(TASK)
+    plain = "" if line.startswith("{") else TASK
+    (inner / "bad.yaml").write_text(f"{plain}{line}\n")
+    with pytest.raises(InputError, match=r"runs code|lies outside"):
+        trials.task_scores(model_folder("llama"), ["colours"], inner)
+    assert not harness.asked
+
+
+def test_words_that_only_look_like_code_are_read(
+    folder: Path, model_folder: Callable[[str], Path], harness: Harness
+) -> None:
+    more = "include: base.yaml\ndoc_to_text: 'The class: {{text}} !function'\nmetric_list: [{metric: acc}]\n"
+    (folder / "colours.yaml").write_text(TASK + more)
+    (folder / "base.yaml").write_text("include: colours.yaml\n")
+    assert len(trials.task_scores(model_folder("llama"), ["colours"], folder)) == 3
+    assert harness.filled == "A\n"
+
+
+def test_templates_reach_no_code(folder: Path, model_folder: Callable[[str], Path], harness: Harness) -> None:
+    harness.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(InputError, match="SecurityError"):
+        trials.task_scores(model_folder("llama"), ["colours"], folder)
+    assert not harness.filled
+    assert sys.modules["lm_eval"].utils.env is harness.templates
