@@ -48,7 +48,7 @@ def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Any]]:
     named = {"experiment", "model", "corpus"} if len(table) == 1 else {*table} - {"value"}
     # JSON has no cell that is missing but null, and no number of NumPy's.
     alike = {
-        column: None if cells.isna().all() else cells.tolist()[0]
+        str(column): None if cells.isna().all() else cells.tolist()[0]
         for column, cells in table.items()
         if column in named and cells.nunique(dropna=False) == 1
     }
