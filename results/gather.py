@@ -25,6 +25,10 @@ RESULTS = Path(__file__).resolve().parent
 IMAGES = RESULTS.parent / "docs" / "images"
 LARGEST = 120_000  # bytes of a table
 DIGITS, COLOURS = 6, 256
+UNKEPT = (
+    "hooks",
+    "rounded",
+)  # of an origin: hundreds of lines, and what a model would be in other precisions
 MADE_IN = "out/results"  # the folder of 'make results', from the project's
 
 
@@ -59,10 +63,10 @@ def portable(origin: Any, folder: str) -> Any:
     """What a table was made from, as it is given in the project's folder wherever that is.
 
     The folder that is gathered, like any ``.../out/results``, is ``out/results``; a command says nothing of
-    where it wrote, and the hooks of sites, hundreds of lines, are left out.
+    where it wrote, and what is in `UNKEPT` is left out.
     """
     if isinstance(origin, dict):
-        parts = {key: portable(part, folder) for key, part in origin.items() if key != "hooks"}
+        parts = {key: portable(part, folder) for key, part in origin.items() if key not in UNKEPT}
         command = parts.get("command")
         return parts | ({"command": without_out(command)} if isinstance(command, str) else {})
     if isinstance(origin, list):
