@@ -19,6 +19,7 @@ from matlens.annotation import find_patterns
 from matlens.control import SelfDebiasing
 from matlens.corpora import Examples
 from matlens.estimators import divergence
+from matlens.exits.classifiers import best_threshold
 from matlens.explorer.usage import Usage
 from matlens.ffn import Projection
 from matlens.inputs.judged import JudgedText
@@ -133,6 +134,12 @@ def test_coefficients_of_experts_are_of_the_same_tokens() -> None:
     mixture = object.__new__(Mixture)  # shapes are looked at before it is
     with pytest.raises(WRONG):
         mixture.coefficients(torch.rand(4, 3), torch.zeros(5, 2, dtype=torch.long), torch.rand(4, 2))
+
+
+def test_scores_of_exits_are_as_many_as_truths() -> None:
+    assert best_threshold(np.array([0.1, 0.9]), np.array([False, True])) == 0.5
+    with pytest.raises(WRONG):
+        best_threshold(np.array([0.1, 0.9]), np.array([[False, True]]))
 
 
 def test_positions_of_wikilm_are_a_row_a_text() -> None:
