@@ -55,7 +55,7 @@ from matlens.storage import read_table
 
 RESULTS = Path(__file__).resolve().parent
 PAGES = RESULTS.parent / "docs" / "results"
-BENCHMARKS = "speed_"  # how tables of benchmarks are called
+BENCHMARKS = ("speed_", "tuned_lens")  # how tables of benchmarks begin
 MADE_BY = "Make it with 'make results'."
 VERDICTS = ("same", "in part", "different", "not seen")
 
@@ -144,7 +144,8 @@ class Results:
 
     def command(self, name: str) -> str:
         """The command that made a table, as it is given in the project's folder."""
-        return f"python analyses/{self.origin(name)['command']}"
+        folder = "benchmarks" if name.startswith(BENCHMARKS) else "analyses"
+        return f"python {folder}/{self.origin(name)['command']}"
 
     def costs(self) -> pd.DataFrame:
         """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
