@@ -91,15 +91,16 @@ def without_out(command: str) -> str:
 def keep_table(path: Path, results: Path) -> None:
     """Write a table, reduced, into the folder of results, with its JSON."""
     whole = read_table(path, [], what="a table of results", made_by="Make it anew.", na_values=["", "nan"])
-    table, alike = reduced(whole)
+    folder = str(path.parent.resolve())
+    words = whole.select_dtypes(exclude="number").map(lambda cell: portable(cell, folder))
+    table, alike = reduced(whole.assign(**words))
     size = len(csv_text(table))
     if size > LARGEST:
         raise InputError(
             f"{path} has {size:,} bytes when reduced, more than the {LARGEST:,} of a table that pages quote. "
             "Let the analysis write the numbers that are quoted into a table of their own."
         )
-    origin = portable(json.loads(path.with_suffix(".json").read_text()), str(path.parent.resolve()))
-    alike = portable(alike, str(path.parent.resolve()))
+    origin = portable(json.loads(path.with_suffix(".json").read_text()), folder)
     write_results(results, path.stem, table, origin | {"all_rows": origin.get("all_rows", {}) | alike})
 
 

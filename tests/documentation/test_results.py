@@ -176,6 +176,21 @@ def test_what_is_kept_names_no_folder_of_a_machine() -> None:
         origin = path.read_text()
         assert gather.portable(json.loads(origin), "/nowhere") == json.loads(origin)
         assert not re.search(r"[\"' =]/\w+/", origin), path
+    for path in (PROJECT / "results").glob("*.csv"):
+        assert not re.search(r"(^|[\"' =,])/\w+/", path.read_text(), re.MULTILINE), path
+
+
+def test_cells_name_no_folder_of_a_machine(tmp_path: Path) -> None:
+    out, kept = tmp_path / "full" / "run", tmp_path / "kept"
+    out.mkdir(parents=True)
+    kept.mkdir()
+    models = [f"{out}/small-2", f"{out}/small-4", "/home/a/out/results/small-8", None]
+    write_results(out, "fit", pd.DataFrame({"model": models, "value": [1.0, 2.0, 3.0, 4.0]}), {})
+    gather.keep_table(out / "fit.csv", kept)
+    table = pd.read_csv(kept / "fit.csv")
+    assert [*table["model"][:3]] == [f"out/results/small-{n}" for n in (2, 4, 8)]
+    assert table["model"].isna().tolist() == [False] * 3 + [True]
+    assert table["value"].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
