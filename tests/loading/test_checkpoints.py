@@ -25,22 +25,28 @@ from matlens.models.identity import ModelIdentity
 TEXT = " ".join(WORDS[3:15])
 
 
-@pytest.fixture(scope="module")
-def gguf_file(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small Llama as a GGUF file in float32, with a byte-level tokenizer of a few words."""
-    folder = model_folder("llama")
-    weights, config = load_file(folder / "model.safetensors"), load_plain("llama", folder).config
-    path = tmp_path_factory.mktemp("alone") / "small.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+def sized_writer(path: Path, architecture: str, config: Any) -> gguf.GGUFWriter:
+    """The writer of a GGUF file that holds the sizes of a model already."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    return writer
+
+
+@pytest.fixture(scope="module")
+def gguf_file(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Llama as a GGUF file in float32, with a byte-level tokenizer of a few words."""
+    folder = model_folder("llama")
+    weights, config = load_file(folder / "model.safetensors"), load_plain("llama", folder).config
+    path = tmp_path_factory.mktemp("alone") / "small.gguf"
+    writer = sized_writer(path, "llama", config)
+    writer.add_rope_dimension_count(config.head_dim)
     characters = [chr(ord("a") + i) for i in range(26)] + [chr(ord("A") + i) for i in range(26)]
     tokens = ["<s>", "</s>", "Ġ", *characters, "th", "the", "Ġthe", "in", "er"]
     assert len(tokens) == config.vocab_size
@@ -110,19 +116,11 @@ def gemma3_gguf(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Te
     folder = model_folder("gemma3")
     weights, config = load_file(folder / "model.safetensors"), load_plain("gemma3", folder).config
     path = tmp_path_factory.mktemp("gemma") / "gemma.gguf"
-    writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_context_length(N_CTX)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = sized_writer(path, "gemma3", config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_sliding_window(config.sliding_window)
     writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
     characters = [chr(ord("a") + i) for i in range(26)] + [chr(ord("A") + i) for i in range(25)]
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *characters, "th", "the", "▁the", "in"]
     assert len(tokens) == config.vocab_size
