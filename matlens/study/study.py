@@ -314,7 +314,9 @@ class Study:
 
         maps = write_maps(
             self.folder / f"submodule-maps-{fitted}", submodule_pairs(Anatomy.from_model(self.model)), fit,
-            samples.provenance.samples.with_details(n_samples=samples.n_rows, fitted=fitted),
+            samples.provenance.samples.with_details(
+                n_samples=samples.n_rows if rows is None else int(rows.sum()), fitted=fitted
+            ),
         )  # fmt: skip
         return maps.held(device=self.model.cfg.device)
 

@@ -206,6 +206,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
         assert_same(maps, MapSet(fit_submodules(samples, pairs, rows=rows[fitted], progress=False)))
         assert (tested.folder / f"submodule-maps-{fitted}" / "config.json").is_file()
         assert maps.provenance.details["fitted"] == fitted
+        assert maps.n_samples == int(rows[fitted].sum())
         x, y = (samples[site][rows[fitted]].double().numpy() for site in ("ffn_in.1", "ffn_out.1"))
         expected = torch.from_numpy(np.linalg.lstsq(x, y, rcond=None)[0].T)
         assert_near(maps["ffn_in.1", "ffn_out.1"].weight, expected, 1e-3)
