@@ -25,6 +25,7 @@ from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, 
 from matlens.linear.moments import Moments
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class LensMoments:
         if not len(rows):
             return
         y, weights = self._entering(rows.vectors[self._last], kind), self._weights(rows, kind)
-        y = y.double()
+        y = in_float64(y)
         for layer, moments in sets.items():
             moments.update(self._entering(rows.vectors[layer], kind), y, weights=weights)
 
@@ -211,12 +212,12 @@ class LensMoments:
         if kind != "normed":
             return vectors
         assert self.norm is not None
-        return self.norm(vectors.double())
+        return self.norm(in_float64(vectors))
 
     def _weights(self, rows: _Rows, kind: Rows) -> Tensor | None:
         if kind != "weighted":
             return None
-        squares = rows.vectors[self._last].double().square().sum(1)
+        squares = in_float64(rows.vectors[self._last]).square().sum(1)
         return torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
 
     def merge(self, other: LensMoments) -> Self:
