@@ -30,6 +30,13 @@ def moments_bytes(d_in: int, d_out: int, n_rows: int = _MOST) -> int:
 
 
 @checked
+def written_moments_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool = False) -> int:
+    """Bytes of the numbers in files of moments of all sources, with the norm of each sample or without."""
+    factors = sum(moments_bytes(*widths, n_rows) for widths in sources)
+    return factors + _DOUBLE * n_rows * len(sources) * norms
+
+
+@checked
 def stream_widths(n_layers: int, width: int, pairs: PairsToFit) -> list[Widths]:
     """Widths of each layer of a stream and of its targets: the last layer, or all later ones."""
     require_choice(pairs, ("last", "all"), "pairs")

@@ -6,7 +6,6 @@ What is collected is not collected again, and what was broken off goes on. A stu
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,10 +25,9 @@ from matlens.errors import InputError, printable
 from matlens.linear.pairs import Pairs
 from matlens.linear.samples import are_few
 from matlens.signatures import checked
-from matlens.storage.files import nearest_existing, system_errors
 from matlens.study.output import MOMENTS, TRAIN, VALIDATION, has_moments
 from matlens.study.plan import Shape, collected_bytes
-from matlens.study.room import moments_on_disk, require_disk, require_room_for_moments
+from matlens.study.room import free_disk, moments_on_disk, require_disk, require_room_for_moments
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -240,9 +238,7 @@ def _all_are_better(
     d_model = model.cfg.d_model
     if is_masked(model) or not are_few(len(examples), d_model):
         return False
-    with system_errors(folder):
-        free = shutil.disk_usage(nearest_existing(folder)).free
-    if n_bytes > free / 2 and not (folder / name).exists():
+    if n_bytes > free_disk(folder) / 2 and not (folder / name).exists():
         return False
     tqdm.write(
         f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from matlens.arguments import require_choice, require_kind, require_whole
 from matlens.errors import InputError
-from matlens.linear.needs import collected_fit_bytes, moments_bytes, stream_widths, streamed_fit_bytes
+from matlens.linear.needs import (
+    collected_fit_bytes,
+    moments_bytes,
+    stored_fit_bytes,
+    stream_widths,
+    streamed_fit_bytes,
+    written_moments_bytes,
+)
+from matlens.linear.samples import are_few
 from matlens.signatures import checked
 from matlens.storage.rows import Column, file_bytes
 
@@ -125,7 +133,7 @@ class Need:
     memory
         Bytes that it holds at its peak besides the model's weights, those of the arrays that count.
     disk
-        Bytes that it writes.
+        Bytes that it writes at most; what a killed run goes on from, and is removed in the end, with it.
     operations
         Floating-point operations, a multiplication and an addition being two.
     """
@@ -175,8 +183,14 @@ class Plan:
             There is no such step.
         """
         require_choice(step, [need.step for need in self.needs], "step")
-        need = self[step].memory
-        return need if step.startswith("fit ") else need + self.weights * (step != "load the model")
+        without = step == "load the model" or step.startswith("fit from ")
+        return self[step].memory + self.weights * (not without)
+
+    @property
+    def job(self) -> tuple[int, int]:
+        """Most memory of collecting and fitting as ``matlens run`` does both, and the disk that they fill."""
+        steps = [need for need in self.needs if need.step == "collect" or need.step.startswith("fit from ")]
+        return max(self.memory(need.step) for need in steps), sum(need.disk for need in steps)
 
 
 @checked
@@ -189,9 +203,13 @@ def plan_study(
     pairs: PairsToPlan = "all",
     train_tokens: int | None = None,
     intercept: bool = False,
+    keep_rows: bool = False,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Plan:
     """Say what each step of a study takes.
+
+    Maps are fitted on vectors that were collected or, at all positions, on moments that were kept while the
+    vectors passed by.
 
     Parameters
     ----------
@@ -207,6 +225,8 @@ def plan_study(
         Tokens of the training sentences, by default thirty each.
     intercept
         Whether a bias is fitted.
+    keep_rows
+        Whether the vectors of all positions are collected, as with ``--keep-rows``.
     batch_tokens
         Most tokens in a batch.
 
@@ -234,26 +254,34 @@ def plan_study(
     of_pass = 4 * batch_tokens * (8 * d + 3 * d_mlp)
     sources = stream_widths(n_layers, d, pairs)
     most_targets = max(d_out for _, d_out in sources) // d
-    arithmetic = _fit_operations(n_rows, n_layers, d, n_pairs)
-    parts = [(n_rows, tokens, n_train), (n_validation, length * n_validation, n_validation)]
+    summing, solving = _fit_operations(n_rows, n_layers, d, n_pairs)
+    validation = (n_validation, length * n_validation, n_validation)
+    on_validation = collected_bytes(shape, *validation) if n_validation else 0
+    on_train = collected_bytes(shape, n_rows, tokens, n_train)
+    passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * (d + intercept)
+    collecting = of_pass + 8 * (n_layers + 1) * rows_of_batch * d
+
+    def streamed(*, written: bool) -> int:
+        return streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=written)
+
+    if positions == "all" and not keep_rows:
+        # A state to go on from lies beside the one before, and the last one beside what comes of it.
+        moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
+        fits = (
+            Need("collect", collecting + streamed(written=True), on_validation + moments, passing + summing),
+            Need("fit from moments", stored_fit_bytes(sources), maps, solving),
+        )
+    else:
+        of_rows = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)
+        fits = (
+            Need("collect", collecting, on_train + on_validation, passing),
+            Need("fit from collected vectors", of_rows, maps, summing + solving),
+            Need("fit while vectors pass by", streamed(written=False), maps, summing + solving),
+        )
     read = n_layers * n_validation * 2 * shape.d_vocab * d  # of all maps onto the last layer, and identities
     return Plan(shape, (
         Need("load the model", shape.n_parameters * shape.parameter_bytes, 0, 0),
-        Need(
-            "collect", of_pass + 8 * (n_layers + 1) * rows_of_batch * d,
-            sum(collected_bytes(shape, *part) for part in parts if part[0]),
-            2 * of_block * (run + validated),
-        ),
-        Need(
-            "fit from collected vectors",
-            collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets),
-            4 * n_pairs * d * (d + intercept), arithmetic,
-        ),
-        Need(
-            "fit while vectors pass by",
-            streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=True),
-            4 * n_pairs * d * (d + intercept), arithmetic,
-        ),
+        *fits,
         Need(
             "evaluate", 4 * _ROWS * shape.d_vocab * 4 + 8 * n_validation * d, 0,
             2 * n_pairs * n_validation * d * d + 2 * read,
@@ -290,6 +318,6 @@ def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
     return sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
 
 
-def _fit_operations(n: int, n_layers: int, width: int, n_pairs: int) -> int:
-    """Each source is factorised, with its Q; the targets are multiplied by it, and the triangle is solved."""
-    return n_layers * (4 * n * width**2) + n_pairs * (2 * n * width**2 + width**3)
+def _fit_operations(n: int, n_layers: int, width: int, n_pairs: int) -> tuple[int, int]:
+    """Each source is factorised, with its Q, and the targets are multiplied by it; the triangle is solved."""
+    return n_layers * (4 * n * width**2) + n_pairs * (2 * n * width**2), n_pairs * width**3

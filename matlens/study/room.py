@@ -13,9 +13,9 @@ from matlens.errors import InputError
 from matlens.linear.needs import (
     Widths,
     collected_fit_bytes,
-    moments_bytes,
     stored_fit_bytes,
     streamed_fit_bytes,
+    written_moments_bytes,
 )
 from matlens.linear.pairs import by_source
 from matlens.processes.group import current
@@ -54,6 +54,19 @@ def free_memory() -> int | None:
 
 
 @checked
+def free_disk(folder: str | Path) -> int:
+    """Bytes that the disk of a folder, or of where it would be, has left.
+
+    Raises
+    ------
+    InputError
+        The disk cannot be asked.
+    """
+    with system_errors(Path(folder)):
+        return shutil.disk_usage(nearest_existing(Path(folder))).free
+
+
+@checked
 def require_memory(needed: int, what: str, ways: str) -> None:
     """Refuse a step for which this machine has too little memory left.
 
@@ -83,9 +96,7 @@ def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
     InputError
         Less is free.
     """
-    with system_errors(Path(folder)):
-        free = shutil.disk_usage(nearest_existing(Path(folder))).free
-    if needed > free:
+    if needed > (free := free_disk(folder)):
         raise InputError(
             f"{what} takes {in_words(needed)} of disk at {folder}, and {in_words(free)} are free. {ways}"
         )
@@ -122,7 +133,7 @@ def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str
 @checked
 def moments_on_disk(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> int:
     """Bytes of the files of moments of so many samples, of sites of these widths."""
-    return sum(moments_bytes(*sizes, n_rows) for sizes in _widths_of(pairs, widths))
+    return written_moments_bytes(n_rows, _widths_of(pairs, widths))
 
 
 @checked

@@ -11,9 +11,11 @@ import pytest
 
 import matlens.study.plan as module
 from matlens import InputError, collect, make_examples
+from matlens.activations import sums
 from matlens.corpora.corpus import Corpus
 from matlens.ffn import Trace
 from matlens.study import collect_parts, fit_maps
+from matlens.study.parts import sum_parts
 from matlens.study.plan import Plan, Shape, collected_bytes, trace_bytes
 from matlens.study.room import in_words
 
@@ -34,8 +36,59 @@ def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
     shape = Shape.from_model(model)
     planned = collected_bytes(shape, activations.n_rows, len(examples.tokens), 20)
     assert written(tmp_path / "rows") == planned
-    of_study = module.plan_study(shape, 20, positions=positions, train_tokens=len(examples.tokens))
+    of_study = module.plan_study(
+        shape, 20, positions=positions, keep_rows=True, train_tokens=len(examples.tokens)
+    )
     assert of_study["collect"].disk == planned
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("pairs", ["last", "all"])
+def test_all_positions_write_moments_and_a_state_of_before(
+    pairs: Any,
+    few: bool,
+    small_model: Callable[[str], Any],
+    sentences: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With states as often as can be, the disk is never fuller than planned, and it has been as full."""
+    model, shape = small_model("llama"), Shape.from_model(small_model("llama"))
+    parts = sentences.split(n_train=4 if few else 25, n_validation=10)
+    train, validation = (make_examples(model, part) for part in parts)
+    seen = [0]
+    write = sums.write_source
+
+    def numbers() -> int:
+        files = (tmp_path / "moments").glob("*.safetensors")
+        return sum(
+            file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files
+        )
+
+    def watched(*arguments: Any) -> Any:
+        record = write(*arguments)
+        seen.append(numbers())
+        return record
+
+    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr("matlens.linear.sums.samples_together", lambda _: 1)  # no samples wait
+    monkeypatch.setattr(sums, "write_source", watched)
+    sum_parts(model, parts, tmp_path, pairs=pairs, positions="all", batch_tokens=40, progress=False)
+    needs = module.plan_study(
+        shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens)
+    )
+    assert (len(train.tokens) < 2 * shape.d_model) is few
+    assert 2 * numbers() == needs["collect"].disk
+    assert numbers() < max(seen) <= needs["collect"].disk
+    if not few:  # norms are kept of few samples, and a state of before has fewer
+        assert max(seen) == needs["collect"].disk
+    n_tokens, n_validation = len(validation.tokens), len(validation)
+    assert written(tmp_path / "validation") == collected_bytes(shape, n_validation, n_tokens, n_validation)
+    kept = module.plan_study(shape, len(train), len(train), positions="all", train_tokens=len(train.tokens))
+    without = module.plan_study(shape, len(train), positions="all", train_tokens=len(train.tokens))
+    rows = collected_bytes(shape, len(train), len(train) * (len(train.tokens) // len(train)), len(train))
+    assert kept["collect"].disk - without["collect"].disk == rows
 
 
 def test_a_trace_is_written_in_as_many_bytes_as_planned(
@@ -85,11 +138,16 @@ def test_a_model_of_eight_billion_parameters() -> None:
     second = 8 * (n_layers + 1) * 2 * d * d, 8 * ((n_layers + 1) * d) ** 2
     assert tuple(map(in_words, second)) == ("8.86 GB", "146 GB")
     assert in_words(last["load the model"].memory) == "32.1 GB"
-    streamed = [
-        module.plan_study(BIG, n, positions="all")["fit while vectors pass by"].memory for n in (10**5, 10**6)
-    ]
-    assert streamed[0] == streamed[1]
-    assert module.plan_study(BIG, 100, positions="all")["collect"].disk > 25 * last["collect"].disk / 100
+    streamed = [module.plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
+    for plan in streamed:
+        assert plan.moments < plan["collect"].memory == streamed[0]["collect"].memory
+        assert plan.memory("collect") == plan["collect"].memory + plan.weights
+        assert plan["collect"].disk == 2 * plan.moments
+        assert plan.memory("fit from moments") == plan["fit from moments"].memory < plan.moments / 5
+        assert plan.job == (plan.memory("collect"), plan["collect"].disk + plan["fit from moments"].disk)
+    rows = module.plan_study(BIG, 100, positions="all", keep_rows=True)
+    assert rows["collect"].disk > 25 * last["collect"].disk / 100
+    assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
 def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable[[str], Path]) -> None:
