@@ -40,7 +40,8 @@ def plan(
 ) -> None:
     """Say what memory, disk and operations each step takes, and which maps fit, before anything runs."""
     from matlens.arguments import require_choice
-    from matlens.study.plan import PAIRS, Shape, free_memory, in_words, plan_study
+    from matlens.study.plan import PAIRS, Shape, plan_study
+    from matlens.study.room import free_memory, in_words
 
     require_choice(pairs, PAIRS, "--pairs")
     given = [number is not None for number in (layers, width, mlp, vocab)]

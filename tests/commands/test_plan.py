@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from command_lines import cells, run_command
 
-from matlens.study.plan import PAIRS, Shape, in_words, plan_study
+from matlens.study.plan import PAIRS, Shape, plan_study
+from matlens.study.room import in_words
 
 
 def test_a_shape_alone_is_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 20 * 10**9)
+    monkeypatch.setattr("matlens.study.room.free_memory", lambda: 20 * 10**9)
     options = {"layers": 32, "width": 4096, "mlp": 14336, "vocab": 128256, "sentences": 10000}
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     printed = run_command(["plan", *arguments], capsys, width=160).out

@@ -1,12 +1,10 @@
-"""What is planned is what is written and what a model has; a job without room is refused before it begins."""
+"""What is planned is what is written and what a model has."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ from matlens import InputError, collect, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.ffn import Trace
 from matlens.study import collect_parts, fit_maps
-from matlens.study.plan import Plan, Shape, collected_bytes, free_memory, in_words, trace_bytes
+from matlens.study.plan import Plan, Shape, collected_bytes, trace_bytes
+from matlens.study.room import in_words
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
 
@@ -93,28 +92,6 @@ def test_a_model_of_eight_billion_parameters() -> None:
     assert module.plan_study(BIG, 100, positions="all")["collect"].disk > 25 * last["collect"].disk / 100
 
 
-def test_jobs_that_have_no_room_are_refused_before_they_begin(
-    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, parts = small_model("gpt2"), sentences.split(n_train=20, n_validation=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
-        with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
-            collect_parts(model, parts, tmp_path, progress=False)
-        with pytest.raises(InputError, match="--positions drawn"):
-            collect_parts(model, parts, tmp_path, positions="all", progress=False)
-    assert not list(tmp_path.iterdir())
-    collect_parts(model, parts, tmp_path, progress=False)
-    monkeypatch.setattr(module, "free_memory", lambda: 30_000)
-    with pytest.raises(InputError, match=r"Fitting 6 maps of 32 .* 30 kB are free\. Maps onto.*--pairs last"):
-        fit_maps(tmp_path, progress=False)
-    with pytest.raises(InputError, match="--train"):
-        fit_maps(tmp_path, pairs="last", progress=False)
-    assert not list(tmp_path.glob("maps/*.safetensors"))
-    monkeypatch.setattr(module, "free_memory", lambda: None)
-    fit_maps(tmp_path, progress=False)
-
-
 def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable[[str], Path]) -> None:
     for wrong in ({"n_layers": 0}, {"d_model": -3}, {"d_vocab": 10**12}, {"parameter_bytes": 0}):
         with pytest.raises(InputError, match=next(iter(wrong))):
@@ -127,15 +104,3 @@ def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable
     with pytest.raises(KeyError, match="collect"):
         module.plan_study(BIG, 5)["colect"]
     assert isinstance(module.plan_study(BIG, 5), Plan)
-
-
-def test_bytes_are_read_with_their_unit() -> None:
-    texts = [in_words(n) for n in (0, 999, 1000, 8_857_000_000, 146_160_000_000, 3 * 10**15)]
-    assert texts == ["0 bytes", "999 bytes", "1 kB", "8.86 GB", "146 GB", "3,000 TB"]
-
-
-def test_free_memory_is_some_of_what_there_is() -> None:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    free = free_memory()
-    assert free is not None
-    assert 0 < free < total
