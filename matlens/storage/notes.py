@@ -20,7 +20,8 @@ NOTES = "progress.jsonl"
 class Notes:
     """Notes of an unfinished folder, each with a hash of itself, of all before it, and of what the job is.
 
-    So notes of another job are not taken for this one's. A line that a kill has cut short is as if it had never been; what was changed is refused.
+    So notes of another job are not taken for this one's. A line that a kill has cut short is as if it had
+    never been; what was changed is refused.
 
     Attributes
     ----------

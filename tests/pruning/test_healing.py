@@ -67,7 +67,9 @@ def test_an_update_is_a_step_of_adam_by_hand(
 def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
     small_model: Models, plain_model: Models, windows: Models
 ) -> None:
-    folded = pruning.prune(small_model("gpt2"), windows("gpt2"), [2], method="replaceme", progress=False).model
+    folded = pruning.prune(
+        small_model("gpt2"), windows("gpt2"), [2], method="replaceme", progress=False
+    ).model
     tokens = whole_windows(windows("gpt2"))
     streams = Streams(Layout.from_model(pruning.plain_copy(small_model("gpt2"))), tokens, progress=False)
     by_hand, whole = copy.deepcopy(folded), plain_model("gpt2")
