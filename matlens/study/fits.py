@@ -23,7 +23,7 @@ from matlens.numerics.precision import in_float64
 from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
-from matlens.study.plan import require_room_for_fit
+from matlens.study.room import require_room_for_fit, require_room_to_solve
 from matlens.study.sizes import note_on_samples
 
 
@@ -112,6 +112,8 @@ def fit_moments(
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not current().leads:
             return iter(())
+        if missing:
+            require_room_to_solve(moments, missing)
         maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
         return fitting_bar(maps, len(missing), progress=progress)
 
