@@ -15,7 +15,7 @@ import typer
 from matlens import plots
 from matlens.cli import Report, print_atlas, run_study
 from matlens.inputs import make_judged_text
-from matlens.linearity import atlas_summary, linearity_atlas, rank_correlations
+from matlens.linearity import atlas_seconds, atlas_summary, linearity_atlas, rank_correlations
 from matlens.study import Study
 
 NAME = "linearity"
@@ -34,13 +34,13 @@ def main(
         make_judged_text(study.model, corpus, size=window, most=most, seed=study.seed)
         for corpus, most in ((train, windows), (validation, judged))
     )
-    table = linearity_atlas(
-        study.model, fitted_on, judged_on, folder=study.folder / f"{NAME}-{window}-{windows}-{judged}"
-    )
+    folder = study.folder / f"{NAME}-{window}-{windows}-{judged}"
+    table = linearity_atlas(study.model, fitted_on, judged_on, folder=folder)
     correlations = rank_correlations(table, seed=study.seed)
     origin = study.origin_of_weights | {
         "window": window, "windows": windows, "judged": judged,
         "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+        "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
     report.write(NAME, table, origin, plots.linearity_figure(table, correlations))
     few = table[table["metric"].isin(["rise", "agreement"])]

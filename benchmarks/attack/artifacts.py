@@ -13,10 +13,11 @@ from unittest import mock
 
 import matlens
 from attack.world import N_CLUSTERS, World
-from matlens import annotation, catalogue, explorer, ffn, lens, pruning, study
+from matlens import annotation, catalogue, explorer, ffn, inputs, lens, linearity, pruning, study
 from matlens.activations import StoredMoments, stream_moments, sums
 from matlens.explorer import value_pages
 from matlens.linear import sums as pair_sums
+from matlens.linearity import atlas
 from matlens.storage import RowFiles, verify
 
 
@@ -199,6 +200,37 @@ def _half_of_moments(write: Callable[[World, Path], Any]) -> Callable[[World, Pa
     return written
 
 
+def _atlas(world: World, folder: Path, model: str = "gpt2") -> Any:
+    bridge = world.load(model)
+    fitted, judged = (
+        inputs.make_judged_text(bridge, world.corpus, size=12, most=most, seed=most) for most in (20, 3)
+    )
+    return linearity.linearity_atlas(bridge, fitted, judged, folder=folder, jumps=[2], progress=False)
+
+
+def _read_atlas(world: World, folder: Path) -> Any:
+    return _atlas(world, folder), linearity.atlas_seconds(folder)
+
+
+def _half_of_atlas(model: str) -> Callable[[World, Path], Any]:
+    """An atlas of which the scores and the first layer are noted."""
+
+    def written(world: World, folder: Path) -> None:
+        run, count = atlas.run_variants, [0]
+
+        def running(*arguments: Any, **options: Any) -> Any:
+            count[0] += 1
+            if count[0] == 2:
+                raise BrokenOff
+            return run(*arguments, **options)
+
+        with mock.patch.object(atlas, "run_variants", running), suppress(BrokenOff):
+            _atlas(world, folder, model)
+            raise AssertionError("the job was done before it was broken off")
+
+    return written
+
+
 def _write_pages(model: str) -> Callable[[World, Path], Any]:
     def write(world: World, folder: Path) -> Any:
         return explorer.write_value_pages(
@@ -292,6 +324,8 @@ ARTIFACTS = (
         _resumed(_write_pages("gpt2"), _contents),
         _half_of_pages(_write_pages("weights")),
     ),
+    Artifact("atlas", _atlas, _read_atlas, lambda w, f: _atlas(w, f, "weights")),
+    Artifact("unfinished atlas", _half_of_atlas("gpt2"), _atlas, _half_of_atlas("weights")),
     Artifact(
         "pruned model",
         lambda w, f: pruning.save_pruned(w.pruned, f),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from attack.kept import draw, once
+from attack.kept import draw, once, saved
 from attack.signatures import Target
 from attack.world import World
 from matlens import inputs, linearity
@@ -20,6 +21,14 @@ def _table(world: World) -> Any:
         return linearity.linearity_atlas(world.model, _text(world), judged, jumps=[2], progress=False)
 
     return once(world, "atlas", make)
+
+
+def _folder(world: World) -> Any:
+    def save(folder: Path) -> None:
+        judged = inputs.make_judged_text(world.model, world.corpus, size=12, most=3)
+        linearity.linearity_atlas(world.model, _text(world), judged, folder=folder, jumps=[2], progress=False)
+
+    return saved(world, "atlas", save)
 
 
 def _correlations(world: World) -> Any:
@@ -40,6 +49,7 @@ ATLAS: list[Target] = [
         {"fitted": "object", "judged": "object", "jumps": "object"},
         {"fitted": _text, "judged": _text, "jumps": lambda _: [2]},
     ),
+    Target("linearity.atlas_seconds", {"folder": "path read"}, {"folder": _folder}),
     Target(
         "linearity.rank_correlations",
         {"resamples": "whole"},

@@ -64,19 +64,39 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
         raise InputError("The samples hold no layer of the stream, by which sinks are known.")
     norms = torch.stack([samples[site].norm(dim=1) for site in layers], 1)
     sinks = outlying_rows(norms, factor=factor, places=samples.places)
-    doubt = _doubt(samples, layers, sinks)
+    doubt = _doubt_of_first(norms, sinks, samples.places)
+    if doubt:
+        doubt += " Collect other positions too, or use find_sinks(model, examples)."
+    doubt = doubt or _doubt_of_layers(samples, layers, sinks)
     if doubt:
         warnings.warn(doubt, SinkWarning, stacklevel=2)
     return sinks
 
 
-def _doubt(samples: Activations, layers: list[str], sinks: Bool[Tensor, " n"]) -> str | None:
-    """What keeps sinks from being known."""
-    if 2 * int((samples.places == 0).sum()) > len(sinks):
+def _doubt_of_first(
+    norms: Float[Tensor, "n layers"], sinks: Bool[Tensor, " n"], places: np.ndarray
+) -> str | None:
+    """What keeps sinks from being known among first tokens."""
+    first = torch.from_numpy(np.asarray(places) == 0)
+    n_first = int(first.sum())
+    if 2 * n_first > len(sinks):
         return (
-            "Most of the samples are first tokens, so that their own norm is the usual one and sinks among "
-            "them cannot be told. Collect other positions too, or use find_sinks(model, examples)."
+            "Most of the tokens are first tokens, so that their own norm is the usual one and sinks among "
+            "them cannot be told."
         )
+    if min(n_first, int((~first & ~sinks).sum())) < _FEWEST:
+        standing = int((_standing_first(norms, sinks, places) & ~sinks).sum())
+        if standing:
+            return (
+                f"{standing} first tokens stand out, yet by less than makes a token a sink by itself, and "
+                f"there are not {_FEWEST} first tokens and {_FEWEST} others to tell by whether they are "
+                "sinks. They are taken for none."
+            )
+    return None
+
+
+def _doubt_of_layers(samples: Activations, layers: list[str], sinks: Bool[Tensor, " n"]) -> str | None:
+    """What keeps sinks from being known where they stand out at layers that are not there."""
     model = samples.provenance.model
     if model is not None and len(layers) <= model.n_layers:
         there = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
@@ -129,6 +149,9 @@ def find_sinks(
     """Which token of each sentence is a sink, by the same rule over all tokens and all layers.
 
     One pass over the sentences. ``~find_sinks(...)`` says to `Replacement` and `Variant` where to replace.
+
+    Warns with `SinkWarning` where it cannot tell: where first tokens stand out and there are too few to know
+    them by, and where most tokens are first tokens.
     """
     layers = [str(site) for site in Anatomy.from_model(model).stream]
     norms = torch.zeros(len(examples.tokens), len(layers))
@@ -141,7 +164,11 @@ def find_sinks(
     sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
     places = torch.from_numpy(examples.places)
     sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
-    sinks[sentence, places] = outlying_rows(norms, factor=factor, places=examples.places)
+    known = outlying_rows(norms, factor=factor, places=examples.places)
+    doubt = _doubt_of_first(norms, known, examples.places)
+    if doubt:
+        warnings.warn(f"{doubt} Give more sentences, or longer ones.", SinkWarning, stacklevel=2)
+    sinks[sentence, places] = known
     return sinks
 
 
@@ -194,7 +221,18 @@ def outlying_rows(
     others = ~first & ~sinks
     if min(int(first.sum()), int(others.sum())) < _FEWEST:
         return sinks
+    return sinks | _standing_first(norms, sinks, places)
+
+
+def _standing_first(
+    norms: Float[Tensor, "n layers"], sinks: Bool[Tensor, " n"], places: np.ndarray
+) -> Bool[Tensor, " n"]:
+    """First tokens that stand out together, however few there are to tell by."""
+    first = torch.from_numpy(np.asarray(places) == 0).to(norms.device)
+    others = ~first & ~sinks
+    if not bool(first.any()) or not bool(others.any()):
+        return torch.zeros_like(sinks)
     of_first = norms[first].median(0).values
     usual = norms[others].sort(0).values[int(0.99 * (int(others.sum()) - 1))]
-    stands_out = (of_first >= FIRST_FACTOR * median) & (of_first >= 2 * usual)
-    return sinks | (first & ((norms > of_first / 2) & stands_out).any(1))
+    stands_out = (of_first >= FIRST_FACTOR * norms.median(0).values) & (of_first >= 2 * usual)
+    return first & ((norms > of_first / 2) & stands_out).any(1)

@@ -80,14 +80,10 @@ def stream_moments(
     require_model(model)
     require_examples(examples)
     number, of = require_shard(shard)
-    anatomy = Anatomy.from_model(model)
     identity = ModelIdentity.from_model(model)
-    named = resolve_pairs(pairs, Provenance(identity))
-    wanted = [(str(anatomy.resolve(source)), str(anatomy.resolve(target))) for source, target in named]
-    widths = {site: anatomy.width(anatomy.resolve(site)) for pair in wanted for site in pair}
-    provenance = Provenance(
-        identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(anatomy, widths)
-    )
+    wanted, widths = pairs_and_widths(model, pairs)
+    hooks = hook_names(Anatomy.from_model(model), widths)
+    provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions, hooks=hooks)
     own = shard_of(examples, number, of)
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
@@ -121,6 +117,21 @@ def stream_moments(
         _pass(kept, turns(done), None)
     processes.wait("moments")
     return StoredMoments(folder)
+
+
+@checked
+def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """The pairs of sites that are meant in a model, and how many coordinates each of their sites has.
+
+    Raises
+    ------
+    InputError
+        A pair is not usable.
+    """
+    anatomy = Anatomy.from_model(model)
+    named = resolve_pairs(pairs, Provenance(ModelIdentity.from_model(model)))
+    wanted = [(str(anatomy.resolve(source)), str(anatomy.resolve(target))) for source, target in named]
+    return wanted, {site: anatomy.width(site) for pair in wanted for site in pair}
 
 
 @checked

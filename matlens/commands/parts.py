@@ -40,7 +40,7 @@ def linearity(
     parts = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
     from matlens import plots
     from matlens.inputs.judged import make_judged_text
-    from matlens.linearity.atlas import ATLAS, linearity_atlas
+    from matlens.linearity.atlas import ATLAS, atlas_seconds, linearity_atlas
     from matlens.linearity.ranking import CORRELATIONS, rank_correlations
     from matlens.models.identity import ModelIdentity
     from matlens.storage.tables import write_results
@@ -55,6 +55,7 @@ def linearity(
     origin = {
         "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
         "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+        "atlas_seconds": atlas_seconds(out / "atlas"),
     }  # fmt: skip
     for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
         write_results(out, name, written, origin)

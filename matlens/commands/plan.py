@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from matlens.cli.options import DtypeChoice, PositionChoice, Revision, Trust
+from matlens.cli.options import DtypeChoice, KeepRows, PositionChoice, Revision, Trust
 from matlens.cli.printing import print_line, print_table
 from matlens.errors import InputError
 
@@ -32,6 +33,7 @@ def plan(
     positions: Annotated[
         PositionChoice, typer.Option(help="drawn or all, as in 'matlens run'.")
     ] = PositionChoice.drawn,
+    keep_rows: KeepRows = False,
     pairs: Annotated[str, typer.Option(help="all or last, as in 'matlens run'.")] = "all",
     intercept: Annotated[bool, typer.Option("--intercept", help="Fit a bias too.")] = False,
     dtype: Annotated[DtypeChoice, typer.Option(help="Precision of the model.")] = DtypeChoice.float32,
@@ -40,7 +42,8 @@ def plan(
 ) -> None:
     """Say what memory, disk and operations each step takes, and which maps fit, before anything runs."""
     from matlens.arguments import require_choice
-    from matlens.study.plan import PAIRS, Shape, free_memory, in_words, plan_study
+    from matlens.study.plan import PAIRS, Shape, plan_study
+    from matlens.study.room import free_disk, free_memory, in_words
 
     require_choice(pairs, PAIRS, "--pairs")
     given = [number is not None for number in (layers, width, mlp, vocab)]
@@ -66,30 +69,39 @@ def plan(
     plans = {
         which: plan_study(
             shape, sentences, val, positions=everywhere, pairs=which, train_tokens=tokens * sentences,
-            intercept=intercept,
+            intercept=intercept, keep_rows=keep_rows,
         )
         for which in kinds
     }  # fmt: skip
-    free, chosen = free_memory(), plans[pairs]
+    free, disk, chosen = free_memory(), free_disk(Path()), plans[pairs]
+
+    def fits(memory: int, written: int) -> str:
+        return "no" if written > disk else "unknown" if free is None else "yes" if memory <= free else "no"
+
     rows = []
     for need in chosen.needs:
         memory = chosen.memory(need.step)
-        fits = "unknown" if free is None else "yes" if memory <= free else "no"
         cells = (in_words(memory), in_words(need.disk) if need.disk else "–", f"{need.operations:.1e}")
-        rows.append((need.step, *cells, fits))
+        rows.append((need.step, *cells, fits(memory, need.disk)))
+    how = f"{everywhere} positions{', which are kept' if everywhere == 'all' and keep_rows else ''}"
     print_table(
         f"{shape.n_layers} layers of {shape.d_model:,}, {shape.n_parameters:,} parameters; "
-        f"{sentences:,}+{val:,} sentences, {everywhere} positions, pairs {pairs}",
+        f"{sentences:,}+{val:,} sentences, {how}, pairs {pairs}",
         ("step", "memory", "disk", "operations", "fits"), rows,
     )  # fmt: skip
     for which, of_pairs in plans.items():
-        memory = min(
-            of_pairs.memory(f"fit {how}") for how in ("from collected vectors", "while vectors pass by")
-        )
-        verdict = "" if free is None else ", which fits" if memory <= free else ", which does not fit"
+        memory, written = of_pairs.job
+        verdict = {"yes": ", which fits", "no": ", which does not fit"}.get(fits(memory, written), "")
         print_line(
-            f"--pairs {which}: moments of {in_words(of_pairs.moments)} in float64 while vectors pass by; a "
-            f"fit takes at least {in_words(memory)} of memory{verdict}."
+            f"--pairs {which}: moments of {in_words(of_pairs.moments)} in float64 while vectors pass by; "
+            f"collecting and fitting take {in_words(memory)} of memory and {in_words(written)} of disk"
+            f"{verdict}."
         )
-    if free is not None:
-        print_line(f"{in_words(free)} of memory are free here.")
+    if everywhere == "all" and not keep_rows:
+        print_line(
+            "Collecting keeps moments, and on disk the state that a killed run goes on from; --keep-rows "
+            "keeps the vectors instead."
+        )
+    print_line(
+        f"{'' if free is None else in_words(free) + ' of memory and '}{in_words(disk)} of disk are free here."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from matlens.arguments import require_choice, require_whole
@@ -12,26 +13,35 @@ from matlens.signatures import checked
 _DOUBLE, _SINGLE = 8, 4
 _MOST = 2**60
 PairsToFit = Literal["last", "all"]
+Widths = tuple[int, int]
+"""Coordinates of a source, and of all of its targets side by side."""
 
 
 @checked
-def moments_bytes(d_in: int, d_out: int) -> int:
-    """Bytes that the moments of samples ``(x, y)`` keep, however many there are: `Moments`' two factors."""
+def moments_bytes(d_in: int, d_out: int, n_rows: int = _MOST) -> int:
+    """Bytes that the moments of samples ``(x, y)`` keep: `Moments`' two factors, as long as ``x`` is wide.
+
+    So they do not grow with the samples; of fewer samples than that, they are as long as those are many.
+    """
     d_in = require_whole(d_in, "d_in", least=1, most=_MOST)
-    return _DOUBLE * (d_in + 1) * (d_in + 1 + require_whole(d_out, "d_out", least=1, most=_MOST))
+    d_out = require_whole(d_out, "d_out", least=1, most=_MOST)
+    rank = min(require_whole(n_rows, "The number of samples", least=0, most=_MOST), d_in + 1)
+    return _DOUBLE * rank * (d_in + 1 + d_out)
 
 
 @checked
-def model_moments_bytes(n_layers: int, width: int, pairs: PairsToFit) -> int:
-    """Bytes of the moments of all layers of a stream while its vectors pass by, onto the last or onto all."""
-    targets = target_counts(n_layers, pairs)
-    return sum(moments_bytes(width, n * width) for n in targets)
+def written_moments_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool = False) -> int:
+    """Bytes of the numbers in files of moments of all sources, with the norm of each sample or without."""
+    factors = sum(moments_bytes(*widths, n_rows) for widths in sources)
+    return factors + _DOUBLE * n_rows * len(sources) * norms
 
 
-def target_counts(n_layers: int, pairs: PairsToFit) -> list[int]:
-    """How many targets each layer of a stream has, from the first."""
+@checked
+def stream_widths(n_layers: int, width: int, pairs: PairsToFit) -> list[Widths]:
+    """Widths of each layer of a stream and of its targets: the last layer, or all later ones."""
     require_choice(pairs, ("last", "all"), "pairs")
-    return [1] * n_layers if pairs == "last" else list(range(n_layers, 0, -1))
+    counts = [1] * n_layers if pairs == "last" else range(n_layers, 0, -1)
+    return [(width, n * width) for n in counts]
 
 
 @checked
@@ -52,36 +62,79 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     beside_each_other = kept * _DOUBLE <= fitting.KEPT
     moments = (d + 1) * (d + 1 + most_targets * d)
     first, later = min(n_rows, most), min(n_rows - most, most)
-    peaks = [_update(first, d, most_targets, made=0 if beside_each_other else first * d)]
+    peaks = [_update(first, d, most_targets * d, made=0 if beside_each_other else first * d)]
     if later > 0:
         passing = (most_targets if beside_each_other else 1) * (d + 1) * d
         made = 0 if beside_each_other else later * d
-        peaks.append(moments + _update(later, d, most_targets, made=made, passing=passing, held=True))
+        peaks.append(moments + _update(later, d, most_targets * d, made=made, passing=passing, held=True))
     solved = moments + d * most_targets * d
     peaks += [solved + 3 * d * d, solved + 2 * most_targets * d * d * _SINGLE // _DOUBLE]  # and written
     return _DOUBLE * (max(peaks) + (kept if beside_each_other else 0))
 
 
 @checked
-def streamed_fit_bytes(n_rows: int, width: int, *, n_layers: int, pairs: PairsToFit) -> int:
-    """Most bytes of arrays that a fit holds while vectors pass by: moments of all layers, and some samples.
+def streamed_fit_bytes(
+    n_rows: int, sources: Sequence[Widths], *, of_sample: int, widest: int, written: bool = False
+) -> int:
+    """Most bytes of arrays that a fit holds while vectors pass by: all moments, and some samples.
 
     Samples are gathered until they are eight for each dimension, so it does not grow with their number.
+
+    Parameters
+    ----------
+    n_rows, sources
+        Samples, and the widths of each source and of its targets.
+    of_sample, widest
+        Coordinates of a sample at all sites together, and at the widest of them.
+    written
+        Whether the moments are written into files, whose bytes are made before, and not solved at once.
     """
-    d, most, targets = width, samples_together(width), target_counts(n_layers, pairs)
-    of_sample = (n_layers + 1) * d * _SINGLE
-    of_sources = [moments_bytes(d, n * d) for n in targets]
+    most = max(samples_together(d) for d, _ in sources)
+    sample = of_sample * _SINGLE
+    kept = [moments_bytes(*widths, n_rows) for widths in sources]
     first, later = min(n_rows, most), min(n_rows - most, most)
     # Where samples are put together, they are there twice for a moment.
-    peaks = [2 * first * of_sample]
+    peaks = [2 * first * sample]
     peaks += [
-        first * of_sample + sum(of_sources[:i]) + _DOUBLE * _update(first, d, n, made=first * d)
-        for i, n in enumerate(targets)
+        first * sample + sum(kept[:i]) + _DOUBLE * _update(first, d_in, d_out, made=first * widest)
+        for i, (d_in, d_out) in enumerate(sources)
     ]
     if later > 0:
-        update = _DOUBLE * _update(later, d, max(targets), made=later * d, passing=(d + 1) * d, held=True)
-        peaks.append(sum(of_sources) + max(2 * later * of_sample, later * of_sample + update))
-    return max(*peaks, sum(of_sources) + _DOUBLE * (d * max(targets) * d + 3 * d * d))
+        update = _DOUBLE * max(
+            _update(later, d_in, d_out, made=later * widest, passing=(d_in + 1) * widest, held=True)
+            for d_in, d_out in sources
+        )
+        peaks.append(sum(kept) + max(2 * later * sample, later * sample + update))
+    return max(*peaks, sum(kept) + (2 * max(kept) if written else _solving(sources)))
+
+
+@checked
+def stored_fit_bytes(sources: Sequence[Widths], *, n_shards: int = 1, written: bool = False) -> int:
+    """Most bytes of arrays that moments in files take, which are read source by source.
+
+    Parameters
+    ----------
+    sources
+        The widths of each source and of its targets.
+    n_shards
+        How many folders they are joined from.
+    written
+        Whether they are written as one, and not solved.
+    """
+    kept = [moments_bytes(*widths) for widths in sources]
+    peak = max(kept) + (2 * max(kept) if written else _solving(sources))
+    if n_shards == 1:
+        return peak
+    joined = [
+        2 * held + _DOUBLE * _update(d_in + 1, d_in, d_out, made=0, passing=(d_in + 1) * d_out, held=True)
+        for held, (d_in, d_out) in zip(kept, sources, strict=True)
+    ]
+    return max(peak, *joined)
+
+
+def _solving(sources: Sequence[Widths]) -> int:
+    """Bytes of the maps of the source that takes most, and of what they are solved with."""
+    return _DOUBLE * max(d_in * d_out + 3 * d_in * d_in for d_in, d_out in sources)
 
 
 @checked
@@ -99,15 +152,15 @@ def update_bytes(n: int, width: int, n_targets: int, *, held: bool) -> int:
     n_targets = require_whole(n_targets, "The number of targets", least=1, most=_MOST)
     old = moments_bytes(width, n_targets * width) if held else 0
     passing = (width + 1) * n_targets * width if held else 0
-    return old + _DOUBLE * _update(n, width, n_targets, made=0, passing=passing, held=held)
+    return old + _DOUBLE * _update(n, width, n_targets * width, made=0, passing=passing, held=held)
 
 
-def _update(n: int, d: int, n_targets: int, *, made: int, passing: int = 0, held: bool = False) -> int:
+def _update(n: int, d: int, d_out: int, *, made: int, passing: int = 0, held: bool = False) -> int:
     """Most numbers that an update of `Moments` by ``n`` samples makes, the new moments among them.
 
     ``made`` are those of the targets in float64, ``passing`` the product that is added to what was held.
     """
-    factor, product = (d + 1) ** 2, (d + 1) * n_targets * d
+    factor, product = (d + 1) ** 2, (d + 1) * d_out
     samples = n * (d + 1)
     stacked = samples + factor if held else 0  # the factor of before stands on top of the samples
     q = stacked or n * min(n, d + 1)

@@ -1,6 +1,7 @@
 from .alternation import best_schemes as best_schemes
 from .alternation import named_schemes as named_schemes
 from .alternation import scheme_quality as scheme_quality
+from .atlas import atlas_seconds as atlas_seconds
 from .atlas import linearity_atlas as linearity_atlas
 from .costs import Costs as Costs
 from .costs import exit_costs as exit_costs

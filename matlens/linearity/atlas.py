@@ -8,6 +8,7 @@ they differ from the model's own.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,8 +39,9 @@ from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
 from matlens.signatures import checked
+from matlens.storage.arrays import require_hash, require_record
 from matlens.storage.files import read_json, require_seal, sealed, write_json
-from matlens.storage.folders import Workplace
+from matlens.storage.folders import Workplace, read_config, reading_record
 from matlens.storage.notes import Notes
 from matlens.storage.tables import result_row, result_table
 
@@ -51,7 +53,8 @@ MAP, LEFT_OUT = "map", "left out"
 RISE, AGREEMENT = "rise", "agreement"
 ALL, NO_SINKS = "all", "no sinks"
 TOGETHER = "together"
-_HOLDS, _ROWS = "an atlas of linearity", "rows.json"
+_HOLDS, _ROWS = "atlas of linearity", "rows.json"
+_NOTES = "rows and seconds of every step"
 _PLACES = 256  # whose distributions are made at once
 Row = dict[str, Any]
 
@@ -103,6 +106,7 @@ def linearity_atlas(
         "provenance": Provenance(identity, fitted.examples.provenance, fitted.examples.fingerprint).to_json(),
         "judged": {**judged.examples.provenance, "examples": judged.examples.fingerprint},
         "jumps": list(jumps),
+        "notes": _NOTES,
     }
     if folder is None:
         with TemporaryDirectory() as temporary:
@@ -112,6 +116,33 @@ def linearity_atlas(
     return result_table(rows, "kind", "tokens", "parts")
 
 
+@checked
+def atlas_seconds(folder: str | Path) -> float:
+    """What an atlas has taken: seconds of a processor of all its steps, by however many calls they were made.
+
+    Parameters
+    ----------
+    folder
+        The folder that was given to `linearity_atlas`.
+
+    Raises
+    ------
+    InputError
+        The folder holds no finished atlas, or a damaged one.
+    """
+    folder = Path(folder)
+    content = _read(folder)
+    with reading_record(folder):
+        return float(content["seconds"])
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
+    """What a finished folder holds."""
+    config = read_config(folder, _HOLDS)
+    require_hash(folder / _ROWS, require_record(config, folder, _ROWS))
+    return require_seal(read_json(folder / _ROWS), folder / _ROWS)
+
+
 def _fill(
     folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: JudgedText,
     judged: JudgedText, jumps: Sequence[int], progress: bool,
@@ -119,29 +150,52 @@ def _fill(
     place = Workplace(folder, _HOLDS, request)
     with place.working():
         if not place.finished:
-            notes = Notes(folder)
+            steps = _Steps(folder)
             work = _Atlas(model, readout, fitted, judged, progress)
             parts = model_parts(Anatomy.from_model(model), jumps=jumps)
-            done = {note["step"]: note["rows"] for note in notes.records}
             layers = sorted({part.layer for part in parts})
-            left = [layer for layer in layers if f"layer {layer}" not in done]
-            if left or "scores" not in done or TOGETHER not in done:
+            left = [layer for layer in layers if f"layer {layer}" not in steps.done]
+            if left or "scores" not in steps.done or TOGETHER not in steps.done:
                 work.fit(parts)
-            if "scores" not in done:
-                notes.add({"step": "scores", "rows": work.score_rows(parts)})
+            if "scores" not in steps.done:
+                steps.add("scores", work.score_rows(parts))
             with Bar(total=len(layers), initial=len(layers) - len(left), desc="replacing", unit="layer",
                      disable=not progress) as bar:  # fmt: skip
                 for layer in left:
                     of_layer = [part for part in parts if part.layer == layer]
-                    notes.add({"step": f"layer {layer}", "rows": work.cost_rows(layer, of_layer)})
+                    steps.add(f"layer {layer}", work.cost_rows(layer, of_layer))
                     bar.update(1)
-            rows = [row for note in notes.records for row in note["rows"]]
-            if TOGETHER not in done:
-                notes.add({"step": TOGETHER, "rows": work.together_rows(rows, parts)})
-            everything = [row for note in notes.records for row in note["rows"]]
-            write_json(folder / _ROWS, sealed({"rows": everything}))
+            if TOGETHER not in steps.done:
+                steps.add(TOGETHER, work.together_rows(steps.rows, parts))
+            write_json(folder / _ROWS, sealed({"rows": steps.rows, "seconds": steps.seconds}))
             place.finish()
-    return list(require_seal(read_json(folder / _ROWS), folder / _ROWS)["rows"])
+    content = _read(folder)
+    with reading_record(folder):
+        return [dict(row) for row in content["rows"]]
+
+
+class _Steps:
+    """Steps that are done, each noted with its rows and what it has taken since the one before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._notes, self._begun = Notes(folder), time.process_time()
+
+    @property
+    def done(self) -> list[str]:
+        return [note["step"] for note in self._notes.records]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for note in self._notes.records for row in note["rows"]]
+
+    @property
+    def seconds(self) -> float:
+        return round(sum(note["seconds"] for note in self._notes.records), 3)
+
+    def add(self, step: str, rows: Sequence[Row]) -> None:
+        now = time.process_time()
+        self._notes.add({"step": step, "rows": list(rows), "seconds": round(now - self._begun, 3)})
+        self._begun = now
 
 
 class _Case(NamedTuple):

@@ -72,6 +72,12 @@ class Processes:
         return int(text) if text.isdecimal() else self.rank
 
     @property
+    def local_size(self) -> int:
+        """How many processes there are on its machine."""
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return min(int(text), self.size) if text.isdecimal() and int(text) else self.size
+
+    @property
     def several(self) -> bool:
         """Whether there are others."""
         return self.size > 1

@@ -128,7 +128,7 @@ def _read_from(
     place, blocks, device = layout.model.get_submodule(parent), layout.blocks, layout.model.device
     # A vector that was made without gradients cannot be part of what has some.
     known = Giving(h.clone().to(device), streams.rest)
-    setattr(place, name, nn.ModuleList([known] * start + list(blocks[start:]) if start else list(blocks)))
+    setattr(place, name, nn.ModuleList([known] * start + list(blocks[start:])))
     try:
         logits = layout.model(streams.tokens[texts].to(device), use_cache=False).logits
     finally:

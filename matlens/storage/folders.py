@@ -21,10 +21,10 @@ from matlens.processes.group import ProcessLost
 from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
-from matlens.storage.notes import NOTES
+from matlens.storage.notes import NOTES, UNFINISHED
 
 LAYOUT = 3  # of config.json and what lies beside it; a folder of another is refused
-CONFIG, UNFINISHED = "config.json", "unfinished.json"
+CONFIG = "config.json"
 BESIDE = "matlens.json"
 """What matlens says of a folder whose ``config.json`` is a model's."""
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
@@ -234,7 +234,8 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _with_article(holds: Any) -> str:
     name = str(holds)
-    return name if name.endswith("s") else f"a {name}"
+    article = "an" if name[:1] in "aeiou" else "a"
+    return name if name.endswith("s") else f"{article} {name}"
 
 
 @checked

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from matlens.bounds import JSON, parse_json
-from matlens.storage.files import content_hash, damaged, read_bounded
+from matlens.storage.files import SEAL, content_hash, damaged, read_bounded, read_json
 
+UNFINISHED = "unfinished.json"
+"""The file that says what an unfinished folder will hold."""
 NOTES = "progress.jsonl"
 """The file of an unfinished folder that the notes are in."""
 
 
 class Notes:
-    """Notes of an unfinished folder, each with a hash of itself and of all before it.
+    """Notes of an unfinished folder, each with a hash of itself, of all before it, and of what the job is.
 
-    A line that a kill has cut short is as if it had never been; what was changed is refused.
+    So notes of another job are not taken for this one's. A line that a kill has cut short is as if it had
+    never been; what was changed is refused.
 
     Attributes
     ----------
@@ -27,9 +30,9 @@ class Notes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / NOTES
+        self._path, self._job = folder / NOTES, _job(folder)
         self.records: list[dict[str, Any]] = []
-        self._hash, self._size = "", 0
+        self._hash, self._size = self._job, 0
         try:
             content = read_bounded(self._path, JSON)
         except FileNotFoundError:
@@ -63,4 +66,12 @@ class Notes:
     def clear(self) -> None:
         """Forget all that was done."""
         self._path.unlink(missing_ok=True)
-        self.records, self._hash, self._size = [], "", 0
+        self.records, self._hash, self._size = [], self._job, 0
+
+
+def _job(folder: Path) -> str:
+    """The hash of what a folder will hold, and of what was asked for."""
+    try:
+        return str(read_json(folder / UNFINISHED).get(SEAL, ""))
+    except FileNotFoundError:
+        return ""

@@ -11,8 +11,8 @@ from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.arrays import read_header, require_hash, require_record
 from matlens.storage.files import open_regular, read_json
-from matlens.storage.folders import BESIDE, CONFIG, UNFINISHED, is_record, read_record
-from matlens.storage.notes import Notes
+from matlens.storage.folders import BESIDE, CONFIG, is_record, read_record
+from matlens.storage.notes import UNFINISHED, Notes
 from matlens.storage.rows import recorded_columns, require_noted
 from matlens.storage.tables import TABLE, require_described
 
@@ -119,7 +119,7 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
         for of_source in note.get("files", {}).values():
             require_hash(folder / of_source["file"], of_source["record"])
             yield
-    if notes.records and "rows" in notes.records[0]:
+    if notes.records and "sha256" in notes.records[0]:  # of columns of rows
         for name, column in recorded_columns(record, folder):
             path = folder / f"{name}.npy"
             with open_regular(path) as file:

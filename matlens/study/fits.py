@@ -22,7 +22,7 @@ from matlens.models.identity import Provenance
 from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
-from matlens.study.plan import require_room_for_fit
+from matlens.study.room import require_room_for_fit, require_room_to_solve
 from matlens.study.sizes import note_on_samples
 
 
@@ -111,6 +111,8 @@ def fit_moments(
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not current().leads:
             return iter(())
+        if missing:
+            require_room_to_solve(moments, missing)
         maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
         return fitting_bar(maps, len(missing), progress=progress)
 

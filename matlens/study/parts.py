@@ -6,7 +6,6 @@ What is collected is not collected again, and what was broken off goes on. A stu
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,19 +14,20 @@ from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.activations.sums import stream_moments
+from matlens.activations.stored_moments import StoredMoments
+from matlens.activations.sums import pairs_and_widths, stream_moments
 from matlens.arguments import require_whole
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import is_masked
 from matlens.errors import InputError, printable
-from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.linear.pairs import Pairs
 from matlens.linear.samples import are_few
 from matlens.signatures import checked
-from matlens.storage.files import nearest_existing, system_errors
 from matlens.study.output import MOMENTS, TRAIN, VALIDATION, has_moments
-from matlens.study.plan import Shape, collected_bytes, require_disk
+from matlens.study.plan import Shape, collected_bytes
+from matlens.study.room import free_disk, moments_on_disk, require_disk, require_room_for_moments
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -143,7 +143,7 @@ def sum_parts(
         examples = _examples_of(model, parts[0], seed, draw_special)
         chosen = training_positions(model, examples, folder, pairs, positions, draw_special=draw_special)
         if chosen == "all" or there:
-            stream_moments(
+            sum_up(
                 model, examples, folder / MOMENTS, pairs=pairs, positions=chosen, batch_tokens=batch_tokens,
                 progress=progress,
             )  # fmt: skip
@@ -156,6 +156,34 @@ def sum_parts(
         model, parts, folder, seed=seed, positions=positions, draw_special=draw_special,
         batch_tokens=batch_tokens, progress=progress,
     )[1]  # fmt: skip
+
+
+@checked
+def sum_up(
+    model: TransformerBridge,
+    examples: Examples,
+    folder: str | Path,
+    *,
+    pairs: Pairs,
+    positions: Positions,
+    shard: tuple[int, int] = (1, 1),
+    batch_tokens: int | None = None,
+    progress: bool = True,
+) -> StoredMoments:
+    """Do what `stream_moments` does, where memory and disk have room for it.
+
+    Raises
+    ------
+    InputError
+        They have not.
+    """
+    wanted, widths = pairs_and_widths(model, pairs)
+    n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    require_room_for_moments(-(-n_rows // shard[1]), wanted, widths, folder)
+    return stream_moments(
+        model, examples, folder, pairs=wanted, positions=positions, shard=shard, batch_tokens=batch_tokens,
+        progress=progress,
+    )  # fmt: skip
 
 
 @checked
@@ -178,7 +206,7 @@ def training_positions(
     require_usable(model, positions, draw_special)
     if positions != "auto":
         return positions
-    room = _room_of_moments(pairs, model)
+    room = moments_on_disk(len(examples.tokens), *pairs_and_widths(model, pairs))
     better = draw_special and _all_are_better(model, examples, folder, MOMENTS, room)
     return "all" if better else "drawn"
 
@@ -203,13 +231,6 @@ def _examples_of(model: TransformerBridge, part: Corpus, seed: int, draw_special
     return examples
 
 
-def _room_of_moments(pairs: Pairs, model: TransformerBridge) -> int:
-    """Bytes of the moments of these pairs."""
-    wanted = resolve_pairs(pairs, model.cfg.n_layers)
-    n_sources = len({source for source, _ in wanted})
-    return 8 * (model.cfg.d_model + 1) ** 2 * (n_sources + len(wanted))
-
-
 def _all_are_better(
     model: TransformerBridge, examples: Examples, folder: Path, name: str, n_bytes: int
 ) -> bool:
@@ -217,9 +238,7 @@ def _all_are_better(
     d_model = model.cfg.d_model
     if is_masked(model) or not are_few(len(examples), d_model):
         return False
-    with system_errors(folder):
-        free = shutil.disk_usage(nearest_existing(folder)).free
-    if n_bytes > free / 2 and not (folder / name).exists():
+    if n_bytes > free_disk(folder) / 2 and not (folder / name).exists():
         return False
     tqdm.write(
         f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "

@@ -6,24 +6,21 @@ byte of their numbers; the memory of fits is that of the arrays that they hold a
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from matlens.arguments import require_choice, require_kind, require_whole
 from matlens.errors import InputError
 from matlens.linear.needs import (
     collected_fit_bytes,
-    model_moments_bytes,
+    moments_bytes,
+    stored_fit_bytes,
+    stream_widths,
     streamed_fit_bytes,
-    target_counts,
+    written_moments_bytes,
 )
-from matlens.linear.pairs import by_source
+from matlens.linear.samples import are_few
 from matlens.signatures import checked
-from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.rows import Column, file_bytes
 
 if TYPE_CHECKING:
@@ -136,7 +133,7 @@ class Need:
     memory
         Bytes that it holds at its peak besides the model's weights, those of the arrays that count.
     disk
-        Bytes that it writes.
+        Bytes that it writes at most; what a killed run goes on from, and is removed in the end, with it.
     operations
         Floating-point operations, a multiplication and an addition being two.
     """
@@ -186,8 +183,14 @@ class Plan:
             There is no such step.
         """
         require_choice(step, [need.step for need in self.needs], "step")
-        need = self[step].memory
-        return need if step.startswith("fit ") else need + self.weights * (step != "load the model")
+        without = step == "load the model" or step.startswith("fit from ")
+        return self[step].memory + self.weights * (not without)
+
+    @property
+    def job(self) -> tuple[int, int]:
+        """Most memory of collecting and fitting as ``matlens run`` does both, and the disk that they fill."""
+        steps = [need for need in self.needs if need.step == "collect" or need.step.startswith("fit from ")]
+        return max(self.memory(need.step) for need in steps), sum(need.disk for need in steps)
 
 
 @checked
@@ -200,9 +203,13 @@ def plan_study(
     pairs: PairsToPlan = "all",
     train_tokens: int | None = None,
     intercept: bool = False,
+    keep_rows: bool = False,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Plan:
     """Say what each step of a study takes.
+
+    Maps are fitted on vectors that were collected or, at all positions, on moments that were kept while the
+    vectors passed by.
 
     Parameters
     ----------
@@ -218,6 +225,8 @@ def plan_study(
         Tokens of the training sentences, by default thirty each.
     intercept
         Whether a bias is fitted.
+    keep_rows
+        Whether the vectors of all positions are collected, as with ``--keep-rows``.
     batch_tokens
         Most tokens in a batch.
 
@@ -243,26 +252,36 @@ def plan_study(
     n_pairs = n_layers if pairs == "last" else n_layers * (n_layers + 1) // 2
     of_block = max(shape.n_parameters - shape.d_vocab * d, 0)
     of_pass = 4 * batch_tokens * (8 * d + 3 * d_mlp)
-    most_targets = max(target_counts(n_layers, pairs))
-    arithmetic = _fit_operations(n_rows, n_layers, d, n_pairs)
-    parts = [(n_rows, tokens, n_train), (n_validation, length * n_validation, n_validation)]
+    sources = stream_widths(n_layers, d, pairs)
+    most_targets = max(d_out for _, d_out in sources) // d
+    summing, solving = _fit_operations(n_rows, n_layers, d, n_pairs)
+    validation = (n_validation, length * n_validation, n_validation)
+    on_validation = collected_bytes(shape, *validation) if n_validation else 0
+    on_train = collected_bytes(shape, n_rows, tokens, n_train)
+    passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * (d + intercept)
+    collecting = of_pass + 8 * (n_layers + 1) * rows_of_batch * d
+
+    def streamed(*, written: bool) -> int:
+        return streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=written)
+
+    if positions == "all" and not keep_rows:
+        # A state to go on from lies beside the one before, and the last one beside what comes of it.
+        moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
+        fits = (
+            Need("collect", collecting + streamed(written=True), on_validation + moments, passing + summing),
+            Need("fit from moments", stored_fit_bytes(sources), maps, solving),
+        )
+    else:
+        of_rows = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)
+        fits = (
+            Need("collect", collecting, on_train + on_validation, passing),
+            Need("fit from collected vectors", of_rows, maps, summing + solving),
+            Need("fit while vectors pass by", streamed(written=False), maps, summing + solving),
+        )
     read = n_layers * n_validation * 2 * shape.d_vocab * d  # of all maps onto the last layer, and identities
     return Plan(shape, (
         Need("load the model", shape.n_parameters * shape.parameter_bytes, 0, 0),
-        Need(
-            "collect", of_pass + 8 * (n_layers + 1) * rows_of_batch * d,
-            sum(collected_bytes(shape, *part) for part in parts if part[0]),
-            2 * of_block * (run + validated),
-        ),
-        Need(
-            "fit from collected vectors",
-            collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets),
-            4 * n_pairs * d * (d + intercept), arithmetic,
-        ),
-        Need(
-            "fit while vectors pass by", streamed_fit_bytes(n_rows, d, n_layers=n_layers, pairs=pairs),
-            4 * n_pairs * d * (d + intercept), arithmetic,
-        ),
+        *fits,
         Need(
             "evaluate", 4 * _ROWS * shape.d_vocab * 4 + 8 * n_validation * d, 0,
             2 * n_pairs * n_validation * d * d + 2 * read,
@@ -276,7 +295,7 @@ def plan_study(
             f"top {_TOP} tokens of all value vectors", 4 * d_mlp * _TOP * 2 + 4 * _ROWS * shape.d_vocab,
             0, 2 * n_layers * d_mlp * d * shape.d_vocab,
         ),
-    ), model_moments_bytes(n_layers, d, pairs))  # fmt: skip
+    ), sum(moments_bytes(*widths) for widths in sources))  # fmt: skip
 
 
 @checked
@@ -299,101 +318,6 @@ def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
     return sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
 
 
-def _fit_operations(n: int, n_layers: int, width: int, n_pairs: int) -> int:
-    """Each source is factorised, with its Q; the targets are multiplied by it, and the triangle is solved."""
-    return n_layers * (4 * n * width**2) + n_pairs * (2 * n * width**2 + width**3)
-
-
-@checked
-def free_memory() -> int | None:
-    """Bytes that this machine has left, as Linux counts them and as its limit for the process's group says.
-
-    ``None`` where that is not known.
-    """
-    left = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                left.append(1024 * int(line.split()[1]))
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        most = int((group / "memory.max").read_text())
-        left.append(most - int((group / "memory.current").read_text()))
-    return max(min(left), 0) if left else None
-
-
-@checked
-def require_memory(needed: int, what: str, ways: str) -> None:
-    """Refuse a step for which this machine has too little memory left.
-
-    Parameters
-    ----------
-    needed
-        Bytes that the step takes.
-    what, ways
-        The step and what takes less, for the message.
-
-    Raises
-    ------
-    InputError
-        Less is free.
-    """
-    free = free_memory()
-    if free is not None and needed > free:
-        raise InputError(f"{what} takes {in_words(needed)} of memory, and {in_words(free)} are free. {ways}")
-
-
-@checked
-def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
-    """Refuse a step for which the disk of a folder has too little room.
-
-    Raises
-    ------
-    InputError
-        Less is free.
-    """
-    with system_errors(Path(folder)):
-        free = shutil.disk_usage(nearest_existing(Path(folder))).free
-    if needed > free:
-        raise InputError(
-            f"{what} takes {in_words(needed)} of disk at {folder}, and {in_words(free)} are free. {ways}"
-        )
-
-
-@checked
-def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str]]) -> None:
-    """Refuse a fit on collected vectors that has no room in memory, before it begins.
-
-    Parameters
-    ----------
-    n_rows, model
-        Samples, and what has a ``d_model``.
-    pairs
-        Sites of the maps.
-
-    Raises
-    ------
-    InputError
-        Too little is free; the message says what maps onto the last layer alone would take.
-    """
-    wanted, width = list(pairs), int(model.d_model)
-    targets = [len(of_source) for of_source in by_source(wanted).values()]
-    n_sites = len({site for pair in wanted for site in pair})
-    needed, last = (
-        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most) for most in (max(targets), 1)
-    )
-    ways = "Fit on fewer samples (--train), or on a machine with more memory."
-    if max(targets) > 1:
-        ways = f"Maps onto the last layer alone take {in_words(last)} (--pairs last)."
-    require_memory(needed, f"Fitting {sum(targets)} maps of {width:,} dimensions", ways)
-
-
-@checked
-def in_words(n_bytes: int) -> str:
-    """Bytes as people read them, in powers of ten."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n_bytes >= size:
-            return (
-                f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes / size:,.0f} {unit}"
-            )
-    return f"{n_bytes} bytes"
+def _fit_operations(n: int, n_layers: int, width: int, n_pairs: int) -> tuple[int, int]:
+    """Each source is factorised, with its Q, and the targets are multiplied by it; the triangle is solved."""
+    return n_layers * (4 * n * width**2) + n_pairs * (2 * n * width**2), n_pairs * width**3

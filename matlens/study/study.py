@@ -25,7 +25,6 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
-from matlens.activations.sums import stream_moments
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -51,9 +50,9 @@ from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study.fits import chosen_ridge, fit_maps
 from matlens.study.output import MAPS, TRAIN
-from matlens.study.parts import collect_parts, sum_parts, training_positions
-from matlens.study.plan import require_room_for_fit
+from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions
 from matlens.study.results import evaluate_maps, origin_of
+from matlens.study.room import require_room_for_fit
 from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class Study:
         positions = training_positions(
             self.model, examples, self.folder, self.pairs, self._positions, draw_special=self.draw_special
         )
-        return stream_moments(
+        return sum_up(
             self.model, examples, self.folder, pairs=self.pairs, positions=positions, shard=(number, of),
             batch_tokens=self.batch_tokens,
         )  # fmt: skip
@@ -245,7 +244,8 @@ class Study:
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
         wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
-        if self.positions == "drawn" and not (self.folder / MAPS / "config.json").is_file():
+        kept = self.positions == "drawn" or self.keep_rows  # one sample of each sentence, or more
+        if kept and not (self.folder / MAPS / "config.json").is_file():
             require_room_for_fit(self.sizes[0], self.model.cfg, wanted)
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from conftest import ARCHITECTURES, plain_vectors
 
 from matlens import InputError, collect, make_examples
+from matlens.activations import sinks as sinks_module
+from matlens.activations import stream
 from matlens.activations.sinks import SinkWarning, find_sinks, outlying_rows, sink_counts, sink_rows
 from matlens.corpora.corpus import Corpus
 
@@ -188,8 +192,61 @@ def test_where_all_are_first_tokens_they_are_told_to_be(small_model: Callable[[s
     model = small_model("llama")
     words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
     rows = collect(model, make_examples(model, words), progress=False)
-    with pytest.warns(SinkWarning, match="Most of the samples are first tokens"):
+    with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*Collect other positions"):
         sink_rows(rows)
+
+
+def with_long_first_tokens(
+    model: Any, sentences: Corpus, n: int, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Some sentences whose first tokens are so many times as long as they are at layer 2."""
+
+    def longer(*arguments: Any, **options: Any) -> Any:
+        for rows in stream(*arguments, **options):
+            with torch.inference_mode():
+                rows.vectors["h.2"][torch.from_numpy(rows.places == 0)] *= factor
+            yield rows
+
+    monkeypatch.setattr(sinks_module, "stream", longer)
+    return make_examples(model, replace(sentences, sentences=sentences.sentences[:n]))
+
+
+@pytest.mark.parametrize(
+    ("n", "factor", "known", "warned"),
+    [(2, 9.0, 0, 1), (2, 1.0, 0, 0), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
+)
+def test_too_few_first_tokens_to_tell_by_are_told(
+    n: int, factor: float, known: int, warned: int, sentences: Corpus, small_model: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = small_model("llama")
+    examples = with_long_first_tokens(model, sentences, n, factor, monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert int(find_sinks(model, examples, progress=False).sum()) == known
+    words = [str(warning.message) for warning in caught if warning.category is SinkWarning]
+    assert len(words) == warned
+    assert all(text.startswith("2 first tokens stand out") and "more sentences" in text for text in words)
+
+
+def test_rows_of_too_few_sentences_are_told_once(
+    sentences: Corpus, small_model: Callable[[str], Any]
+) -> None:
+    model = small_model("llama")
+    examples = make_examples(model, replace(sentences, sentences=sentences.sentences[:2]))
+    rows = collect(model, examples, ["h.0", "h.2"], positions="all", progress=False)
+    rows["h.2"][torch.from_numpy(rows.places == 0)] *= 9
+    with pytest.warns(SinkWarning) as caught:
+        assert not sink_rows(rows).any()
+    (warning,) = caught
+    assert "2 first tokens stand out" in str(warning.message)
+
+
+def test_one_token_sentences_cannot_be_told(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama")
+    words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
+    with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*longer ones"):
+        find_sinks(model, make_examples(model, words), progress=False)
 
 
 def test_rows_without_the_stream_are_refused(sentences: Corpus, small_model: Callable[[str], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ def test_the_tables_are_what_the_library_gives(
     again = linearity.rank_correlations(expected)
     assert correlations["value"].tolist() == pytest.approx(again["value"].tolist())
     assert (tmp_path / "linearity_bert.png").is_file()
+    (folder,) = (path.parent for path in tmp_path.rglob("rows.json"))
+    origin = json.loads((tmp_path / "linearity_costs_bert.json").read_text())
+    assert origin["atlas_seconds"] == linearity.atlas_seconds(folder) > 0
     assert_table(tmp_path / "linearity_kinds_bert.csv", linearity.atlas_summary(expected))
     together = expected["kind"].str.startswith("together") & (expected["metric"] == "agreement")
     few = expected[together | (expected["metric"] == "rise")]

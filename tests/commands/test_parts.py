@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import transformers
 from command_lines import run_command
 from conftest import WORDS
+
+from matlens.linearity import atlas_seconds
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,8 @@ def test_an_atlas_is_written_and_drawn(
         "atlas", "linearity.csv", "linearity.json", "linearity.png", "linearity.pdf",
         "linearity_correlations.csv", "linearity_correlations.json",
     }  # fmt: skip
+    origin = json.loads((tmp_path / "linearity.json").read_text())
+    assert origin["atlas_seconds"] == atlas_seconds(tmp_path / "atlas") > 0
     few = run_command([*asked[:-1], tmp_path / "few", "--windows", "2", "--window", "12"], capsys)
     assert few.code == 2
     assert "Expected more tokens" in " ".join(few.err.split())

@@ -28,7 +28,7 @@ def test_mat_as_a_lens_leaves_where_maps_do(setting: Settings) -> None:
             t[(t["method"] == method) & (t["lam"].isin(keep) | t["lam"].isna())].sort_values(["lam", "layer"])
             for t in (ours, theirs)
         )
-        columns = ["layer", "value", "low", "high", "n", "lam"]
+        columns = ["metric", "k", "layer", "target", "value", "low", "high", "n", "lam"]
         pd.testing.assert_frame_equal(
             a[columns].reset_index(drop=True), b[columns].reset_index(drop=True), check_dtype=False, rtol=1e-6
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from matlens.linear import Moments, fit_samples, fit_stream, fitting, needs
+from matlens.linear.sums import PairMoments, solve_pairs
 
 Pairs = Literal["last", "all"]
 JOBS: list[tuple[int, int, int, Pairs]] = [
@@ -59,6 +60,11 @@ def test_a_fit_on_collected_vectors(
     assert planned == pytest.approx(peak(fit), rel=0.1)
 
 
+def streamed(n_rows: int, width: int, n_layers: int, pairs: Pairs) -> int:
+    sources = needs.stream_widths(n_layers, width, pairs)
+    return needs.streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * width, widest=width)
+
+
 @pytest.mark.parametrize(("n_layers", "width", "n_rows", "pairs"), JOBS)
 def test_a_fit_while_vectors_pass_by(n_layers: int, width: int, n_rows: int, pairs: Pairs) -> None:
     samples, wanted = vectors(n_layers, width, n_rows), sites(n_layers, pairs)
@@ -71,7 +77,56 @@ def test_a_fit_while_vectors_pass_by(n_layers: int, width: int, n_rows: int, pai
         for _ in fit_stream(batches(), wanted):
             pass
 
-    planned = needs.streamed_fit_bytes(n_rows, width, n_layers=n_layers, pairs=pairs)
+    planned = streamed(n_rows, width, n_layers, pairs)
+    assert planned == pytest.approx(peak(fit), rel=0.1)
+
+
+def test_a_fit_on_sites_of_other_widths() -> None:
+    torch.manual_seed(0)
+    widths = {"h.0": 48, "ffn_post.0": 192, "h.1": 48, "h.2": 48}
+    samples = {site: torch.randn(700, width) for site, width in widths.items()}
+    pairs = [("h.0", "ffn_post.0"), ("h.0", "h.2"), ("ffn_post.0", "h.1")]
+
+    def fit() -> None:
+        for _ in fit_stream([samples], pairs):
+            pass
+
+    planned = needs.streamed_fit_bytes(
+        700, [(48, 240), (192, 48)], of_sample=sum(widths.values()), widest=192
+    )
+    assert planned == pytest.approx(peak(fit) + sum(4 * part.numel() for part in samples.values()), rel=0.1)
+
+
+class Stored:
+    """Moments as files give them: read anew each time, those of several shards joined."""
+
+    def __init__(self, shards: list[PairMoments]) -> None:
+        self._shards, self.targets, self.widths = shards, shards[0].targets, shards[0].widths
+
+    def moments(self, source: str) -> Moments:
+        whole: Moments | None = None
+        for shard in self._shards:
+            kept = shard.moments(source)
+            read = Moments.from_state(*(part.clone() for part in kept.state), kept.n)
+            whole = read if whole is None else whole.merge(read)
+        assert whole is not None
+        return whole
+
+    def norms(self, _: str) -> None: ...
+
+
+@pytest.mark.parametrize("n_shards", [1, 2])
+@pytest.mark.parametrize(("n_layers", "width", "pairs"), [(4, 96, "all"), (4, 96, "last"), (3, 256, "last")])
+def test_a_fit_on_moments_in_files(n_layers: int, width: int, pairs: Pairs, n_shards: int) -> None:
+    named = [(f"h.{source}", f"h.{target}") for source, target in sites(n_layers, pairs)]
+    stored = Stored([PairMoments(named).update(vectors(n_layers, width, 800)) for _ in range(n_shards)])
+    _ = [stored.moments(source) for source in stored.targets]  # nothing waits any more
+
+    def fit() -> None:
+        for _ in solve_pairs(stored, named, intercept=False, ridge=0.0, provenance=None):
+            pass
+
+    planned = needs.stored_fit_bytes(needs.stream_widths(n_layers, width, pairs), n_shards=n_shards)
     assert planned == pytest.approx(peak(fit), rel=0.1)
 
 
@@ -81,10 +136,12 @@ def test_moments_are_as_large_as_said_however_many_samples_there_are() -> None:
         moments.update(torch.randn(50, 20), torch.randn(50, 60))
         held = sum(8 * part.numel() for part in vars(moments).values() if isinstance(part, Tensor))
         assert held == needs.moments_bytes(20, 60)
-    assert needs.model_moments_bytes(3, 20, "all") == sum(needs.moments_bytes(20, 20 * n) for n in (3, 2, 1))
-    assert needs.model_moments_bytes(3, 20, "last") == 3 * needs.moments_bytes(20, 20)
+    assert needs.stream_widths(3, 20, "all") == [(20, 60), (20, 40), (20, 20)]
+    assert needs.stream_widths(3, 20, "last") == [(20, 20)] * 3
+    few = Moments(20, 60).update(torch.randn(7, 20), torch.randn(7, 60))
+    assert sum(8 * part.numel() for part in few.state) == needs.moments_bytes(20, 60, 7)
 
 
 def test_a_stream_takes_no_more_for_more_samples() -> None:
-    many = [needs.streamed_fit_bytes(10**n, 64, n_layers=6, pairs="all") for n in (4, 5, 9)]
+    many = [streamed(10**n, 64, 6, "all") for n in (4, 5, 9)]
     assert len(set(many)) == 1

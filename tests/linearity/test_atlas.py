@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from matlens.activations import find_sinks
 from matlens.corpora import Corpus
 from matlens.inputs import JudgedText, make_judged_text
 from matlens.linearity import atlas
+from matlens.storage.files import sealed
+from matlens.storage.verification import verify
 
 Models = Callable[[str], Any]
 SIZE = 16
@@ -165,6 +169,7 @@ def test_what_was_broken_off_goes_on(
     small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]],
     tables: Callable[[str], pd.DataFrame], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    whole = tables("llama")
     run, calls = atlas.run_variants, []
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -175,16 +180,47 @@ def test_what_was_broken_off_goes_on(
 
     monkeypatch.setattr(atlas, "run_variants", failing)
     asked = small_model("llama"), *texts("llama")
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(atlas.time, "process_time", lambda: next(clock) ** 2)
     with pytest.raises(KeyboardInterrupt):
         linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
+    (verdict,) = verify(tmp_path)
+    assert (verdict.what, verdict.damage) == ("unfinished atlas of linearity", None)
+    with pytest.raises(InputError, match="was broken off"):
+        linearity.atlas_seconds(tmp_path / "atlas")
     table = linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
+    # Scores and one layer until 20 squared; from 30 squared on two layers and what is replaced together.
+    assert linearity.atlas_seconds(tmp_path / "atlas") == 20**2 + 60**2 - 30**2
     assert len(calls) == 1 + 3 + len(linearity.GROUPS)  # the first layer is not run again
-    pd.testing.assert_frame_equal(table, tables("llama"))
+    pd.testing.assert_frame_equal(table, whole)
     again = linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
     assert len(calls) == 1 + 3 + len(linearity.GROUPS)
     pd.testing.assert_frame_equal(again, table)
     with pytest.raises(InputError, match="belongs to another job"):
         linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", jumps=[2], progress=False)
+
+
+def test_a_finished_atlas_that_is_damaged_is_refused_by_name(
+    small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]], tmp_path: Path
+) -> None:
+    asked, folder = (small_model("llama"), *texts("llama")), tmp_path / "atlas"
+    linearity.linearity_atlas(*asked, folder=folder, progress=False)
+    assert linearity.atlas_seconds(folder) > 0
+    assert [verdict.damage for verdict in verify(folder)] == [None]
+    rows = folder / "rows.json"
+    whole = rows.read_text()
+    content = json.loads(whole)
+    content["rows"][0]["value"] += 1
+    for damaged in (None, whole[:100], json.dumps(sealed(content))):
+        rows.unlink() if damaged is None else rows.write_text(damaged)
+        for read in (
+            partial(linearity.linearity_atlas, *asked, folder=folder, progress=False),
+            partial(linearity.atlas_seconds, folder),
+        ):
+            with pytest.raises(InputError, match=r"rows\.json .*changed or damaged"):
+                read()
+        (damage,) = (verdict.damage for verdict in verify(folder))
+        assert "rows.json" in str(damage)
 
 
 def test_a_rise_that_is_infinite_has_no_interval() -> None:

@@ -27,6 +27,10 @@ def test_every_part_is_there(name: str, kinds: list[str], small_model: Callable[
     assert [part.kind for part in parts if part.layer == 0] == kinds
     assert [part.kind for part in parts if part.layer == 2] == kinds[:-1]
     assert len({part.name for part in parts}) == len(parts) == 3 * len(kinds) - 1
+    ends = {part.kind: (part.source, part.target) for part in parts if part.layer == 1}
+    for kind in {"ln1", "attn", "ln2", "ffn"} & set(kinds):
+        behind = ("_post_in.1", "_post_out.1") if (name, kind[:2]) == ("olmo2", "ln") else ("_in.1", "_out.1")
+        assert ends[kind] == (kind + behind[0], kind + behind[1])
     jump = next(part for part in parts if part.kind == "jump 2")
     assert (jump.source, jump.target, list(jump.blocks)) == ("h.0", "h.2", [0, 1])
 

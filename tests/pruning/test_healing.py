@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,28 @@ def test_an_update_is_a_step_of_adam_by_hand(
         else:
             assert torch.equal(value, expected[key]), key
     assert all(weight.grad is None and weight.requires_grad for weight in folded.parameters())
+
+
+def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
+    small_model: Models, plain_model: Models, windows: Models
+) -> None:
+    folded = pruning.prune(
+        small_model("gpt2"), windows("gpt2"), [2], method="replaceme", progress=False
+    ).model
+    tokens = whole_windows(windows("gpt2"))
+    streams = Streams(Layout.from_model(pruning.plain_copy(small_model("gpt2"))), tokens, progress=False)
+    by_hand, whole = copy.deepcopy(folded), plain_model("gpt2")
+    weight = by_hand.get_parameter("transformer.h.1.mlp.c_proj.weight")
+    bias = by_hand.get_parameter("transformer.h.1.mlp.c_proj.bias")
+    optimizer = torch.optim.Adam([weight, bias])
+    texts = healing._order(len(tokens), 30 * (size := 1024 // 24), 2).split(size)
+    for step, rate in enumerate([1 / 3, 2 / 3, 1, *[1] * 27]):
+        optimizer.param_groups[0]["lr"] = 1e-3 * rate * (30 - step) / 30
+        optimizer.zero_grad()
+        divergence(whole, by_hand, tokens[texts[step]]).backward()
+        optimizer.step()
+    healing.heal(streams, folded, [0, 1], [1], 24 * 30 * size, seed=2, rate=1e-3, progress=False)
+    assert_near(folded.get_parameter("transformer.h.1.mlp.c_proj.weight"), weight.detach(), 1e-3)
 
 
 def test_the_divergence_falls(small_model: Models, plain_model: Models, windows: Models) -> None:

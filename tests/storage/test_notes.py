@@ -10,7 +10,8 @@ import pytest
 from damage import outcome
 
 from matlens.errors import InputError
-from matlens.storage.notes import NOTES, Notes
+from matlens.storage.files import sealed, write_json
+from matlens.storage.notes import NOTES, UNFINISHED, Notes
 
 RECORDS: list[dict[str, Any]] = [{"batches": n, "rows": [[n, 2]], "sha256": {"h.0": "ab"}} for n in (1, 2, 3)]
 
@@ -85,3 +86,22 @@ def test_notes_are_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic link"):
         Notes(tmp_path / "x").add({"batches": 1})
     assert (tmp_path / "victim").read_text() == ""
+
+
+def test_notes_of_another_job_are_refused(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other", "none")]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        if folder.name != "none":
+            write_json(folder / UNFINISHED, sealed({"holds": "rows", "request": {"seed": seed}}))
+        Notes(folder).add(RECORDS[0])
+    whole = {(folder / NOTES).read_bytes() for folder in folders}
+    assert len(whole) == 3
+    for folder in folders:
+        assert Notes(folder).records == RECORDS[:1]
+        for content in whole - {(folder / NOTES).read_bytes()}:
+            own = (folder / NOTES).read_bytes()
+            (folder / NOTES).write_bytes(content)
+            with pytest.raises(InputError, match=r"progress\.jsonl .*damaged"):
+                Notes(folder)
+            (folder / NOTES).write_bytes(own)

@@ -1,22 +1,23 @@
-"""What is planned is what is written and what a model has; a job without room is refused before it begins."""
+"""What is planned is what is written and what a model has."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import matlens.study.plan as module
 from matlens import InputError, collect, make_examples
+from matlens.activations import sums
 from matlens.corpora.corpus import Corpus
 from matlens.ffn import Trace
 from matlens.study import collect_parts, fit_maps
-from matlens.study.plan import Plan, Shape, collected_bytes, free_memory, in_words, trace_bytes
+from matlens.study.parts import sum_parts
+from matlens.study.plan import Plan, Shape, collected_bytes, trace_bytes
+from matlens.study.room import in_words
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
 
@@ -35,8 +36,59 @@ def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
     shape = Shape.from_model(model)
     planned = collected_bytes(shape, activations.n_rows, len(examples.tokens), 20)
     assert written(tmp_path / "rows") == planned
-    of_study = module.plan_study(shape, 20, positions=positions, train_tokens=len(examples.tokens))
+    of_study = module.plan_study(
+        shape, 20, positions=positions, keep_rows=True, train_tokens=len(examples.tokens)
+    )
     assert of_study["collect"].disk == planned
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("pairs", ["last", "all"])
+def test_all_positions_write_moments_and_a_state_of_before(
+    pairs: Any,
+    few: bool,
+    small_model: Callable[[str], Any],
+    sentences: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With states as often as can be, the disk is never fuller than planned, and it has been as full."""
+    model, shape = small_model("llama"), Shape.from_model(small_model("llama"))
+    parts = sentences.split(n_train=4 if few else 25, n_validation=10)
+    train, validation = (make_examples(model, part) for part in parts)
+    seen = [0]
+    write = sums.write_source
+
+    def numbers() -> int:
+        files = (tmp_path / "moments").glob("*.safetensors")
+        return sum(
+            file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files
+        )
+
+    def watched(*arguments: Any) -> Any:
+        record = write(*arguments)
+        seen.append(numbers())
+        return record
+
+    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr("matlens.linear.sums.samples_together", lambda _: 1)  # no samples wait
+    monkeypatch.setattr(sums, "write_source", watched)
+    sum_parts(model, parts, tmp_path, pairs=pairs, positions="all", batch_tokens=40, progress=False)
+    needs = module.plan_study(
+        shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens)
+    )
+    assert (len(train.tokens) < 2 * shape.d_model) is few
+    assert 2 * numbers() == needs["collect"].disk
+    assert numbers() < max(seen) <= needs["collect"].disk
+    if not few:  # norms are kept of few samples, and a state of before has fewer
+        assert max(seen) == needs["collect"].disk
+    n_tokens, n_validation = len(validation.tokens), len(validation)
+    assert written(tmp_path / "validation") == collected_bytes(shape, n_validation, n_tokens, n_validation)
+    kept = module.plan_study(shape, len(train), len(train), positions="all", train_tokens=len(train.tokens))
+    without = module.plan_study(shape, len(train), positions="all", train_tokens=len(train.tokens))
+    rows = collected_bytes(shape, len(train), len(train) * (len(train.tokens) // len(train)), len(train))
+    assert kept["collect"].disk - without["collect"].disk == rows
 
 
 def test_a_trace_is_written_in_as_many_bytes_as_planned(
@@ -86,33 +138,16 @@ def test_a_model_of_eight_billion_parameters() -> None:
     second = 8 * (n_layers + 1) * 2 * d * d, 8 * ((n_layers + 1) * d) ** 2
     assert tuple(map(in_words, second)) == ("8.86 GB", "146 GB")
     assert in_words(last["load the model"].memory) == "32.1 GB"
-    streamed = [
-        module.plan_study(BIG, n, positions="all")["fit while vectors pass by"].memory for n in (10**5, 10**6)
-    ]
-    assert streamed[0] == streamed[1]
-    assert module.plan_study(BIG, 100, positions="all")["collect"].disk > 25 * last["collect"].disk / 100
-
-
-def test_jobs_that_have_no_room_are_refused_before_they_begin(
-    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, parts = small_model("gpt2"), sentences.split(n_train=20, n_validation=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
-        with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
-            collect_parts(model, parts, tmp_path, progress=False)
-        with pytest.raises(InputError, match="--positions drawn"):
-            collect_parts(model, parts, tmp_path, positions="all", progress=False)
-    assert not list(tmp_path.iterdir())
-    collect_parts(model, parts, tmp_path, progress=False)
-    monkeypatch.setattr(module, "free_memory", lambda: 30_000)
-    with pytest.raises(InputError, match=r"Fitting 6 maps of 32 .* 30 kB are free\. Maps onto.*--pairs last"):
-        fit_maps(tmp_path, progress=False)
-    with pytest.raises(InputError, match="--train"):
-        fit_maps(tmp_path, pairs="last", progress=False)
-    assert not list(tmp_path.glob("maps/*.safetensors"))
-    monkeypatch.setattr(module, "free_memory", lambda: None)
-    fit_maps(tmp_path, progress=False)
+    streamed = [module.plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
+    for plan in streamed:
+        assert plan.moments < plan["collect"].memory == streamed[0]["collect"].memory
+        assert plan.memory("collect") == plan["collect"].memory + plan.weights
+        assert plan["collect"].disk == 2 * plan.moments
+        assert plan.memory("fit from moments") == plan["fit from moments"].memory < plan.moments / 5
+        assert plan.job == (plan.memory("collect"), plan["collect"].disk + plan["fit from moments"].disk)
+    rows = module.plan_study(BIG, 100, positions="all", keep_rows=True)
+    assert rows["collect"].disk > 25 * last["collect"].disk / 100
+    assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
 def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable[[str], Path]) -> None:
@@ -127,15 +162,3 @@ def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable
     with pytest.raises(KeyError, match="collect"):
         module.plan_study(BIG, 5)["colect"]
     assert isinstance(module.plan_study(BIG, 5), Plan)
-
-
-def test_bytes_are_read_with_their_unit() -> None:
-    texts = [in_words(n) for n in (0, 999, 1000, 8_857_000_000, 146_160_000_000, 3 * 10**15)]
-    assert texts == ["0 bytes", "999 bytes", "1 kB", "8.86 GB", "146 GB", "3,000 TB"]
-
-
-def test_free_memory_is_some_of_what_there_is() -> None:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    free = free_memory()
-    assert free is not None
-    assert 0 < free < total

@@ -32,6 +32,18 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     assert origin["maps"]["model"]["unembed_hash"] == unembed_hash(small_model("gpt2"))
 
 
+@pytest.mark.parametrize("column", ["layer", "n", "value", "low", "high"])
+def test_words_among_numbers_are_refused(
+    column: str, small_model: Callable[[str], Any], collected: Path
+) -> None:
+    fit_maps(collected, pairs="last", progress=False)
+    table = evaluate_maps(small_model("gpt2"), collected, progress=False).astype(object)
+    table[column] = "many"
+    table.to_csv(collected / "results.csv", index=False)
+    with pytest.raises(matlens.InputError, match=r"results\.csv"):
+        read_results(collected)
+
+
 def test_maps_are_fitted_on_one_part_and_judged_on_the_other(
     small_model: Callable[[str], Any], collected: Path
 ) -> None:

@@ -1,0 +1,232 @@
+"""Whether there is room for a job, in memory and on disk, asked before it begins."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matlens.activations.stored_moments import StoredMoments
+from matlens.errors import InputError
+from matlens.linear.needs import (
+    Widths,
+    collected_fit_bytes,
+    stored_fit_bytes,
+    streamed_fit_bytes,
+    written_moments_bytes,
+)
+from matlens.linear.pairs import by_source
+from matlens.processes.group import current
+from matlens.signatures import checked
+from matlens.storage.files import nearest_existing, system_errors
+from matlens.storage.folders import CONFIG
+
+
+@checked
+def in_words(n_bytes: int) -> str:
+    """Bytes as people read them, in powers of ten."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n_bytes >= size:
+            return (
+                f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes / size:,.0f} {unit}"
+            )
+    return f"{n_bytes} bytes"
+
+
+@checked
+def free_memory() -> int | None:
+    """Bytes that this machine has left, as Linux counts them and as its limit for the process's group says.
+
+    ``None`` where that is not known.
+    """
+    left = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                left.append(1024 * int(line.split()[1]))
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        most = int((group / "memory.max").read_text())
+        left.append(most - int((group / "memory.current").read_text()))
+    return max(min(left), 0) if left else None
+
+
+@checked
+def free_disk(folder: str | Path) -> int:
+    """Bytes that the disk of a folder, or of where it would be, has left.
+
+    Raises
+    ------
+    InputError
+        The disk cannot be asked.
+    """
+    with system_errors(Path(folder)):
+        return shutil.disk_usage(nearest_existing(Path(folder))).free
+
+
+@checked
+def require_memory(needed: int, what: str, ways: str) -> None:
+    """Refuse a step for which this machine has too little memory left.
+
+    Parameters
+    ----------
+    needed
+        Bytes that the step takes.
+    what, ways
+        The step and what takes less, for the message.
+
+    Raises
+    ------
+    InputError
+        Less is free.
+    """
+    free = free_memory()
+    if free is not None and needed > free:
+        raise InputError(f"{what} takes {in_words(needed)} of memory, and {in_words(free)} are free. {ways}")
+
+
+@checked
+def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
+    """Refuse a step for which the disk of a folder has too little room.
+
+    Raises
+    ------
+    InputError
+        Less is free.
+    """
+    if needed > (free := free_disk(folder)):
+        raise InputError(
+            f"{what} takes {in_words(needed)} of disk at {folder}, and {in_words(free)} are free. {ways}"
+        )
+
+
+@checked
+def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str]]) -> None:
+    """Refuse a fit on collected vectors that has no room in memory, before it begins.
+
+    Parameters
+    ----------
+    n_rows, model
+        Samples, and what has a ``d_model``.
+    pairs
+        Sites of the maps.
+
+    Raises
+    ------
+    InputError
+        Too little is free; the message says what maps onto the last layer alone would take.
+    """
+    wanted, width = list(pairs), int(model.d_model)
+    targets = [len(of_source) for of_source in by_source(wanted).values()]
+    n_sites = len({site for pair in wanted for site in pair})
+    needed, last = (
+        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most) for most in (max(targets), 1)
+    )
+    ways = "Fit on fewer samples (--train), or on a machine with more memory."
+    if max(targets) > 1:
+        ways = f"Maps onto the last layer alone take {in_words(last)} (--pairs last)."
+    require_memory(needed, f"Fitting {sum(targets)} maps of {width:,} dimensions", ways)
+
+
+@checked
+def moments_on_disk(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> int:
+    """Bytes of the files of moments of so many samples, of sites of these widths."""
+    return written_moments_bytes(n_rows, _widths_of(pairs, widths))
+
+
+@checked
+def require_room_for_moments(
+    n_rows: int, pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], folder: str | Path
+) -> None:
+    """Refuse to begin moments, kept while vectors pass by, that memory or disk have no room for.
+
+    Moments that are finished are not asked about. Of several processes on a machine each keeps moments.
+
+    Parameters
+    ----------
+    n_rows, pairs, widths
+        Samples, sites of the maps, and the coordinates of each site.
+    folder
+        Where the moments are written; a state of before is there until the next is written.
+
+    Raises
+    ------
+    InputError
+        Too little is free; the message says what maps onto the last layer alone would take.
+    """
+    folder, processes = Path(folder), current()
+    if (folder / CONFIG).is_file():
+        return
+    what = f"Keeping moments for {len(pairs)} maps of {max(widths.values()):,} dimensions"
+    if processes.several:
+        what += f" in {processes.local_size} processes"
+    onto_last = [(source, targets[-1]) for source, targets in by_source(pairs).items()]
+
+    def memory(wanted: Sequence[tuple[str, str]]) -> int:
+        return processes.local_size * streamed_fit_bytes(
+            n_rows, _widths_of(wanted, widths), of_sample=sum(widths.values()), widest=max(widths.values()),
+            written=True,
+        )  # fmt: skip
+
+    def disk(wanted: Sequence[tuple[str, str]]) -> int:
+        return 2 * moments_on_disk(n_rows, wanted, widths)
+
+    def ways(otherwise: str, needed: int) -> str:
+        if len(onto_last) == len(pairs):
+            return otherwise
+        return f"Maps onto the last layer alone take {in_words(needed)} (--pairs last)."
+
+    if processes.local_rank == 0:  # for all on its machine
+        otherwise = "Fit on a machine with more memory, or fewer maps (--pairs)."
+        require_memory(memory(pairs), what, ways(otherwise, memory(onto_last)))
+    if processes.leads:
+        there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        otherwise = "Write elsewhere (--out), or fit fewer maps (--pairs)."
+        require_disk(max(disk(pairs) - there, 0), folder, what, ways(otherwise, disk(onto_last)))
+
+
+@checked
+def require_room_to_merge(moments: StoredMoments, folder: str | Path) -> None:
+    """Refuse to begin to join shards, into a folder of moments, for which memory or disk have no room.
+
+    Raises
+    ------
+    InputError
+        Too little is free.
+    """
+    folder = Path(folder)
+    if (folder / CONFIG).is_file() or not current().leads:
+        return
+    pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
+    sources, n_shards = _widths_of(pairs, moments.widths), len(moments.shards)
+    what = f"Joining {n_shards} shards of moments of {max(moments.widths.values()):,} dimensions"
+    needed = stored_fit_bytes(sources, n_shards=n_shards, written=True)
+    require_memory(needed, what, "Join them on a machine with more memory.")
+    on_disk = moments_on_disk(moments.n_samples, pairs, moments.widths)
+    require_disk(on_disk, folder, what, "Write elsewhere (--out).")
+
+
+@checked
+def require_room_to_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str]]) -> None:
+    """Refuse a fit on moments in folders that has no room in memory, before it begins.
+
+    Raises
+    ------
+    InputError
+        Too little is free.
+    """
+    kept = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
+    if not kept or not current().leads:
+        return
+    needed = stored_fit_bytes(_widths_of(kept, moments.widths), n_shards=len(moments.shards))
+    what = f"Fitting {len(pairs)} maps of {max(moments.widths.values()):,} dimensions"
+    require_memory(needed, what, "Fit on a machine with more memory.")
+
+
+def _widths_of(pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> list[Widths]:
+    return [
+        (widths[source], sum(widths[target] for target in targets))
+        for source, targets in by_source(pairs).items()
+    ]

@@ -1,0 +1,169 @@
+"""A job that memory or disk have no room for is refused before it begins, and one that is done never."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import matlens.study.room as module
+from matlens import InputError, make_examples
+from matlens.activations import StoredMoments, merge_moments, stream_moments
+from matlens.corpora.corpus import Corpus
+from matlens.processes.group import Processes, using
+from matlens.study import Study, collect_parts, fit_maps
+from matlens.study.room import free_memory, in_words, moments_on_disk, require_room_to_merge
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says how many bytes are free, in memory and on disk."""
+
+    def say(*, memory: int = 1 << 50, disk: int = 1 << 50) -> None:
+        monkeypatch.setattr(module, "free_memory", lambda: memory)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
+
+    return say
+
+
+@pytest.fixture
+def study(small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path) -> Callable[..., Study]:
+    """A study of a small model at all positions, in the same folder each time."""
+
+    def make(**options: Any) -> Study:
+        asked: dict[str, Any] = {"positions": "all", "keep_rows": False, "main_folder": tmp_path, **options}
+        return Study(
+            load_model=lambda: small_model("gpt2"), load_corpus=lambda: sentences, out=tmp_path, n_train=20,
+            n_validation=4, **asked,
+        )  # fmt: skip
+
+    return make
+
+
+def test_jobs_that_have_no_room_are_refused_before_they_begin(
+    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, parts = small_model("gpt2"), sentences.split(n_train=20, n_validation=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
+        with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
+            collect_parts(model, parts, tmp_path, progress=False)
+        with pytest.raises(InputError, match="--positions drawn"):
+            collect_parts(model, parts, tmp_path, positions="all", progress=False)
+    assert not list(tmp_path.iterdir())
+    collect_parts(model, parts, tmp_path, progress=False)
+    monkeypatch.setattr(module, "free_memory", lambda: 30_000)
+    with pytest.raises(InputError, match=r"Fitting 6 maps of 32 .* 30 kB are free\. Maps onto.*--pairs last"):
+        fit_maps(tmp_path, progress=False)
+    with pytest.raises(InputError, match="--train"):
+        fit_maps(tmp_path, pairs="last", progress=False)
+    assert not list(tmp_path.glob("maps/*.safetensors"))
+    monkeypatch.setattr(module, "free_memory", lambda: None)
+    fit_maps(tmp_path, progress=False)
+
+
+def test_moments_that_have_no_room_are_refused_before_they_begin(
+    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
+) -> None:
+    free(memory=30_000)
+    said = r"Keeping moments for 6 maps of 32 dimensions takes .* of memory, and 30 kB are free\. Maps onto"
+    with pytest.raises(InputError, match=said + r" the last layer alone take .*--pairs last"):
+        _ = study().maps
+    with pytest.raises(InputError, match=r"for 3 maps of 32 .* machine with more memory, or fewer maps"):
+        study(pairs="last").shard_moments(1, 2)
+    free(disk=30_000)
+    with pytest.raises(InputError, match=r"takes .* of disk at .*moments, and 30 kB .*--pairs last"):
+        _ = study().maps
+    with pytest.raises(InputError, match=r"takes .* of disk .* Write elsewhere \(--out\), or fit fewer maps"):
+        study(pairs="last").shard_moments(2, 2)
+    assert not list(tmp_path.iterdir())
+    free()
+    maps = study().maps
+    free(memory=0, disk=0)  # what is done answers at once
+    assert study().maps.keys() == maps.keys()
+    shutil.rmtree(tmp_path / "maps")
+    with pytest.raises(InputError, match=r"Fitting 6 maps of 32 dimensions takes .*machine with more memory"):
+        fit_maps(tmp_path, progress=False)
+
+
+def test_vectors_of_all_positions_that_fits_have_no_room_for_are_not_collected(
+    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
+) -> None:
+    free(memory=30_000)
+    with pytest.raises(InputError, match="Fitting 6 maps of 32 dimensions takes"):
+        _ = study(keep_rows=True).maps
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
+    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
+) -> None:
+    made = study().shard_moments(1, 1)
+    pairs = [(source, target) for source, targets in made.targets.items() for target in targets]
+    planned = moments_on_disk(made.n_samples, pairs, made.widths)
+    tensors = [part for source in made.targets for part in made.moments(source).state]
+    assert planned == sum(8 * part.numel() for part in tensors)
+    (tmp_path / "config.json").rename(tmp_path / "elsewhere.json")
+    held = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    free(disk=2 * planned - held - 1)
+    with pytest.raises(InputError, match="of disk"):
+        study().shard_moments(1, 1)
+    free(disk=2 * planned - held)
+    module.require_room_for_moments(made.n_samples, pairs, made.widths, tmp_path)
+
+
+def test_shards_that_cannot_be_joined_for_want_of_room(
+    small_model: Callable[[str], Any], sentences: Corpus, free: Callable[..., None], tmp_path: Path
+) -> None:
+    model = small_model("gpt2")
+    examples = make_examples(model, sentences).head(20)
+    folders = [tmp_path / "s1", tmp_path / "s2"]
+    for number, folder in enumerate(folders, 1):
+        stream_moments(model, examples, folder, shard=(number, 2), progress=False)
+    shards = StoredMoments(*folders)
+    for few, missing in ({"memory": 9000}, "of memory"), ({"disk": 9000}, "of disk at .*joined"):
+        free(**few)
+        with pytest.raises(InputError, match=f"Joining 2 shards of moments of 32 dimensions .* {missing}"):
+            require_room_to_merge(shards, tmp_path / "joined")
+    free()
+    require_room_to_merge(shards, tmp_path / "joined")
+    merge_moments(shards, tmp_path / "joined")
+    free(memory=0, disk=0)
+    require_room_to_merge(shards, tmp_path / "joined")
+
+
+def test_each_process_of_a_machine_needs_room_and_one_of_them_asks(
+    free: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, widths = [("h.0", "h.2"), ("h.1", "h.2")], dict.fromkeys(("h.0", "h.1", "h.2"), 32)
+
+    def asked(rank: int, local_rank: int) -> None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        with using(Processes(rank, 8)):
+            module.require_room_for_moments(10**6, pairs, widths, tmp_path)
+
+    seen: list[tuple[int, str]] = []
+    monkeypatch.setattr(module, "require_memory", lambda needed, what, _: seen.append((needed, what)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank, local_rank in ((0, 0), (1, 1), (4, 0), (7, 3)):
+        asked(rank, local_rank)
+    monkeypatch.delenv("LOCAL_RANK")
+    module.require_room_for_moments(10**6, pairs, widths, tmp_path)
+    assert [needed for needed, _ in seen] == [4 * seen[2][0], 4 * seen[2][0], seen[2][0]]
+    assert ["in 4 processes" in what for _, what in seen] == [True, True, False]
+
+
+def test_bytes_are_read_with_their_unit() -> None:
+    texts = [in_words(n) for n in (0, 999, 1000, 8_857_000_000, 146_160_000_000, 3 * 10**15)]
+    assert texts == ["0 bytes", "999 bytes", "1 kB", "8.86 GB", "146 GB", "3,000 TB"]
+
+
+def test_free_memory_is_some_of_what_there_is() -> None:
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    free = free_memory()
+    assert free is not None
+    assert 0 < free < total
