@@ -82,6 +82,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "pruning/spans": ("tests/pruning/test_pruned.py",),
     "pruning/calibration": ("tests/pruning/test_pruned.py", "tests/pruning/test_folding.py"),
     "trials/evaluation": ("tests/trials/test_comparison.py", "tests/pruning/test_saving.py"),
+    "trials/gone": ("tests/trials/test_gone.py", "tests/trials/test_comparison.py"),
+    "trials/timing": ("tests/trials/test_timing.py", "tests/trials/test_comparison.py"),
     "trials/comparison": (),
     "linearity/scores": (),
     "linearity/parts": (),

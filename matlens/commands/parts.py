@@ -16,6 +16,7 @@ from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
 
 _FEWEST = 2  # sentences to judge on, of a small corpus
+_UNITS = (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))  # in which costs are printed
 
 
 @grouped
@@ -121,11 +122,13 @@ def prune(
         print(sentences.report())
         n_judged = max(_FEWEST, len(sentences) // 10)
         fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
+        import pandas as pd
+
         from matlens.corpora.prompts import make_windows
-        from matlens.pruning.layouts import plain_copy
         from matlens.pruning.pruned import prune as prune_model
         from matlens.pruning.pruned import prune_attention
-        from matlens.trials.evaluation import compare_pruned, speed
+        from matlens.trials.evaluation import compare_pruned
+        from matlens.trials.timing import compare_costs
 
         bridge = model.load()
         calibration = make_windows(bridge, fitted_on, size=window, most=windows)
@@ -136,7 +139,8 @@ def prune(
         else:
             pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
         table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
-        save_pruned(pruned, out, table)
+        costs = compare_costs(bridge, pruned)
+        save_pruned(pruned, out, pd.concat([table, costs]))
     rows = [
         (
             row["method"],
@@ -147,13 +151,15 @@ def prune(
         for row in table.to_dict("records")
     ]
     print_table("Judged on other text", ("model", "measure", "value", "95% interval"), rows)
-    costs = []
-    for name, each in (("whole", plain_copy(bridge)), ("pruned", pruned.model)):
-        cost = speed(each)
-        numbers = (1000 * cost.seconds, cost.weights / 1e6, cost.cache / 1e3)
-        costs.append((name, *map(number_text, numbers)))
-    heads = ("model", "ms a token", "MB of weights", "KB of cache a token")
-    print_table("Writing tokens one by one", heads, costs)
+    of_models = costs.pivot_table(index="method", columns="metric", values="value")
+    print_table(
+        "Writing tokens one by one",
+        ("model", "ms a token", "MB of weights", "KB of cache a token"),
+        [
+            (name, *(number_text(of_models[metric][name] / unit) for metric, unit in _UNITS))
+            for name in ("whole", "pruned")
+        ],
+    )
     if healed := pruned.provenance.details.get("healed"):
         print_line(
             f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "

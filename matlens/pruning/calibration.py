@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
+ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 PENALTY = 0.1  # of the refitted matrix, which has more numbers than calibration text can settle
 
 
@@ -99,7 +100,10 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        n, beginning = read_count(n, len(self.layout.blocks)), self.streams.beginning(CHOSEN_ON)
+        n, n_tokens = read_count(n, len(self.layout.blocks)), CHOSEN_ON
+        if choice == Choice.r2:
+            n_tokens = max(n_tokens, ROWS_A_COLUMN * self.streams.h[0].shape[-1])
+        beginning = self.streams.beginning(n_tokens)
         if choice != Choice.greedy:
             return choose_blocks(beginning, n, choice, progress=progress)
         if n > len(self._order):

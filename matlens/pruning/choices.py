@@ -11,8 +11,9 @@ class Method(StrEnum):
     out
         Nothing: the blocks are left out alone (ShortGPT).
     magnitude
-        Each channel of ``m`` is scaled so that it is as large, on average, as what would be right (after
-        LinearPatch, which scales the whole stream and cannot be folded).
+        Each channel of ``m`` is scaled so that it is as large, on average, as what would be right. It is not
+        LinearPatch, which scales the whole stream at the cut and cannot be folded: here ``m`` alone is
+        scaled, whatever the signs of what would be right.
     replaceme
         ``T W`` for the matrix ``W``, ``T`` the least-squares map of ``m`` to what would be right (ReplaceMe).
     refit
@@ -33,6 +34,9 @@ class Choice(StrEnum):
     ----------
     angle
         The span over which the stream turns least: mean angle between ``h^i`` and ``h^{i+n}``.
+    r2
+        The span that is most linear: greatest r2, over coordinates, of the least-squares affine map of
+        ``h^i`` to ``h^{i+n}`` on the tokens that are no attention sinks.
     loss
         The span without which the loss on the calibration text rises least.
     greedy
@@ -40,5 +44,6 @@ class Choice(StrEnum):
     """
 
     angle = "angle"
+    r2 = "r2"
     loss = "loss"
     greedy = "greedy"

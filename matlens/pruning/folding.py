@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from matlens.linear.moments import Moments
@@ -32,7 +32,6 @@ def fold(
     right: Float[Tensor, "n d_model"],
     *,
     penalty: float = 0.0,
-    rows: Bool[Tensor, " n"] | None = None,
 ) -> Matrix:
     """The matrix by which a block writes, as nearly as the method can, what would be right.
 
@@ -47,13 +46,9 @@ def fold(
     penalty
         How much the solution is held near the block's own: times the mean square of a coordinate that is
         mapped. ``replaceme`` is held near the identity, ``refit`` near the matrix.
-    rows
-        True for the rows to fit on, by default all.
     """
     if method == Method.out:
         return matrix
-    if rows is not None:
-        read, right = read[rows], right[rows]
     weight = matrix.weight.double()
     bias = None if matrix.bias is None else matrix.bias.double()
     if method == Method.refit:

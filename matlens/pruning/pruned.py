@@ -84,8 +84,9 @@ def prune(
         What becomes of the matrix before a span: ``refit``, ``replaceme``, ``magnitude`` or ``out``, see
         `Method`.
     choice
-        How blocks are chosen of which only the number is given: ``greedy``, ``loss`` or ``angle``, see
-        `Choice`; on the first 2,048 tokens of the calibration text.
+        How blocks are chosen of which only the number is given: ``greedy``, ``loss``, ``angle`` or ``r2``,
+        see `Choice`; on the first 2,048 tokens of the calibration text, by ``r2`` on four times as many as
+        the stream has coordinates where that is more.
     penalty
         How much the folded map is held near what the model has; by default 0.1 for ``refit`` and 0 otherwise.
     heal

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError
 from matlens.models.vocabulary import visible
+from matlens.pruning.choices import Method
 from matlens.signatures import checked
 from matlens.storage.arrays import describe_file
 from matlens.storage.files import (
@@ -90,7 +91,8 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     folder
         A new or empty folder.
     table
-        What was measured, for the card; see `matlens.trials.compare_pruned`.
+        What was measured, for the card: rows of `matlens.trials.compare_pruned`, of
+        `matlens.trials.compare_costs`, or of both.
 
     Raises
     ------
@@ -126,22 +128,26 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
     spans = ", ".join(
         str(first) if last == first + 1 else f"{first} to {last - 1}" for first, last in pruned.spans
     )
+    what = "blocks left out" if pruned.blocks or not pruned.attention else "attentions left out"
     lines = [
         "---", "library_name: transformers", "tags: [pruned, matlens]", "---", "",
-        f"# {len(pruned.blocks)} of {identity.n_layers} blocks left out", "",
-        f"Made of `{name}` (fingerprint `{identity.fingerprint}`). Without the blocks {spans or 'none'}; in "
-        "the block before each span the output matrix of the FFN was changed by the method "
-        f"`{pruned.method.value}` (penalty {details.get('penalty', 0):g}), fitted on "
-        f"{details.get('n_tokens', 0):,} tokens of `{visible(str(data.get('corpus', 'unnamed')))}`. "
-        "All other weights are as they were.",
+        f"# {len(pruned.blocks) or len(pruned.attention)} of {identity.n_layers} {what}", "",
+        f"Made of `{name}` (fingerprint `{identity.fingerprint}`).",
     ]  # fmt: skip
+    changed = (
+        f"the output matrix of the FFN was changed by the method `{pruned.method.value}` (penalty "
+        f"{details.get('penalty', 0):g}), fitted on {details.get('n_tokens', 0):,} tokens of "
+        f"`{visible(str(data.get('corpus', 'unnamed')))}`"
+    )
+    unless_out = "nothing was changed" if pruned.method == Method.out else changed
+    if pruned.blocks or not pruned.attention:
+        lines[-1] += f" Without the blocks {spans or 'none'}; in the block before each span {unless_out}."
     if pruned.attention:
-        lines += [
-            "",
-            f"The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its output "
-            "matrix is zero, and the FFN before each was changed by the same method. It is still computed "
-            "and cached.",
-        ]
+        lines[-1] += (
+            f" The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its "
+            f"output matrix is zero; in the block before each {unless_out}. It is still computed and cached."
+        )
+    lines[-1] += " All other weights are as they were."
     if healed := details.get("healed"):
         lines += [
             "",
@@ -151,19 +157,46 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
             f"{healed['divergence']:.4g} nats a token in the end.",
         ]
     if table is not None:
+        lines += _measured(table)
+    return "\n".join([*lines, ""])
+
+
+def _measured(table: pd.DataFrame) -> list[str]:
+    """Tables of what was measured on texts, and of what a token costs, which is about no text."""
+    of_texts = {
+        text: {(row["method"], row["metric"]): row["value"] for row in rows.to_dict("records")}
+        for text, rows in table.groupby("corpus", sort=False)
+    }
+    costs = of_texts.pop("", None)
+    lines: list[str] = []
+    if of_texts:
         lines += [
             "",
             "| text | perplexity, whole model | perplexity, this model | same next token |",
             "|---|---|---|---|",
         ]
-        for text, rows in table.groupby("corpus", sort=False):
-            values = {(row["method"], row["metric"]): row["value"] for row in rows.to_dict("records")}
-            lines.append(
-                f"| {visible(str(text))} | {_value(values, 'whole', 'perplexity')} | "
-                f"{_value(values, 'pruned', 'perplexity')} | {_value(values, 'pruned', 'agreement')} |"
-            )
-    return "\n".join([*lines, ""])
+    for text, values in of_texts.items():
+        lines.append(
+            f"| {visible(str(text))} | {_value(values, 'whole', 'perplexity')} | "
+            f"{_value(values, 'pruned', 'perplexity')} | {_value(values, 'pruned', 'agreement')} |"
+        )
+    if costs is not None:
+        lines += [
+            "",
+            "Tokens written one by one, with the key-value cache; both models timed by turns on the machine "
+            "that made this one:",
+            "",
+            "| model | milliseconds a token | MB of weights | KB of cache a token |",
+            "|---|---|---|---|",
+        ]
+        for method, name in (("whole", "whole model"), ("pruned", "this model")):
+            numbers = [
+                _value(costs, method, metric, of=unit)
+                for metric, unit in (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))
+            ]
+            lines.append(f"| {name} | {' | '.join(numbers)} |")
+    return lines
 
 
-def _value(values: dict[Any, float], method: str, metric: str) -> str:
-    return f"{values[method, metric]:.4g}" if (method, metric) in values else "not measured"
+def _value(values: dict[Any, float], method: str, metric: str, *, of: float = 1.0) -> str:
+    return f"{values[method, metric] / of:.4g}" if (method, metric) in values else "not measured"

@@ -7,12 +7,16 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import metrics
+from matlens.activations.sinks import outlying_rows
 from matlens.arguments import require_whole, short
 from matlens.errors import InputError
+from matlens.linear.moments import Moments
 from matlens.progress import Bar
 from matlens.pruning.choices import Choice
 from matlens.pruning.streams import Streams
@@ -103,15 +107,18 @@ def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = 
         return tuple(sorted(greedy_order(streams, n, progress=progress)))
     starts = range(1, n_layers - n + 1)
     if choice == Choice.angle:
-        turned = [float(angles(streams.h[start], streams.h[start + n]).mean()) for start in starts]
+        worth = [float(angles(streams.h[start], streams.h[start + n]).mean()) for start in starts]
     else:
-        turned = []
+        worth, kept = [], no_sinks(streams) if choice == Choice.r2 else None
         with Bar(total=len(starts), desc="spans", unit="span", disable=not progress) as bar:
             for start in starts:
-                turned.append(loss_without(streams, range(start, start + n)))
+                if kept is None:
+                    worth.append(loss_without(streams, range(start, start + n)))
+                else:
+                    worth.append(-linearity_of(streams.h[start], streams.h[start + n], kept))
                 bar.update(1)
-    _require_finite(min(turned))
-    best = starts[min(range(len(starts)), key=turned.__getitem__)]
+    _require_finite(min(worth))
+    best = starts[min(range(len(starts)), key=worth.__getitem__)]
     return tuple(range(best, best + n))
 
 
@@ -127,6 +134,39 @@ def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Fl
     """Angle between vectors, as a share of a half turn."""
     cosine = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)
     return cosine.clamp(-1, 1).arccos() / math.pi
+
+
+def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
+    """Which tokens are no attention sinks, by their norms at all layers.
+
+    Raises
+    ------
+    InputError
+        They are fewer than an affine map of the stream has columns, so that every map would be exact.
+    """
+    norms = torch.stack([h.float().norm(dim=-1).flatten() for h in streams.h], 1)
+    n_texts, length = streams.tokens.shape
+    kept = ~outlying_rows(norms, places=np.tile(np.arange(length), n_texts))
+    columns = streams.h[0].shape[-1] + 1
+    if int(kept.sum()) <= columns:
+        raise InputError(
+            f"Spans are to be chosen by r2, and the text has {int(kept.sum())} tokens that are no attention "
+            f"sinks for maps of {columns} columns. Expected more of it, better four times as many tokens, or "
+            "another choice."
+        )
+    return kept.reshape(n_texts, length)
+
+
+def linearity_of(
+    h: Float[Tensor, "n length d_model"],
+    later: Float[Tensor, "n length d_model"],
+    kept: Bool[Tensor, "n length"],
+) -> float:
+    """The r2 of the best affine map of a stream to a later one, on the tokens that it is fitted on."""
+    x, y = h[kept].double(), later[kept].double()
+    moments = Moments(x.shape[1], y.shape[1], source="the stream", target="the stream behind the span")
+    weight, bias = moments.update(x, y).solution(intercept=True, ridge=0.0)
+    return metrics.r2(x @ weight.T + (0 if bias is None else bias), y)
 
 
 def loss_without(streams: Streams, blocks: Iterable[int]) -> float:

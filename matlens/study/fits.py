@@ -104,7 +104,7 @@ def fit_moments(
     if penalty is None:
         few = are_few(moments.n_samples, moments.provenance.identity.d_model)
         penalty = _typical(list(map(moments.norms, dict.fromkeys(a for a, _ in wanted)))) if few else 0.0
-    origin = moments.provenance.samples.with_details(
+    origin = moments.provenance.with_details(  # which say what was chosen of the samples
         n_samples=moments.n_samples, intercept=intercept, ridge=penalty
     )
 

@@ -19,14 +19,16 @@ from matlens.models.identity import ModelIdentity
 from matlens.pruning.calibration import Calibration, whole_windows
 from matlens.pruning.choices import Choice, Method
 from matlens.signatures import checked
-from matlens.storage.tables import require_columns, result_row, result_table
-from matlens.trials.evaluation import EXPERIMENT, read_text, speed
+from matlens.storage.tables import result_row, result_table
+from matlens.trials.evaluation import EXPERIMENT, ReadText, read_text
+from matlens.trials.gone import GONE, PUBLISHED, gone_estimate
+from matlens.trials.timing import Timed, by_turns
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HEALED = "refit, healed"
-_ROUNDS = 3  # in which each model is timed
+_ROUNDS = 7  # in which the whole model is timed beside one without so many blocks
 
 
 @checked
@@ -44,9 +46,13 @@ def pruning_table(
     """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
 
     A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
-    ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`. Rows of
-    the method ``whole`` are the whole model's. ``seconds`` are those of a token, see `speed`, and of no text.
-    Blocks that two ways choose alike are folded and judged once.
+    ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`; and,
+    where ``replaceme`` of the span chosen by ``angle`` is among them, the share ``gone`` of what that adds to
+    the perplexity, see `added_perplexity`. Rows of the method ``whole`` are the whole model's. Blocks that
+    two ways choose alike are folded and judged once.
+
+    Rows of no text say what a token costs, see `compare_costs`: of the whole model, and with so many blocks
+    left out, method ``pruned``, whichever they are and whatever was folded.
 
     Parameters
     ----------
@@ -81,86 +87,72 @@ def pruning_table(
     for texts in judged.values():
         require_own_tokens(model, texts)
     calibration = Calibration.run(model, windows, fold=set(of_methods) != {Method.out}, progress=progress)
-    name = ModelIdentity.from_model(model).name
+    plain, name = calibration.layout.model, ModelIdentity.from_model(model).name
     tokens = {corpus: whole_windows(texts) for corpus, texts in judged.items()}
     whole = {
-        corpus: read_text(calibration.layout.model, of_corpus, desc="whole model", progress=progress)
+        corpus: read_text(plain, of_corpus, desc="whole model", progress=progress)
         for corpus, of_corpus in tokens.items()
     }
-    rows = [
-        result_row(
-            EXPERIMENT, model=name, corpus=corpus, method="whole", layer=None, target=None,
-            metric="perplexity", estimate=perplexity_estimate(read.losses), n_left_out=0, choice="",
-            blocks="",
-        )
-        for corpus, read in whole.items()
-    ]  # fmt: skip
 
-    def time_row(timed: Any, **more: Any) -> dict[str, Any]:
-        cost = speed(timed, rounds=_ROUNDS)
+    def row(method: str, metric: str, estimate: Estimate, **more: Any) -> dict[str, Any]:
+        columns = {"corpus": "", "n_left_out": 0, "choice": "", "blocks": "", **more}
         return result_row(
-            EXPERIMENT, model=name, corpus="", layer=None, target=None, metric="seconds",
-            estimate=Estimate.without_interval(cost.seconds, _ROUNDS), **more,
+            EXPERIMENT, model=name, method=method, layer=None, target=None, metric=metric, estimate=estimate,
+            **columns,
         )  # fmt: skip
 
-    rows.append(time_row(calibration.layout.model, method="whole", n_left_out=0, choice="", blocks=""))
+    rows = [
+        row("whole", "perplexity", perplexity_estimate(read.losses), corpus=corpus)
+        for corpus, read in whole.items()
+    ]
+    of_whole, of_sizes = _costs(calibration, sizes)
+    rows += [row("whole", *cost) for cost in of_whole.estimates().items()]
+    rows += [
+        row("pruned", metric, estimate, n_left_out=size)
+        for size, estimates in of_sizes.items()
+        for metric, estimate in estimates.items()
+    ]
     if Choice.greedy in of_choices:
         calibration.choose(max(sizes), Choice.greedy, progress=progress)  # the smaller are its beginning
-    known: dict[tuple[Any, str], list[dict[str, Any]]] = {}
-    for size, choice in itertools.product(sizes, of_choices):
-        blocks = calibration.choose(size, choice, progress=progress)
-        healing = heal > 0 and choice == Choice.greedy and Method.refit in of_methods
-        for called in [*(method.value for method in of_methods), *([HEALED] if healing else [])]:
-            if (blocks, called) not in known:
-                method = Method.refit if called == HEALED else Method(called)
-                pruned = calibration.without(blocks, method, progress=progress)
-                if called == HEALED:
-                    calibration.heal(pruned, blocks, heal, progress=progress)
-                more: dict[str, Any] = {"n_left_out": size, "blocks": " ".join(map(str, blocks))}
-                known[blocks, called] = [time_row(pruned, method=called, **more)]
-                for corpus, of_corpus in tokens.items():
-                    read = read_text(pruned, of_corpus, desc=f"{size} {called}", progress=progress)
-                    same = (read.likeliest == whole[corpus].likeliest).flatten()
-                    estimates = {
-                        "perplexity": perplexity_estimate(read.losses),
-                        "ratio": perplexity_ratio(read.losses, whole[corpus].losses),
-                        "agreement": metrics.proportion(same),
+    known: dict[tuple[Any, str], dict[str, ReadText]] = {}
+    for size in sizes:
+        chosen = {choice: calibration.choose(size, choice, progress=progress) for choice in of_choices}
+        tried: list[tuple[Choice, str]] = []
+        for choice, blocks in chosen.items():
+            healing = heal > 0 and choice == Choice.greedy and Method.refit in of_methods
+            for called in [*(method.value for method in of_methods), *([HEALED] if healing else [])]:
+                tried.append((choice, called))
+                if (blocks, called) not in known:
+                    method = Method.refit if called == HEALED else Method(called)
+                    pruned = calibration.without(blocks, method, progress=progress)
+                    if called == HEALED:
+                        calibration.heal(pruned, blocks, heal, progress=progress)
+                    known[blocks, called] = {
+                        corpus: read_text(pruned, of_corpus, desc=f"{size} {called}", progress=progress)
+                        for corpus, of_corpus in tokens.items()
                     }
-                    known[blocks, called] += [
-                        result_row(
-                            EXPERIMENT, model=name, corpus=corpus, method=called, layer=None, target=None,
-                            metric=metric, estimate=estimate, **more,
-                        )
-                        for metric, estimate in estimates.items()
-                    ]  # fmt: skip
-            rows += [row | {"choice": choice.value} for row in known[blocks, called]]
+        published = known.get((chosen.get(PUBLISHED[1]), PUBLISHED[0].value))
+        for (choice, called), corpus in itertools.product(tried, tokens):
+            read = known[chosen[choice], called][corpus]
+            estimates = {
+                "perplexity": perplexity_estimate(read.losses),
+                "ratio": perplexity_ratio(read.losses, whole[corpus].losses),
+                "agreement": metrics.proportion((read.likeliest == whole[corpus].likeliest).flatten()),
+            }
+            if published is not None:
+                estimates[GONE] = gone_estimate(read.losses, whole[corpus].losses, published[corpus].losses)
+            more = {"n_left_out": size, "choice": choice.value, "blocks": " ".join(map(str, chosen[choice]))}
+            rows += [row(called, *estimate, corpus=corpus, **more) for estimate in estimates.items()]
     return result_table(rows, "n_left_out", "choice", "blocks")
 
 
-@checked
-def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
-    """How much of the perplexity that ReplaceMe adds is gone, for each size, choice, method and text.
-
-    ``gone`` is ``1 - (perplexity - whole) / (replaceme - whole)``, where ``replaceme`` is the published
-    method on the span that it chooses itself, by the angle.
-
-    Parameters
-    ----------
-    table
-        The table of `pruning_table`, with the method ``replaceme`` and the choice ``angle``.
-    """
-    require_columns(table, ("method", "choice", "n_left_out", "corpus", "metric", "value"), what="the table")
-    perplexity = table[table["metric"] == "perplexity"]
-    whole = perplexity[perplexity["method"] == "whole"].set_index("corpus")["value"]
-    rest = perplexity[perplexity["method"] != "whole"]
-    published = rest[(rest["method"] == Method.replaceme) & (rest["choice"] == Choice.angle)]
-    if published.empty:
-        raise InputError(
-            "The table has no replaceme on a span chosen by angle. Expected what to compare with."
-        )
-    beside = published.set_index(["corpus", "n_left_out"])["value"]
-    added = rest["value"] - rest["corpus"].map(whole)
-    keys = pd.MultiIndex.from_frame(rest[["corpus", "n_left_out"]])
-    of_published = beside.reindex(keys).to_numpy() - rest["corpus"].map(whole)
-    columns = ["corpus", "n_left_out", "choice", "method", "blocks", "value"]
-    return rest[columns].rename(columns={"value": "perplexity"}).assign(gone=1 - added / of_published)
+def _costs(calibration: Calibration, sizes: Sequence[int]) -> tuple[Timed, dict[int, dict[str, Estimate]]]:
+    """What a token costs the whole model, and without so many blocks: whichever these are, it is the same."""
+    rounds: list[float] = []
+    of_sizes: dict[int, dict[str, Estimate]] = {}
+    for size in dict.fromkeys(sizes):
+        pruned = calibration.without(range(1, 1 + size), Method.out, progress=False)
+        whole, timed = by_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
+        rounds += whole.rounds
+        of_sizes[size] = timed.estimates(whole)
+    return whole._replace(rounds=rounds), of_sizes

@@ -1,8 +1,7 @@
-"""What a pruned model loses, and what it saves: on running text, and a token at a time."""
+"""What a pruned model loses on running text."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_whole, short
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import require_own_tokens
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "pruning"
 _TOKENS = 1024  # of a batch, each with its distribution over the vocabulary
-_PROMPT, _WRITTEN = 8, 32
 
 
 class ReadText(NamedTuple):
@@ -38,24 +35,6 @@ class ReadText(NamedTuple):
 
     losses: TextLosses
     likeliest: Int[Tensor, "n length_less_1"]
-
-
-class Speed(NamedTuple):
-    """What a token costs where one is written after the other, with the key-value cache.
-
-    Attributes
-    ----------
-    seconds
-        For a token, the least of several rounds.
-    weights
-        Bytes of the weights.
-    cache
-        Bytes of the cache for a token.
-    """
-
-    seconds: float
-    weights: int
-    cache: int
 
 
 @checked
@@ -130,49 +109,3 @@ def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progres
             bar.update(len(part))
     total = torch.cat(losses).numpy()
     return ReadText(TextLosses(total, np.full(len(total), tokens.shape[1] - 1)), torch.cat(likeliest))
-
-
-@checked
-@torch.inference_mode()
-def speed(model: Any, *, n_tokens: int | None = None, rounds: int = 3) -> Speed:
-    """Time the writing of tokens one by one, after a prompt of eight.
-
-    Parameters
-    ----------
-    model
-        A plain model.
-    n_tokens
-        How many are written in a round, by default 32, or as many as the context has room for.
-    rounds
-        How often; the quickest round counts.
-
-    Raises
-    ------
-    InputError
-        It is no model, or its context has no room for so many tokens.
-    """
-    require_whole(rounds, "rounds", least=1)
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "device"):
-        raise InputError(f"model is {short(model)}. Expected a plain model of transformers.")
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    room = None if context is None else context - _PROMPT
-    wanted = min(_WRITTEN, room or _WRITTEN) if n_tokens is None else n_tokens
-    n_tokens = require_whole(wanted, "n_tokens", least=1, most=room)
-    device: Any = model.device
-    prompt = torch.arange(_PROMPT)[None].to(device) + 3
-    seconds = []
-    for _ in range(rounds):
-        given = model(prompt, use_cache=True)
-        cache, token = given.past_key_values, given.logits[:, -1:].argmax(-1)
-        start = time.perf_counter()
-        for _ in range(n_tokens):
-            given = model(token, past_key_values=cache, use_cache=True)
-            cache, token = given.past_key_values, given.logits[:, -1:].argmax(-1)
-        seconds.append((time.perf_counter() - start) / n_tokens)
-    held = sum(
-        tensor.numel() * tensor.element_size()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-    )
-    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return Speed(min(seconds), weights, held // (_PROMPT + n_tokens))

@@ -34,6 +34,9 @@ def test_a_folder_is_written_that_transformers_loads(
     assert outcome.code == 0, outcome.err
     assert "agreement" in outcome.out
     assert "ms a token" in outcome.out
+    card = (tmp_path / "pruned" / "README.md").read_text()
+    assert "| model | milliseconds a token | MB of weights | KB of cache a token |" in card
+    assert "not measured" not in card
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
     assert loaded.config.num_hidden_layers == 2
     again = run_command(asked, capsys)

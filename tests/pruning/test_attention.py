@@ -120,7 +120,12 @@ def test_a_folder_says_what_is_gone(small_model: Models, windows: Models, tmp_pa
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (gone,) = pruned.attention
     assert not bool(layers_of("llama", loaded)[gone].self_attn.o_proj.weight.any())
-    assert f"attention of the blocks {gone} writes nothing" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "# 1 of 3 attentions left out" in card
+    assert f"attention of the blocks {gone} writes nothing" in card
+    assert "method `refit`" in card
+    assert "blocks left out" not in card
+    assert "Without the blocks" not in card
     with torch.no_grad():
         tokens = torch.tensor([[3, 4, 5, 9]])
         assert_near(loaded(tokens).logits, pruned.model(tokens).logits, 1e-6)

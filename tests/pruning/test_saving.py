@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -38,7 +39,8 @@ def test_a_folder_loads_to_the_same_logits(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
 ) -> None:
     table = trials.compare_pruned(small_model("llama"), pruned, windows, progress=False)
-    folder = pruning.save_pruned(pruned, tmp_path / "model", table)
+    costs = trials.compare_costs(small_model("llama"), pruned, rounds=1)
+    folder = pruning.save_pruned(pruned, tmp_path / "model", pd.concat([table, costs]))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, pruned.model(TOKENS).logits)
@@ -50,6 +52,13 @@ def test_a_folder_loads_to_the_same_logits(
     value = table.query("method == 'pruned' and metric == 'perplexity'")["value"].item()
     assert "Without the blocks 1;" in card
     assert f"{value:.4g}" in card
+    of_models = {(row.method, row.metric): row.value for row in costs.itertuples()}
+    for method, model in (("whole", "whole model"), ("pruned", "this model")):
+        milliseconds, mb, kb = (
+            of_models[method, metric] / unit
+            for metric, unit in (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))
+        )
+        assert f"| {model} | {milliseconds:.4g} | {mb:.4g} | {kb:.4g} |" in card
     assert json.loads((folder / "matlens.json").read_text())["request"]["blocks_left_out"] == [1]
     with pytest.raises(InputError, match="not empty"):
         pruning.save_pruned(pruned, folder)
@@ -119,15 +128,3 @@ def test_another_models_pruned_model_is_refused(
 ) -> None:
     with pytest.raises(InputError, match="pruned model"):
         trials.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)
-
-
-def test_a_cache_holds_what_its_blocks_write(
-    pruned: pruning.Pruned, plain_model: Callable[[str], Any]
-) -> None:
-    whole, rest = (
-        trials.speed(plain_model("llama"), n_tokens=2, rounds=1),
-        trials.speed(pruned.model, n_tokens=2),
-    )
-    assert whole.cache == 3 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, width, bytes
-    assert rest.cache == 2 * 2 * 2 * 8 * 4
-    assert whole.weights > rest.weights == sum(w.numel() for w in pruned.model.parameters()) * 4

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import N_LAYERS, WORDS
+from conftest import D_MODEL, N_LAYERS, WORDS
 
 import matlens
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
-from matlens.pruning.spans import angles, choose_blocks, loss_without, spans_of
+from matlens.pruning.spans import angles, choose_blocks, linearity_of, loss_without, no_sinks, spans_of
 from matlens.pruning.streams import Streams
 
 
@@ -68,6 +69,31 @@ def test_choices_are_the_least_of_all(streams: Streams) -> None:
     turned = {i: float(angles(streams.h[i], streams.h[i + 1]).mean()) for i in (1, 2)}
     assert choose_blocks(streams, 1, pruning.Choice.angle, progress=False) == (min(turned, key=turned.get),)
     assert choose_blocks(streams, 0, pruning.Choice.loss, progress=False) == ()
+
+
+def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: Streams) -> None:
+    """A token that is a hundred times as long as others would be all that counts."""
+    marked = copy.copy(streams)
+    marked.h = [h.clone() for h in streams.h]
+    generator = torch.Generator().manual_seed(1)
+    for h in marked.h[1:]:
+        h[:, 7] = 300 * torch.randn(D_MODEL, generator=generator)
+    sinks = torch.zeros(streams.tokens.shape, dtype=torch.bool)
+    sinks[:, 7] = True
+    assert torch.equal(no_sinks(marked), ~sinks)
+    scores = {}
+    for start in (1, 2):
+        x, y = (marked.h[i][~sinks].double().numpy() for i in (start, start + 1))
+        x = np.hstack([x, np.ones((len(x), 1))])
+        rest = y - x @ np.linalg.lstsq(x, y, rcond=None)[0]
+        scores[start] = float((1 - rest.var(0) / y.var(0)).mean())
+        assert linearity_of(marked.h[start], marked.h[start + 1], ~sinks) == pytest.approx(scores[start])
+    best = max(scores, key=scores.__getitem__)
+    assert choose_blocks(marked, 1, pruning.Choice.r2, progress=False) == (best,)
+    few = streams.beginning(1)
+    few.tokens, few.h = few.tokens[:1], [h[:1] for h in few.h]
+    with pytest.raises(InputError, match="20 tokens that are no attention sinks for maps of 33 columns"):
+        choose_blocks(few, 1, pruning.Choice.r2, progress=False)
 
 
 def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:

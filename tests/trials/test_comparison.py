@@ -14,7 +14,7 @@ from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.calibration import Calibration, whole_windows
 from matlens.pruning.choices import Choice, Method
-from matlens.trials.evaluation import Speed, read_text
+from matlens.trials.evaluation import read_text
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
 
@@ -48,7 +48,7 @@ def test_a_row_is_what_pruning_alone_gives(
     pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
     for name, judged in (("a", texts[1]), ("b", texts[2])):
         rows = table[(table["n_left_out"] == n) & (table["choice"] == choice) & (table["method"] == method)]
-        ours = rows[rows["corpus"] == name].set_index("metric")["value"]
+        ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("gone")
         assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
         alone = trials.compare_pruned(model, pruned, judged, progress=False)
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
@@ -57,18 +57,9 @@ def test_a_row_is_what_pruning_alone_gives(
         assert whole == pytest.approx(alone[alone["method"] == "whole"]["value"].item())
 
 
-def test_a_healed_model_is_judged_healed_and_every_model_is_timed_itself(
-    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
     """Blocks go one after the other; the model that is healed is another than the one that was refitted."""
     model = small_model("gpt2")
-    timed = list[int]()
-
-    def speed(pruned: Any, *, rounds: int) -> Speed:
-        timed.append(len(pruned.transformer.h))
-        return Speed(float(len(timed)), 0, 0)
-
-    monkeypatch.setattr("matlens.trials.comparison.speed", speed)
     table = trials.pruning_table(
         model, texts[0], {"a": texts[1]}, [1, 2], methods=["refit", "out"], choices=["greedy", "angle"],
         heal=60, progress=False,
@@ -90,23 +81,53 @@ def test_a_healed_model_is_judged_healed_and_every_model_is_timed_itself(
             assert of_method["perplexity"] == pytest.approx(perplexities[-1], rel=1e-6)
     assert len({round(value, 6) for value in perplexities}) == 6
     assert "refit, healed" not in set(table[table["choice"] == "angle"]["method"])
-    seconds = table[table["metric"] == "seconds"].drop_duplicates("value")
-    of_models = seconds.sort_values("value")["n_left_out"]
-    assert [3 - n for n in of_models] == timed
+    assert "gone" not in set(table["metric"])
 
 
-def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
-    rows = [
-        ("whole", "", 0, 10.0), ("replaceme", "angle", 3, 30.0), ("refit", "greedy", 3, 20.0),
-        ("out", "angle", 3, 50.0),
-    ]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["method", "choice", "n_left_out", "value"]).assign(
-        corpus="a", metric="perplexity", blocks=""
-    )
-    gone = trials.added_perplexity(table).set_index("method")["gone"]
-    assert gone.to_dict() == pytest.approx({"replaceme": 0, "refit": 0.5, "out": -1})
-    with pytest.raises(InputError, match="no replaceme"):
-        trials.added_perplexity(table[table["choice"] != "angle"])
+def test_each_size_is_timed_once_beside_the_whole(
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+    texts: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = list[int]()
+
+    def written(model: Any, _: Any, n_tokens: int) -> tuple[float, int]:
+        turns.append(len(model.transformer.h))
+        slow = 10.0 if len(turns) % 5 == 0 else 1.0
+        return n_tokens * slow * turns[-1], 40 * 1000 * turns[-1]
+
+    monkeypatch.setattr("matlens.trials.timing._written", written)
+    table = trials.pruning_table(
+        small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=["out"], choices=["angle", "loss"],
+        progress=False,
+    )  # fmt: skip
+    assert turns == [3, 1] * 7 + [3, 2] * 7
+    costs = table[table["corpus"] == ""]
+    values = {(row.method, row.n_left_out, row.metric): row.value for row in costs.itertuples()}
+    sizes = {0: ("whole", 3), 1: ("pruned", 2), 2: ("pruned", 1)}
+    assert {key[:2] for key in values} == {(method, n) for n, (method, _) in sizes.items()}
+    for n, (method, n_blocks) in sizes.items():
+        assert values[method, n, "seconds"] == n_blocks
+        assert values[method, n, "cache"] == 1000 * n_blocks
+    weights = [values[method, n, "weights"] for n, (method, _) in sizes.items()]
+    whole = sum(weight.numel() * 4 for weight in plain_model("gpt2").parameters())
+    assert weights[0] == whole
+    assert weights[0] - weights[1] == weights[1] - weights[2] > 0
+    assert ("whole", 0, "seconds ratio") not in values
+    assert [values["pruned", n, "seconds ratio"] for n in (1, 2)] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
+    gone = trials.added_perplexity(table)
+    assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2
+    rows = table[table["metric"] == "gone"]
+    assert np.allclose(rows["value"], gone["gone"])
+    published = gone[(gone["method"] == "replaceme") & (gone["choice"] == "angle")]
+    assert (published[["gone", "low", "high"]] == 0).all().all()
+    others = gone[gone["method"] != "replaceme"]
+    assert (others["low"] < others["gone"]).all()
+    assert (others["gone"] < others["high"]).all()
 
 
 def test_nothing_to_compare_is_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
