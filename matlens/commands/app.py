@@ -90,8 +90,11 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
 
 @app.command()
 @grouped
-def fit(folder: Folder, how: FitOptions) -> None:
-    """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps."""
+def fit(folder: Folder, how: FitOptions, shard: shards.Elsewhere = None) -> None:
+    """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps.
+
+    Parts of a job, such as 3/8, are run by 'matlens shard', and 'matlens merge' joins them and fits the maps.
+    """
     fit_arguments = how.fit_arguments()
     from matlens.study.fits import fit_maps
     from matlens.study.output import MAPS

@@ -214,7 +214,7 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
     kept = [index for index in range(len(layout.blocks)) if index not in gone]
     config = cut_config(whole.config, kept)
     with torch.random.fork_rng(devices=[]):
-        pruned = type(whole)(config).to(whole.dtype)
+        pruned = type(whole)(config).to(whole.device, whole.dtype)
     names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(kept)}
     lost = tuple(f"{layout.path}.{index}." for index in gone)
 

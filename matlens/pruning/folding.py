@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.linear.moments import Moments
+from matlens.numerics.precision import in_float64
 from matlens.pruning.choices import Method
 
 _ROWS = 8192  # of a part that moments take in
@@ -49,8 +50,8 @@ def fold(
     """
     if method == Method.out:
         return matrix
-    weight = matrix.weight.double()
-    bias = None if matrix.bias is None else matrix.bias.double()
+    weight = in_float64(matrix.weight).to(read.device)
+    bias = None if matrix.bias is None else in_float64(matrix.bias).to(read.device)
     if method == Method.refit:
         change, shift = _least_squares(read, weight, bias, right, penalty, intercept=bias is not None)
         return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
