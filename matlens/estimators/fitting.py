@@ -26,6 +26,7 @@ from matlens.linear.moments import Moments
 from matlens.linear.samples import Chosen, require_weights
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class LensMoments:
         if not len(rows):
             return
         y, weights = self._entering(rows.vectors[self._last], kind), self._weights(rows, kind)
-        y = y.double()
+        y = in_float64(y)
         for layer, moments in sets.items():
             moments.update(self._entering(rows.vectors[layer], kind), y, weights=weights)
 
@@ -230,13 +231,14 @@ class LensMoments:
         if kind != "normed":
             return vectors
         assert self.norm is not None
-        return self.norm(vectors.double())
+        return self.norm(in_float64(vectors))
 
     def _weights(self, rows: _Rows, kind: Rows) -> Tensor | None:
-        own = rows.weights.to(rows.vectors[self._last].device) if self._weighted else None
+        device = in_float64(rows.vectors[self._last][:0]).device
+        own = rows.weights.to(device) if self._weighted else None
         if kind != "weighted":
             return own
-        squares = rows.vectors[self._last].double().square().sum(1)
+        squares = in_float64(rows.vectors[self._last]).square().sum(1)
         weights = torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
         return weights if own is None else own * weights
 

@@ -15,6 +15,7 @@ from matlens.errors import InputError
 from matlens.linear.maps import tensor_digest
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
+from matlens.numerics.precision import in_float64
 
 ENOUGH = 2  # samples for each coordinate; with fewer, least squares follows their noise
 
@@ -231,7 +232,7 @@ def require_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
             "'weights' holds a number that is negative or not finite. Expected numbers of at least 0, one "
             "for each sample."
         )
-    return weights.double()
+    return in_float64(weights)
 
 
 def are_few(n_samples: int, width: int) -> bool:
