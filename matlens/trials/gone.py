@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,12 @@ def gone_estimate(losses: TextLosses, whole: TextLosses, published: TextLosses, 
     value = float(share(np.arange(n)))
     if n < 2:
         return Estimate.without_interval(value, n)
-    limits = stats.bootstrap(
-        (np.arange(n),), share, vectorized=True, n_resamples=_RESAMPLES, method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
+    with warnings.catch_warnings():  # of resamples without such a share, which leave no interval
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        limits = stats.bootstrap(
+            (np.arange(n),), share, vectorized=True, n_resamples=_RESAMPLES, method="percentile",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval  # fmt: skip
     low, high = float(limits.low), float(limits.high)
     if not (math.isfinite(low) and math.isfinite(high)):
         return Estimate.without_interval(value, n)
