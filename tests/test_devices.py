@@ -17,7 +17,18 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import (
-    InputError, LinearMap, MapSet, Readout, control, ffn, judging, lens, linearity, metrics, patching, pruning,
+    InputError,
+    LinearMap,
+    MapSet,
+    Readout,
+    control,
+    ffn,
+    judging,
+    lens,
+    linearity,
+    metrics,
+    patching,
+    pruning,
     trials,
 )  # fmt: skip
 from matlens.corpora import Corpus, make_windows
