@@ -80,7 +80,11 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "control/comparison": (),
     "pruning/folding": ("tests/pruning/test_pruned.py",),
     "pruning/spans": ("tests/pruning/test_pruned.py",),
-    "pruning/calibration": ("tests/pruning/test_pruned.py", "tests/pruning/test_folding.py"),
+    "pruning/calibration": (
+        "tests/pruning/test_calibration.py",
+        "tests/pruning/test_pruned.py",
+        "tests/pruning/test_folding.py",
+    ),
     "trials/evaluation": ("tests/trials/test_comparison.py", "tests/pruning/test_saving.py"),
     "trials/gone": ("tests/trials/test_gone.py", "tests/trials/test_comparison.py"),
     "trials/timing": ("tests/trials/test_timing.py", "tests/trials/test_comparison.py"),
