@@ -7,10 +7,14 @@ import random
 import shutil
 import signal
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from campaign import Campaign, Process, campaign, differing, files
+from marked import table_lines, write_between
+from tallies import Tally
 
 _IN_A_ROW = 4  # kills of one job, before it is let run to its end
 
@@ -45,16 +49,25 @@ def _is_told(setting: Campaign, name: str, process: Process, code: int) -> bool:
 
 
 def main(
-    kills: Annotated[int, typer.Option(help="Kills in all, shared by the commands.")] = 200,
+    kills: Annotated[int, typer.Option(min=0, help="Kills in all, shared by the commands.")] = 200,
     command: Annotated[list[str] | None, typer.Option(help="Only these commands.")] = None,
     draws: Annotated[bool, typer.Option(help="Draw real figures, which takes far longer.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the moments of the kills.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where the table is kept, of all runs.")] = Path("out/killing"),
+    page: Annotated[
+        Path | None, typer.Option(help="A page whose table, between two marks, is written anew.")
+    ] = None,
 ) -> None:
-    """Kill every command, 200 times in all, and print a table."""
+    """Kill every command, 200 times in all, and print a table.
+
+    The table in ``--out`` adds up runs of other commands and other seeds; ``--kills 0`` runs nothing.
+    """
     draw, failures = random.Random(seed), []
+    out, page = out.resolve(), page and page.resolve()
+    tally = Tally(out / "killing.csv", ("command", "seed"))
     print(f"{'command':14} {'kills':>6} {'jobs':>6} {'identical':>9} {'seconds':>8}")
-    with campaign(draws=draws) as setting:
-        names = command or list(setting.commands)
+    with campaign(draws=draws) if kills else nullcontext() as setting:
+        names = (command or list(setting.commands)) if setting else []
         for name in names:
             done = jobs = wrong = 0
             begun = time.monotonic()
@@ -64,6 +77,13 @@ def main(
                 failures += [failure] if failure else []
             seconds = time.monotonic() - begun
             print(f"{name:14} {done:6} {jobs:6} {jobs - wrong:9} {seconds:8.1f}", flush=True)
+            tally.put(
+                command=name, seed=seed, kills=done, jobs=jobs, identical=jobs - wrong,
+                seconds=round(seconds, 1),
+            )  # fmt: skip
+    if page is not None:
+        rows = tally.summed(["command"], ["kills", "jobs", "identical"])
+        write_between(page, "kills", "\n".join(table_lines(rows)))
     for failure in failures[:5]:
         print(failure)
     raise typer.Exit(bool(failures))

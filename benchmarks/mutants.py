@@ -4,7 +4,8 @@ A sample of the mutants of each module (`mutating`) is run against the tests tha
 forked from one that has the heavy packages loaded. What is done is kept in ``--out`` and not done again
 while the function with the fault is as it was and, if the mutant lived, its tests are; so a run can be broken
 off, and one of a larger ``--sample`` goes on from a smaller. A mutant that lives is named with its line; the
-command fails unless ``mutants_explained.json`` says why that mutant changes no number.
+command fails unless ``mutants_explained.json`` says why that mutant changes no number. Faults of
+`named_faults` are tried whatever the sample.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
+from marked import table_lines, write_between
 from mutating import Mutant, mutants
+from named_faults import NAMED, NamedFault, faulty
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutants_explained.json")
-_MARK = "<!-- mutants -->"
+_MARK, _NAMED_MARK = "mutants", "named faults"
 SMALLEST_LIMIT = 60.0  # seconds of the processor that a mutant's tests may always take
 _PATIENCE = 20  # times the limit may pass on the clock: only what sleeps for ever takes so long
 # Modules by the tests that cover them, those that say most first; a room's module has the test of its name.
@@ -37,7 +40,10 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "linear/moments": ("tests/linear/test_fitting.py",),
     "linear/fitting": ("tests/processes/test_group.py",),
     "linear/maps": (),
+    "linear/mapsets": ("tests/linear/test_samples.py",),
     "linear/sums": ("tests/linear/test_fitting.py", "tests/processes/test_group.py"),
+    "activations/collecting": ("tests/activations/test_activations.py",),
+    "models/readout": (),
     "activations/sinks": ("tests/linearity/test_submodules.py",),
     "patching/schemes": (),
     "patching/submodules": (),
@@ -85,6 +91,9 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
         "tests/pruning/test_pruned.py",
         "tests/pruning/test_folding.py",
     ),
+    "pruning/streams": ("tests/pruning/test_healing.py", "tests/pruning/test_pruned.py"),
+    "pruning/layouts": ("tests/pruning/test_pruned.py", "tests/pruning/test_saving.py"),
+    "pruning/attention": (),
     "trials/evaluation": ("tests/trials/test_comparison.py", "tests/pruning/test_saving.py"),
     "trials/gone": ("tests/trials/test_gone.py", "tests/trials/test_comparison.py"),
     "trials/timing": ("tests/trials/test_timing.py", "tests/trials/test_comparison.py"),
@@ -109,7 +118,7 @@ def tests_of(module: str) -> list[str]:
 
 
 def main(
-    sample: Annotated[int, typer.Option(min=1, help="Mutants of each module.")] = 12,
+    sample: Annotated[int, typer.Option(min=0, help="Mutants of each module; 0: named faults alone.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="A module, such as lens/quality.")] = None,
     out: Annotated[Path, typer.Option(help="Where results are kept.")] = ROOT / "out" / "mutants",
@@ -125,12 +134,14 @@ def main(
     os.chdir(ROOT)
     out.mkdir(parents=True, exist_ok=True)
     modules = only or list(MORE_TESTS)
+    named = [(fault, faulty(fault, path_of(fault.module).read_text())) for fault in NAMED]
     results = Results(out / "results.jsonl")
     if not report:
         end = time.monotonic() + seconds
         load_heavy_packages()
         for module in modules:
-            run_module(module, draw(module, sample, seed), results, end)
+            of_module = [mutant for fault, mutant in named if fault.module == module]
+            run_module(module, [*of_module, *draw(module, sample, seed)], results, end)
     counts = [
         Counts.of_module(
             module, drawn_or_tried(module, sample, seed, results), results, explanations().get(module, {})
@@ -138,9 +149,15 @@ def main(
         for module in modules
     ]
     print_table(counts)
+    outcomes = [(fault, results.outcome(fault.module, mutant) or "not tried") for fault, mutant in named]
+    for fault, outcome in outcomes:
+        print(f"{outcome:10} {fault.module:24} {fault.name}")
     if page is not None:
         write_table(page, counts)
-    raise typer.Exit(1 if any(row.untried or set(row.lives) - set(row.reasons) for row in counts) else 0)
+        write_named(page, outcomes)
+    unseen = any(outcome == "lives" for _, outcome in outcomes)
+    unexplained = any(row.untried or set(row.lives) - set(row.reasons) for row in counts)
+    raise typer.Exit(1 if unseen or unexplained else 0)
 
 
 def path_of(module: str) -> Path:
@@ -388,16 +405,17 @@ def print_table(counts: Sequence[Counts]) -> None:
 
 def write_table(page: Path, counts: Sequence[Counts]) -> None:
     """Write the table, and why the mutants that live change no number, between the two marks of a page."""
-    head, *lines, totals = lines_of(counts)
-    rows = [head, ["---"] * len(head), *lines, [f"**{cell}**" for cell in totals]]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     reasons = [
         f"- `{row.module}`, `{key}`: {reason}" for row in counts for key, reason in row.reasons.items()
     ]
-    before, _, after = page.read_text().split(_MARK)
-    page.write_text(
-        _MARK.join((before, "\n" + "\n\n".join([table, "\n".join(reasons)]).strip() + "\n", after))
-    )
+    table = "\n".join(table_lines(lines_of(counts)))
+    write_between(page, _MARK, "\n\n".join([table, "\n".join(reasons)]))
+
+
+def write_named(page: Path, outcomes: Sequence[tuple[NamedFault, str]]) -> None:
+    """Write what became of the named faults between their two marks of a page."""
+    rows = [(fault.name, f"`{fault.module}`", outcome) for fault, outcome in outcomes]
+    write_between(page, _NAMED_MARK, "\n".join(table_lines([("fault", "module", "outcome"), *rows])))
 
 
 if __name__ == "__main__":

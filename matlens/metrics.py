@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 
@@ -46,7 +47,7 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
         )
     if len(truth) < 2:
         raise InputError(f"r2 needs at least two examples, got {len(truth)}.")
-    truth, prediction = truth.double(), prediction.double()
+    truth, prediction = in_float64(truth), in_float64(prediction)
     residual = (truth - prediction).square().sum(0)
     total = (truth - truth.mean(0)).square().sum(0)
     score = 1 - residual / total
@@ -107,7 +108,7 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
         There are no values.
     """
     _require_some(values)
-    sample = values.double().cpu().numpy().reshape(-1)
+    sample = values.cpu().double().numpy().reshape(-1)
     if np.isinf(sample).any():
         return Estimate.without_interval(np.mean(sample), len(sample))
     from scipy import stats

@@ -53,6 +53,8 @@ FAMILY_OF = {
 }  # fmt: skip
 ARCHITECTURES = tuple(CONFIGS)
 WIRINGS = tuple(FAMILY_OF)  # and two more, for tests of what follows from the wiring
+# Other kinds of models, whose wirings are among these.
+KINDS = {"roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm"}
 # More models to save by name: other wirings, other read-outs.
 OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "neox-sequential": lambda: transformers.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
@@ -165,6 +167,10 @@ SITE_MODULES["olmo2"] = {
     **_ends(ln2_post="post_feedforward_layernorm"),
     "mid": ("mlp", "in"), "ffn_post": ("mlp.down_proj", "in"),
 }  # fmt: skip
+# No module of a plain mixture of experts begins or ends at its coefficients; tests/kinds compute them.
+APART = {"olmoe": ("ffn_post",), "qwen2-moe": ("ffn_post",)}
+for _name in ("olmoe", "qwen2-moe", "gpt-oss"):
+    SITE_MODULES[_name] = {kind: end for kind, end in SITE_MODULES["llama"].items() if kind != "ffn_post"}
 SCALED_SITES = {"granite": ("attn_out", "ffn_out")}  # what is multiplied before it is added
 
 

@@ -76,3 +76,19 @@ def test_the_limit_is_four_times_the_processor_time_of_the_module_as_it_is(
     assert [results.seconds("metrics", mutant) for mutant in drawn] == [25.0, 25.0]
     again = mutants.Results(tmp_path / "results.jsonl")
     assert [again.outcome("metrics", mutant) for mutant in drawn] == ["killed", "killed"]
+
+
+def test_named_faults_are_put_where_their_code_is(mutants: Any, tmp_path: Path) -> None:
+    results = mutants.Results(tmp_path / "results.jsonl")
+    for fault in mutants.NAMED:
+        source = mutants.path_of(fault.module).read_text()
+        mutant = mutants.faulty(fault, source)
+        assert fault.module in mutants.MORE_TESTS
+        assert source.splitlines()[mutant.line - 1] != mutant.source.splitlines()[mutant.line - 1]
+        assert len(mutant.source) - len(source) == len(fault.after) - len(fault.before)
+        assert fault.after in mutant.part
+        results.add(fault.module, mutant, "killed", 1.0)
+        assert results.outcome(fault.module, mutant) == "killed"
+    assert len({fault.name for fault in mutants.NAMED}) == len(mutants.NAMED) == 9
+    with pytest.raises(ValueError, match="0 times"):
+        mutants.faulty(mutants.NAMED[0]._replace(before="no such code"), "x = 1")

@@ -23,6 +23,7 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
+from marked import table_lines, write_between
 
 from attack.cases import VERDICTS, Case, Judgement, judge
 from attack.commands import command_cases, untried_commands
@@ -34,7 +35,7 @@ from attack.states import state_cases
 from attack.targets import TARGETS, untried
 from attack.world import World, make_world
 
-_MARK = "<!-- attack -->"
+_MARK = "attack"
 _MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and the machine does not
 
 
@@ -141,12 +142,8 @@ def _report(judgements: list[Judgement], out: Path, others: pd.DataFrame | None,
 
 def write_table(page: Path, table: pd.DataFrame) -> None:
     """Write the table between the two marks of a page."""
-    before, _, after = page.read_text().split(_MARK)
-    lines = [f"| {' | '.join(table.columns)} |", f"|{'---|' * len(table.columns)}"]
-    for name, *counts in table.itertuples(index=False):
-        cells = [str(name), *(f"{count:,}" for count in counts)]
-        lines.append(f"| {' | '.join(f'**{cell}**' if name == 'all' else cell for cell in cells)} |")
-    page.write_text(_MARK.join((before, "\n" + "\n".join(lines) + "\n", after)))
+    rows = [(str(name), *map(int, counts)) for name, *counts in table.itertuples(index=False)]
+    write_between(page, _MARK, "\n".join(table_lines([list(table.columns), *rows])))
 
 
 if __name__ == "__main__":

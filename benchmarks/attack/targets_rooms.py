@@ -200,6 +200,7 @@ ROOMS: list[Target] = [
         {"table": "table"},
     ),
     Target("trials.compare_pruned"),
+    Target("trials.compare_costs", {"rounds": "whole"}),
     Target(
         "trials.pruning_table",
         {

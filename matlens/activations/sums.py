@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
@@ -21,7 +24,7 @@ from matlens.corpora.examples import Examples, require_examples
 from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.linear.pairs import Pairs, resolve_pairs
-from matlens.linear.samples import are_few
+from matlens.linear.samples import Chosen, are_few
 from matlens.linear.sums import PairMoments, gathered
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
@@ -46,6 +49,8 @@ def stream_moments(
     *,
     pairs: Pairs = "last",
     positions: Positions = "all",
+    rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     shard: tuple[int, int] = (1, 1),
     batch_tokens: int | None = None,
     progress: bool = True,
@@ -65,6 +70,9 @@ def stream_moments(
         As in `MapSet.fit`.
     positions
         ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
+    rows, weights
+        True for the samples that are kept, by default all, and how much each of all samples counts, as in
+        `MapSet.fit`: of all shards together, in the order of ``collect`` at these positions.
     shard
         Which part of the examples, such as ``(3, 8)`` for the third of eight. `StoredMoments` joins them.
     batch_tokens
@@ -75,7 +83,8 @@ def stream_moments(
     Raises
     ------
     InputError
-        A vector is not finite, a pair is not usable, there is no such shard, or the folder is of another job.
+        A vector is not finite, a pair is not usable, rows or weights are not those of the samples, there is
+        no such shard, or the folder is of another job.
     """
     require_model(model)
     require_examples(examples)
@@ -84,16 +93,23 @@ def stream_moments(
     wanted, widths = pairs_and_widths(model, pairs)
     hooks = hook_names(Anatomy.from_model(model), widths)
     provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions, hooks=hooks)
-    own = shard_of(examples, number, of)
+    whole = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    chosen = Chosen.of(rows, weights, whole)
+    own, n_own = shard_of(examples, number, of), 0
+    if own is not None:
+        n_own = own.n_positions if positions == "drawn" else len(own.tokens)
+    if chosen is not None:
+        provenance, whole = provenance.with_details(**chosen.details), chosen.n
+        chosen = chosen.among(_rows_of_shard(examples, number, of, positions))
+        n_own = chosen.n
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": wanted,
         "widths": widths,
         "shard": [number, of],
-        "n_samples": 0 if own is None else own.n_positions if positions == "drawn" else len(own.tokens),
+        "n_samples": n_own,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
-    whole = examples.n_positions if positions == "drawn" else len(examples.tokens)
     kept = PairMoments(wanted, widths=widths, norms=are_few(whole, identity.d_model))
 
     def turns(skip: int) -> Iterator[Rows | None]:
@@ -112,9 +128,9 @@ def stream_moments(
             if place.finished:
                 processes.share(None, "turns that are done")
             else:
-                _fill(place, kept, turns)
+                _fill(place, kept, turns, chosen)
     elif (done := processes.share(None, "turns that are done")) is not None:
-        _pass(kept, turns(done), None)
+        _pass(kept, turns(done), chosen, None)
     processes.wait("moments")
     return StoredMoments(folder)
 
@@ -156,8 +172,7 @@ def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
     chosen = np.arange(number - 1, len(examples), of)
     if of == 1 or not len(chosen):
         return examples if of == 1 else None
-    taken = np.zeros(len(examples), dtype=bool)
-    taken[chosen] = True
+    taken = _sentences_of_shard(examples, number, of)
     of_tokens, of_positions = np.repeat(taken, examples.lengths), taken[examples.sentences]
     offsets = _offsets(examples.lengths[chosen])
     sentences = np.searchsorted(chosen, examples.sentences[of_positions])
@@ -173,12 +188,27 @@ def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
     )  # fmt: skip
 
 
+def _sentences_of_shard(examples: Examples, number: int, of: int) -> np.ndarray:
+    taken = np.zeros(len(examples), dtype=bool)
+    taken[number - 1 :: of] = True
+    return taken
+
+
+def _rows_of_shard(
+    examples: Examples, number: int, of: int, positions: Positions
+) -> Bool[Tensor, " n_samples"]:
+    """Which samples of the whole job are those of a shard."""
+    taken = _sentences_of_shard(examples, number, of)
+    of_rows = taken[examples.sentences] if positions == "drawn" else np.repeat(taken, examples.lengths)
+    return torch.from_numpy(of_rows)
+
+
 def _offsets(lengths: np.ndarray) -> np.ndarray:
     """Where texts of these lengths start, end to end, and where the last of them ends."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _fill(place: Workplace, kept: PairMoments, turns: Any) -> None:
+def _fill(place: Workplace, kept: PairMoments, turns: Any, chosen: Chosen | None) -> None:
     """Fill the folder, as the one that writes."""
     notes = Notes(place.folder)
     done = 0
@@ -190,7 +220,7 @@ def _fill(place: Workplace, kept: PairMoments, turns: Any) -> None:
             )
             kept.restore(source, moments, norms)
     current().share(done, "turns that are done")
-    kept = _pass(kept, turns(done), _States(place.folder, notes, done))
+    kept = _pass(kept, turns(done), chosen, _States(place.folder, notes, done))
     files: dict[str, Record] = {}
     for source in kept.targets:
         name = f"{source}.safetensors"
@@ -201,13 +231,20 @@ def _fill(place: Workplace, kept: PairMoments, turns: Any) -> None:
     place.finish(files)
 
 
-def _pass(kept: PairMoments, turns: Iterator[Rows | None], states: _States | None) -> PairMoments:
+def _pass(
+    kept: PairMoments, turns: Iterator[Rows | None], chosen: Chosen | None, states: _States | None
+) -> PairMoments:
     """Take all turns; of several processes the leading one has the moments of all in the end."""
     processes = current()
     mine, batches = kept, 0
     for rows in turns:
-        if rows is not None:
+        if rows is not None and chosen is None:
             mine.update(rows.vectors)
+        elif rows is not None and chosen is not None:
+            taken, weights = chosen.of_batch(rows.index)
+            if bool(taken.any()):
+                vectors = {site: of_site[taken.to(of_site.device)] for site, of_site in rows.vectors.items()}
+                mine.update(vectors, weights=weights)
         batches += processes.size
         # A state of samples that wait would part them otherwise than a run that nothing breaks off.
         ready = mine.settled or processes.several

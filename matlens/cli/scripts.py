@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options
 from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
-from matlens.cli.printing import print_line, run_app
+from matlens.cli.printing import print_line
+from matlens.cli.several import start
 from matlens.storage.files import system_errors, write_text
 from matlens.storage.tables import csv_text, write_results
 from matlens.study.study import Study
@@ -92,6 +93,8 @@ def run_study(
 ) -> None:
     """Run an analysis of one study, or of several, as a script.
 
+    Of several processes that ``torchrun`` has started the first does it, while the others wait.
+
     ``work`` is given the `Study`, the `Report` that its tables are written by, and its further options by
     name; those that a study is made from are added to its command line. An analysis of several models or
     corpora is given ``studies``, one for each.
@@ -156,7 +159,7 @@ def run_study(
     ]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(with_signature(command, parameters))
-    run_app(app)
+    start(app)
 
 
 def _named(default: str | Sequence[str], single: Any, several: Any) -> tuple[Any, Any]:

@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, NoReturn
 
-from matlens.cli.printing import report_errors
+import typer
+
+from matlens.cli.printing import report_errors, run_app
 from matlens.processes.group import Processes, alone, current
-from matlens.processes.joining import joined
+from matlens.processes.joining import joined, started_by_many
 
 _FAILED = 2
 _HEARING = 5.0  # seconds after which a process whose error nobody has heard of prints it itself
@@ -35,7 +37,22 @@ def agreed(ask: Callable[[], Any], what: str) -> Any:
     return processes.share(ask() if processes.leads else None, what)
 
 
-def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> None:
+def start(app: typer.Typer, *, dividing: Sequence[str] = ()) -> NoReturn:
+    """Run a command line, as one of several processes where the environment says so, and end the process.
+
+    Parameters
+    ----------
+    app
+        The commands.
+    dividing
+        Names of those that divide their work among processes; all others are done by one of them.
+    """
+    if started_by_many():
+        run_with_others(lambda: app(standalone_mode=False), dividing=dividing)
+    run_app(app)
+
+
+def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoReturn:
     """Run a command line in each of several processes, and end the process; only the leading one prints.
 
     Commands that do not divide their work are done by the leading process alone.

@@ -11,12 +11,11 @@ from matlens import __version__
 from matlens.arguments import require_choice
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
-from matlens.cli.printing import print_figures, print_line, print_results, run_app
-from matlens.cli.several import agreed, leading, run_with_others
+from matlens.cli.printing import print_figures, print_line, print_results
+from matlens.cli.several import agreed, leading, start
 from matlens.commands import cache, explore, lens, parts, shards, updates, values
 from matlens.commands import plan as planning
 from matlens.errors import InputError
-from matlens.processes.joining import started_by_many
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",
@@ -90,8 +89,11 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
 
 @app.command()
 @grouped
-def fit(folder: Folder, how: FitOptions) -> None:
-    """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps."""
+def fit(folder: Folder, how: FitOptions, shard: shards.Elsewhere = None) -> None:
+    """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps.
+
+    Parts of a job, such as 3/8, are run by 'matlens shard', and 'matlens merge' joins them and fits the maps.
+    """
     fit_arguments = how.fit_arguments()
     from matlens.study.fits import fit_maps
     from matlens.study.output import MAPS
@@ -182,10 +184,7 @@ app.command()(parts.prune)
 
 def main() -> None:
     """Run the command line, as one of several processes where the environment says so."""
-    if started_by_many():
-        run_with_others(lambda: app(standalone_mode=False), dividing=("run", "collect", "fit", "shard"))
-    else:
-        run_app(app)
+    start(app, dividing=("run", "collect", "fit", "shard"))
 
 
 if __name__ == "__main__":

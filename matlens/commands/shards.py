@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+import typer
 
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Out, PairsOption, Shard, Shards
 from matlens.cli.printing import print_line
-from matlens.errors import InputError
+from matlens.errors import InputError, printable
+
+
+def _name_the_command(part: str | None) -> None:
+    if part is not None:
+        raise InputError(
+            "'matlens fit' fits what 'collect' has written, all at once. A part of a job is run by "
+            f"'matlens shard --shard {printable(part, most=12)} --model ... --corpus ... --out FOLDER', and "
+            "'matlens merge FOLDER... --out FOLDER' joins the parts and fits the maps."
+        )
+
+
+Elsewhere = Annotated[
+    str | None, typer.Option("--shard", hidden=True, is_eager=True, callback=_name_the_command)
+]
 
 
 @grouped

@@ -22,6 +22,7 @@ from matlens.corpora.readers import require_decoder
 from matlens.errors import InputError
 from matlens.models.identity import require_raw
 from matlens.models.tokenization import encode_text
+from matlens.numerics.precision import has_float64, in_float64
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -134,8 +135,9 @@ class _GumbelDraws(LogitsProcessor):
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
     ) -> Float[Tensor, "rows d_vocab"]:
         drawn = np.stack([generator.gumbel(size=scores.shape[1]) for generator in self._generators])
-        noise = torch.from_numpy(drawn).repeat(self._n_variants, 1).to(scores.device)
-        return scores.float().double() + noise
+        wide = in_float64(scores.float())
+        noisy = wide + torch.from_numpy(drawn).repeat(self._n_variants, 1).to(wide.device)
+        return noisy if has_float64(scores.device) else noisy.float().to(scores.device)
 
 
 def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | None) -> None:

@@ -24,6 +24,7 @@ from matlens.corpora.readers import require_decoder, require_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
+from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -134,7 +135,7 @@ def _batch_losses(
     likeliest = None if debiasing is None else _likeliest(model, batch, debiasing)
     next_tokens = batch.tokens[:, 1:].to(plain.device)
     real = batch.mask[:, 1:].bool().to(plain.device)
-    total = torch.zeros(len(plain), dtype=torch.float64, device=plain.device)
+    total = in_float64(plain.new_zeros(len(plain)))
     for start in range(0, plain.shape[1], _PLACES):
         places = slice(start, start + _PLACES)
         logits = plain[:, places]
@@ -142,8 +143,8 @@ def _batch_losses(
             log_p = logits.log_softmax(-1)
         else:
             log_p = debiasing.reweighted(logits, likeliest[:, places])
-        of_tokens = log_p.gather(2, next_tokens[:, places, None])[:, :, 0].double()
-        total -= of_tokens.where(real[:, places], torch.zeros_like(of_tokens)).sum(1)
+        of_tokens = log_p.gather(2, next_tokens[:, places, None])[:, :, 0]
+        total -= in_float64(of_tokens.where(real[:, places], torch.zeros_like(of_tokens))).sum(1)
     return total
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
@@ -23,8 +23,10 @@ from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, row_keys, solve
 from matlens.linear.moments import Moments
+from matlens.linear.samples import Chosen, require_weights
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -37,23 +39,26 @@ _LONG, _LONG_FIRST = FACTOR / 4, 1.5
 
 
 class _Rows:
-    """Some rows as they are: vectors of every layer, and of each row its key and its place among all."""
+    """Some rows as they are: vectors of every layer, and of each row its key, its place and how it counts."""
 
-    def __init__(self, vectors: Mapping[int, Tensor], keys: Tensor, index: Tensor) -> None:
+    def __init__(
+        self, vectors: Mapping[int, Tensor], keys: Tensor, index: Tensor, weights: Tensor | None = None
+    ) -> None:
         self.vectors, self.keys, self.index = dict(vectors), keys, index
+        self.weights = torch.ones(len(keys), dtype=torch.float64) if weights is None else weights
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def chosen(self, rows: Tensor) -> _Rows:
         vectors = {layer: values[rows] for layer, values in self.vectors.items()}
-        return _Rows(vectors, self.keys[rows], self.index[rows])
+        return _Rows(vectors, self.keys[rows], self.index[rows], self.weights[rows])
 
     def with_rows(self, other: _Rows, offset: int = 0) -> _Rows:
         vectors = {layer: torch.cat([values, other.vectors[layer]]) for layer, values in self.vectors.items()}
-        return _Rows(
-            vectors, torch.cat([self.keys, other.keys]), torch.cat([self.index, other.index + offset])
-        )
+        index = torch.cat([self.index, other.index + offset])
+        weights = torch.cat([self.weights, other.weights])
+        return _Rows(vectors, torch.cat([self.keys, other.keys]), index, weights)
 
     def first_keys(self, n: int) -> _Rows:
         """The rows of the least keys, which are as good as drawn."""
@@ -110,7 +115,8 @@ class LensMoments:
         self._norms = torch.empty(0, len(self.sites))
         self._places = torch.empty(0, dtype=torch.long)
         self._aside, self._held = self._no_rows(), self._no_rows()
-        self._waiting: list[tuple[dict[int, Tensor], Tensor, Tensor]] = []
+        self._waiting: list[tuple[dict[int, Tensor], Tensor, Tensor, Tensor]] = []
+        self._weighted = False  # whether any row counts otherwise than once
         self.n = 0
 
     def _no_moments(self, layer: int) -> Moments:
@@ -127,6 +133,7 @@ class LensMoments:
         *,
         places: Int[np.ndarray, " n"] | None = None,
         keys: Int[np.ndarray, " n"] | None = None,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Self:
         """Add samples.
 
@@ -139,11 +146,15 @@ class LensMoments:
         keys
             A number for each row, looking drawn at random, that says which rows leave-one-out looks at where
             there are more than a thousand; by default the first.
+        weights
+            How much each row counts, by default 1; see `Moments.update`. Leave-one-out leaves a row out with
+            all of its weight, and whether a row is a sink does not hang on weights.
 
         Raises
         ------
         InputError
-            A site is missing, the rows are not as many everywhere, or a value is not finite.
+            A site is missing, the rows are not as many everywhere, a value is not finite, or a weight is
+            negative.
         """
         absent = [site for site in self.sites if site not in vectors]
         if absent:
@@ -168,7 +179,14 @@ class LensMoments:
             raise InputError(
                 f"There are {n} samples, {len(at)} places and {len(of_rows)} keys. Expected as many."
             )
-        self._waiting.append((rows, at, of_rows))
+        counting = torch.ones(n, dtype=torch.float64)
+        if weights is not None:
+            counting, self._weighted = require_weights(weights, n).cpu(), True
+            if not bool(counting.all()):
+                kept = counting > 0
+                rows = {layer: values[kept.to(values.device)] for layer, values in rows.items()}
+                at, of_rows, counting = at[kept], of_rows[kept], counting[kept]
+        self._waiting.append((rows, at, of_rows, counting))
         if sum(len(waiting[1]) for waiting in self._waiting) >= max(_CHUNK, 4 * self._width):
             self._add_waiting()
         return self
@@ -179,10 +197,11 @@ class LensMoments:
         vectors = {
             layer: torch.cat([part[0][layer] for part in self._waiting]) for layer in self._waiting[0][0]
         }
-        places = torch.cat([of_part for _, of_part, _ in self._waiting])
-        keys = torch.cat([of_part for _, _, of_part in self._waiting])
+        places = torch.cat([of_part for _, of_part, *_ in self._waiting])
+        keys = torch.cat([of_part for _, _, of_part, _ in self._waiting])
+        weights = torch.cat([of_part for *_, of_part in self._waiting])
         self._waiting = []
-        rows = _Rows(vectors, keys, torch.arange(self.n, self.n + len(keys)))
+        rows = _Rows(vectors, keys, torch.arange(self.n, self.n + len(keys)), weights)
         self.n += len(keys)
         if self._leaves_out:
             norms = torch.stack([values.norm(dim=1).cpu() for values in vectors.values()], 1)
@@ -190,20 +209,21 @@ class LensMoments:
             self._places = torch.cat([self._places, places])
             median = self._norms.median(0).values
             long = (norms > _LONG * median).any(1) | ((places == 0) & (norms > _LONG_FIRST * median).any(1))
-            kept = _Rows({layer: vectors[layer] for layer in self._aside.vectors}, keys, rows.index)
+            kept = _Rows({layer: vectors[layer] for layer in self._aside.vectors}, keys, rows.index, weights)
             self._aside = self._aside.with_rows(kept.chosen(long))
             rows = kept.chosen(~long)
         for kind in self._kinds:
             self._add(self._sets[kind], kind, rows)
         if self._holds:
-            held = _Rows({layer: rows.vectors[layer] for layer in self._held.vectors}, rows.keys, rows.index)
+            of_held = {layer: rows.vectors[layer] for layer in self._held.vectors}
+            held = _Rows(of_held, rows.keys, rows.index, rows.weights)
             self._held = self._held.with_rows(held).first_keys(_HELD)
 
     def _add(self, sets: Mapping[int, Moments], kind: Rows, rows: _Rows) -> None:
         if not len(rows):
             return
         y, weights = self._entering(rows.vectors[self._last], kind), self._weights(rows, kind)
-        y = y.double()
+        y = in_float64(y)
         for layer, moments in sets.items():
             moments.update(self._entering(rows.vectors[layer], kind), y, weights=weights)
 
@@ -211,13 +231,16 @@ class LensMoments:
         if kind != "normed":
             return vectors
         assert self.norm is not None
-        return self.norm(vectors.double())
+        return self.norm(in_float64(vectors))
 
     def _weights(self, rows: _Rows, kind: Rows) -> Tensor | None:
+        device = in_float64(rows.vectors[self._last][:0]).device
+        own = rows.weights.to(device) if self._weighted else None
         if kind != "weighted":
-            return None
-        squares = rows.vectors[self._last].double().square().sum(1)
-        return torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
+            return own
+        squares = in_float64(rows.vectors[self._last]).square().sum(1)
+        weights = torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
+        return weights if own is None else own * weights
 
     def merge(self, other: LensMoments) -> Self:
         """Add the samples that another object has seen, of the same model and for the same methods.
@@ -243,7 +266,7 @@ class LensMoments:
         self._places = torch.cat([self._places, other._places])
         self._aside = self._aside.with_rows(other._aside, self.n)
         self._held = self._held.with_rows(other._held, self.n).first_keys(_HELD)
-        self.n += other.n
+        self.n, self._weighted = self.n + other.n, self._weighted or other._weighted
         return self
 
     def solve(self, name: str) -> LensParts:
@@ -345,6 +368,8 @@ def lens_moments(
     methods: str | Sequence[str],
     *,
     positions: Positions = "all",
+    rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     layers: Sequence[int] | None = None,
     seed: int = 0,
     batch_tokens: int | None = None,
@@ -355,35 +380,54 @@ def lens_moments(
     Raises
     ------
     InputError
-        A method is none, or not of this model; or the data are not of this model, or lack a layer.
+        A method is none, or not of this model; the data are not of this model, or lack a layer; or rows or
+        weights are not those of the samples.
     """
     require_model(model)
     names = require_methods(methods)
     norm = Standardisation.from_model(model) if any(method.normed for method in names.values()) else None
     if isinstance(data, Activations):
         data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
-        moments = LensMoments(data.provenance, methods, layers=layers, norm=norm)
-        for vectors, places, keys in _collected(data, moments.sites):
-            moments.update(vectors, places=places, keys=keys)
-        return moments
-    examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
-    provenance = Provenance(
-        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
-    )
+        provenance, n = data.provenance, data.n_rows
+    else:
+        examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
+        provenance = Provenance(
+            ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
+        )
+        n = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    chosen = Chosen.of(rows, weights, n)
+    if chosen is not None:
+        provenance = provenance.with_details(**chosen.details)
     moments = LensMoments(provenance, methods, layers=layers, norm=norm)
-    if all(method.is_identity for method in names.values()):
-        return moments
-    keys = row_keys(examples, drawn=positions == "drawn")
-    for rows in stream(
-        model, examples, moments.sites, positions=positions, batch_tokens=batch_tokens, progress=progress
-    ):
-        moments.update(rows.vectors, places=rows.places, keys=keys[rows.index])
+    if isinstance(data, Activations):
+        for index, vectors, places, keys in _collected(data, moments.sites):
+            _add_chosen(moments, chosen, index, vectors, places, keys)
+    elif not all(method.is_identity for method in names.values()):
+        of_all = row_keys(examples, drawn=positions == "drawn")
+        for batch in stream(
+            model, examples, moments.sites, positions=positions, batch_tokens=batch_tokens, progress=progress
+        ):
+            _add_chosen(moments, chosen, batch.index, batch.vectors, batch.places, of_all[batch.index])
     return moments
+
+
+def _add_chosen(
+    moments: LensMoments, chosen: Chosen | None, index: np.ndarray, vectors: Mapping[str, Tensor],
+    places: np.ndarray, keys: np.ndarray,
+) -> None:  # fmt: skip
+    """Add those rows of a batch that are fitted on."""
+    if chosen is None:
+        moments.update(vectors, places=places, keys=keys)
+        return
+    kept, weights = chosen.of_batch(index)
+    if bool(kept.any()):
+        taken = {site: of_site[kept.to(of_site.device)] for site, of_site in vectors.items()}
+        moments.update(taken, places=places[kept.numpy()], keys=keys[kept.numpy()], weights=weights)
 
 
 def _collected(
     data: Activations, sites: Sequence[str]
-) -> Iterator[tuple[dict[str, Tensor], np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[np.ndarray, dict[str, Tensor], np.ndarray, np.ndarray]]:
     absent = [site for site in sites if site not in data]
     if absent:
         raise InputError(
@@ -394,4 +438,5 @@ def _collected(
     size = max(_CHUNK, 4 * int(data[sites[0]].shape[1]))
     for start in range(0, data.n_rows, size):
         part = slice(start, start + size)
-        yield {site: data[site][part] for site in sites}, data.places[part], keys[part]
+        index = np.arange(data.n_rows)[part]
+        yield index, {site: data[site][part] for site in sites}, data.places[part], keys[part]

@@ -86,7 +86,7 @@ def _is_gain(standardisation: Standardisation, module: Any, width: int) -> bool:
     parameter = next(iter(module.parameters()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
     h = 3 * torch.randn(3, width, generator=generator) + 1
-    out, bias = (module(rows.to(parameter)).double().cpu() for rows in (h, torch.zeros(1, width)))
+    out, bias = (module(rows.to(parameter)).cpu().double() for rows in (h, torch.zeros(1, width)))
     z = standardisation(h.double())
     gains = (out - bias) / z
     near = (gains - gains.median(0).values).abs() <= 0.02 * gains.abs().median() + 1e-6

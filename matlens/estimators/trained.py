@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxtyping import Bool, Float
+from torch import Tensor
+
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.arguments import require_choice, short
@@ -148,6 +151,8 @@ def fit_maps(
     methods: str | Sequence[str],
     *,
     positions: Positions = "all",
+    rows: Bool[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
     layers: Sequence[int] | None = None,
     seed: int = 0,
     batch_tokens: int | None = None,
@@ -163,34 +168,40 @@ def fit_maps(
         A method is none, or not of this model; the data are not of this model, or lack a layer.
     """
     names = require_method_names(methods)
+    trained = [name for name in names if name in TRAINED]
+    if trained and (rows is not None or weights is not None):
+        raise InputError(
+            f"The method {trained[0]!r} is trained, and takes neither 'rows' nor 'weights'. Expected closed "
+            "forms, such as 'affine', or all samples."
+        )
     n_layers = int(model.cfg.n_layers)
     wanted = require_layers(layers, n_layers)
     if JACOBIAN in names and not isinstance(data, Corpus):
         raise InputError("The method 'jacobian' is fitted on sentences. Expected a corpus.")
-    rows: Activations | None = None
+    collected: Activations | None = None
     if {*ON_ROWS} & {*names}:
         if isinstance(data, Activations):
-            rows = data
+            collected = data
         else:
             examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
-            rows = collect(
+            collected = collect(
                 model, examples, sites_of_rows(names, wanted, n_layers), positions=positions, folder=folder,
                 batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
-        rows.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+        collected.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     fitted: dict[str, LensParts] = {}
     closed = closed_forms(names, model)
     if closed:
         moments = lens_moments(
-            model, data if rows is None else rows, closed, positions=positions, layers=wanted, seed=seed,
-            batch_tokens=batch_tokens, progress=progress,
+            model, data if collected is None else collected, closed, positions=positions, rows=rows,
+            weights=weights, layers=wanted, seed=seed, batch_tokens=batch_tokens, progress=progress,
         )  # fmt: skip
         fitted = {name: moments.solve(name) for name in closed}
-    if rows is not None:
+    if collected is not None:
         readout, start = Readout(model), fitted.get(best_start(model))
         for name in (name for name in names if name in ON_ROWS):
             fitted[name] = train_maps(
-                name, readout, rows, start=start, layers=wanted, seed=seed, progress=progress
+                name, readout, collected, start=start, layers=wanted, seed=seed, progress=progress
             )
     if JACOBIAN in names:
         assert isinstance(data, Corpus)

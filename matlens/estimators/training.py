@@ -21,6 +21,7 @@ from matlens.arguments import require_number, require_seed, require_whole
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.readout import Readout, require_vectors
+from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -64,7 +65,8 @@ class VocabularySample:
             raise InputError("A weight of a token is negative or not finite. Expected numbers of at least 0.")
         if n >= len(weights) or not float(weights.max()) > 0:
             return cls(torch.ones_like(weights))
-        weights = weights.double() + _FLOOR * weights.double().mean()
+        weights = in_float64(weights)
+        weights = weights + _FLOOR * weights.mean()
         certain = torch.zeros_like(weights, dtype=torch.bool)
         while True:  # tokens that are certain leave the rest to the others
             left = weights.masked_fill(certain, 0)

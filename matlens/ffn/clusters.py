@@ -265,7 +265,7 @@ class Clusters:
             )
         require_finite(directions, "the directions")
         size = self.sizes[list(numbers)].astype(float)
-        squared = directions.double().square().sum(1).numpy()
+        squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
 

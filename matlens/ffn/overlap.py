@@ -97,7 +97,7 @@ def norm_overlap(
 
     above = means["values"] - means["random"]
     rows.append(("difference", "iou", None, metrics.mean(above)))
-    p = float(stats.wilcoxon(above.double().cpu().numpy()).pvalue) if above.any() else 1.0
+    p = float(stats.wilcoxon(above.cpu().double().numpy()).pvalue) if above.any() else 1.0
     rows.append(("difference", "p", None, metrics.Estimate.without_interval(p, len(above))))
     return result_table(
         result_row(
@@ -112,7 +112,7 @@ def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
     """How far overlaps of value vectors lie above those of random vectors."""
     from scipy import stats
 
-    first, second = real.double().cpu().numpy(), drawn.double().cpu().numpy()
+    first, second = real.cpu().double().numpy(), drawn.cpu().double().numpy()
     difference, n = float(first.mean() - second.mean()), len(first) + len(second)
     low = high = difference
     if first.var() or second.var():

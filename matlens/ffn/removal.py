@@ -20,6 +20,7 @@ from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import POST_NORM
+from matlens.numerics.precision import in_float64
 from matlens.patching.removal import remove_sub_updates
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
@@ -142,7 +143,7 @@ def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Calla
 
 def _agreement(scores: Tensor, lost: Tensor, n_tokens: int) -> dict[str, float]:
     """Correlation over the vocabulary and top tokens in common, means over the sub-updates of an example."""
-    pair = [logits.double() - logits.double().mean(1, keepdim=True) for logits in (scores, lost)]
+    pair = [logits - logits.mean(1, keepdim=True) for logits in map(in_float64, (scores, lost))]
     first, second = (logits / logits.norm(dim=1, keepdim=True).clamp_min(1e-300) for logits in pair)
     overlap = iou(scores.topk(n_tokens).indices, lost.topk(n_tokens).indices)
     return {

@@ -12,6 +12,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.lens.lens import Lens
 from matlens.metrics import Estimate
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
@@ -30,7 +31,7 @@ def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> 
             f"Matrices of the shapes {tuple(first.shape)} and {tuple(second.shape)} cannot be compared. "
             "Expected the same shape."
         )
-    a, b = first.double().flatten(), second.double().flatten()
+    a, b = in_float64(first).flatten(), in_float64(second).flatten()
     return float((a @ b) / (a.norm() * b.norm()))
 
 

@@ -14,7 +14,14 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
 from matlens.judging.report import shared_layers
-from matlens.lens.early_exit import EXIT, SWEEP_ID, exit_layers, layers_saved, thresholds
+from matlens.lens.early_exit import (
+    EXIT,
+    SWEEP_ID,
+    confidence_in_top,
+    exit_layers,
+    layers_saved,
+    thresholds,
+)
 from matlens.lens.judgement import chunks
 from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
@@ -90,8 +97,7 @@ def _confidences(lens: Lens, validation: Activations, layers: Sequence[int]) -> 
         true = lens.logits(validation[last][part], last)
         for column, layer in enumerate(layers):
             logits = lens.logits(validation[layer][part], layer)
-            p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
-            confidence[part, column] = (p1 - p2).float().cpu()
+            confidence[part, column] = confidence_in_top(logits).float().cpu()
             right[part, column] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
     return confidence, right
 

@@ -12,6 +12,7 @@ from matlens.arguments import require_rows
 from matlens.errors import InputError
 from matlens.lens.judgement import Scores
 from matlens.lens.lens import Lens
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 
@@ -53,6 +54,6 @@ def lens_r2(
     require_rows(rows, len(h), least=2)
     counted: Any = slice(None) if rows is None else rows
     h, last = h[counted], last[counted]
-    truth = last if lens.norm is None else lens.norm(last.double())
+    truth = last if lens.norm is None else lens.norm(in_float64(last))
     score = metrics.r2(lens(h, layer), truth)
     return metrics.Estimate.without_interval(score, len(last))

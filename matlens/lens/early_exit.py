@@ -24,6 +24,7 @@ from matlens.lens.quality import validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite
+from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
@@ -59,7 +60,7 @@ def thresholds(
         raise InputError("Expected one position or more, each counted from 0.")
     if mean_length is not None and mean_length <= 0:
         raise InputError(f"The mean length is {mean_length}. Expected a positive number.")
-    i = positions.double()
+    i = in_float64(positions)
     n = float((i + 1).mean()) if mean_length is None else mean_length
     return 0.9 * lam + 0.1 * torch.exp(-4 * i / n)
 
@@ -82,9 +83,15 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
         )
     if not bool(confidence.isfinite().all()) or bool(threshold.isnan().any()):
         raise InputError("A confidence is not finite, or a threshold is NaN. Expected numbers.")
-    passed: Bool[Tensor, "n n_layers"] = confidence.double() > threshold[:, None]
+    passed: Bool[Tensor, "n n_layers"] = in_float64(confidence) > in_float64(threshold)[:, None]
     passed[:, -1] = True
     return passed.to(torch.uint8).argmax(1) + 1
+
+
+def confidence_in_top(logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, " n"]:
+    """``p1 - p2`` of each row's distribution, in float64."""
+    p1, p2 = in_float64(logits.log_softmax(-1).topk(2).values).exp().unbind(-1)
+    return p1 - p2
 
 
 class ExitConfidence(NamedTuple):
@@ -140,8 +147,7 @@ def exit_confidences(
         true = readout.log_probs(truth[part])
         for i, substitute in enumerate(substitutes):
             logits = readout.logits(substitute(part))
-            p1, p2 = logits.log_softmax(-1).topk(2).values.double().exp().unbind(-1)
-            confidence.difference[part, i] = (p1 - p2).float().cpu()
+            confidence.difference[part, i] = confidence_in_top(logits).float().cpu()
             confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
     return confidence
 

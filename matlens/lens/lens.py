@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
@@ -128,6 +128,8 @@ class Lens:
         *,
         method: str = "mat",
         positions: Positions = "all",
+        rows: Bool[Tensor, " n"] | None = None,
+        weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
         seed: int = 0,
         batch_tokens: int | None = None,
@@ -145,6 +147,8 @@ class Lens:
         *,
         method: Sequence[str],
         positions: Positions = "all",
+        rows: Bool[Tensor, " n"] | None = None,
+        weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
         seed: int = 0,
         batch_tokens: int | None = None,
@@ -161,6 +165,8 @@ class Lens:
         *,
         method: str | Sequence[str] = "mat",
         positions: Positions = "all",
+        rows: Bool[Tensor, " n"] | None = None,
+        weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
         seed: int = 0,
         batch_tokens: int | None = None,
@@ -194,6 +200,10 @@ class Lens:
         positions
             ``"all"``: at every token. ``"drawn"``: at the positions of the examples, which are the masks
             of a masked-LM model.
+        rows, weights
+            True for the samples to fit on, by default all, and how much each of all samples counts, in the
+            order of `collect` at these positions; for closed forms. A sample of the weight 2 counts as if it
+            were there twice, but leave-one-out leaves it out as one.
         layers
             The layers to fit, by default all.
         seed
@@ -212,11 +222,11 @@ class Lens:
         ------
         InputError
             A method is none, or not of this model; the data are of another model, lack a layer or are not
-            finite.
+            finite; or rows or weights are not those of the samples, or a method that takes none is trained.
         """
         fitted = fit_maps(
-            model, corpus, method, positions=positions, layers=layers, seed=seed, batch_tokens=batch_tokens,
-            n_prompts=n_prompts, folder=folder, progress=progress,
+            model, corpus, method, positions=positions, rows=rows, weights=weights, layers=layers, seed=seed,
+            batch_tokens=batch_tokens, n_prompts=n_prompts, folder=folder, progress=progress,
         )  # fmt: skip
         readout = Readout(model)
         lenses = {name: cls(*parts, readout, model) for name, parts in fitted.items()}

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from matlens.linear.samples import (
 from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.numerics.precision import in_float64
 from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -180,11 +180,11 @@ class _SideBySide:
         if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= KEPT:
             first = next(iter(samples.values()))
             width = sum(vectors.shape[1] for vectors in samples.values())
-            self._wide = torch.empty(len(first), width, dtype=torch.float64, device=first.device)
+            self._wide = in_float64(first.new_empty(0)).new_empty(len(first), width)
             start = 0
             for site, vectors in samples.items():
                 end = start + vectors.shape[1]
-                self._wide[:, start:end] = vectors
+                self._wide[:, start:end] = vectors.to(self._wide.device)
                 self._columns[site] = start, end
                 start = end
 

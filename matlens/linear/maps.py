@@ -13,6 +13,7 @@ from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 
@@ -123,11 +124,12 @@ class LinearMap:
             self.provenance.require_same(
                 following.provenance, ours="the first map", theirs="the following map"
             )
-        outer = following.weight.double()
-        bias = None if self.bias is None else outer @ self.bias.double()
+        outer = in_float64(following.weight)
+        bias = None if self.bias is None else outer @ in_float64(self.bias).to(outer.device)
         if following.bias is not None:
-            bias = following.bias.double() if bias is None else bias + following.bias.double()
-        weight = outer @ self.weight.double()
+            added = in_float64(following.bias)
+            bias = added if bias is None else bias + added
+        weight = outer @ in_float64(self.weight).to(outer.device)
         return LinearMap.from_solution(weight, bias, self.source, following.target, self.provenance)
 
 

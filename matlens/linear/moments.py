@@ -19,6 +19,7 @@ from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import require_weights
 from matlens.models.identity import Provenance
+from matlens.numerics.precision import in_float64
 from matlens.numerics.products import split_product
 from matlens.signatures import checked
 
@@ -89,15 +90,16 @@ class Moments:
                 f"expected as many rows in each, and widths {self._r.shape[1] - 1} and {self._z.shape[1]}."
             )
         if weights is not None:
-            roots = require_weights(weights, len(x)).to(x.device).sqrt()[:, None]
-            kept = roots[:, 0] > 0
-            x, blocks, roots = x[kept], [block[kept] for block in blocks], roots[kept]
+            of_rows = require_weights(weights, len(x)).sqrt()[:, None]
+            kept = of_rows[:, 0] > 0
+            x, blocks = x[kept.to(x.device)], [block[kept.to(block.device)] for block in blocks]
             if len(x):  # a weight is a factor on the squared error
-                self._add(len(x), torch.cat([x.double(), roots.new_ones(roots.shape)], 1) * roots,
-                          [block.double() * roots for block in blocks])  # fmt: skip
+                rows = _with_ones(x)
+                roots = of_rows[kept].to(rows.device)
+                blocks = [in_float64(block).to(rows.device) * roots for block in blocks]
+                self._add(len(x), rows.mul_(roots), blocks)
         elif len(x):
-            ones = x.new_ones(len(x), 1, dtype=torch.float64)
-            self._add(len(x), torch.cat([x.double(), ones], 1), blocks)
+            self._add(len(x), _with_ones(x), blocks)
         return self
 
     def merge(self, other: Moments) -> Self:
@@ -155,9 +157,9 @@ class Moments:
         for block in blocks:
             columns = slice(start, start := start + block.shape[1])
             if self._split:
-                z[:, columns] = split_product(q[held:], block)
+                z[:, columns] = split_product(q[held:], block.to(r.device))
             else:
-                torch.matmul(q[held:].T, block.double(), out=z[:, columns])
+                torch.matmul(q[held:].T, in_float64(block).to(r.device), out=z[:, columns])
             if held:
                 z[:, columns] += q[:held].T @ self._z[:, columns].to(r.device)
         require_finite(z, self.target)
@@ -223,6 +225,12 @@ class Moments:
             raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
         r, z = self._with_constant_first()
         return r[0, 1:] / r[0, 0], z[0] / r[0, 0], float(r[0, 0].square())
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    """``[x 1]`` in float64."""
+    x = in_float64(x)
+    return torch.cat([x, x.new_ones(len(x), 1)], 1)
 
 
 def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | None = None) -> Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.arguments import require_number, require_whole
 from matlens.errors import InputError
+from matlens.linear.maps import tensor_digest
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
+from matlens.numerics.precision import in_float64
 
 ENOUGH = 2  # samples for each coordinate; with fewer, least squares follows their noise
 
@@ -113,6 +116,61 @@ def chosen_samples(
     return chosen, None if weights is None else weights[chosen]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which of all samples are fitted on, for those that pass by in batches.
+
+    Attributes
+    ----------
+    mask
+        True for each sample that is; of those whose weight is 0 none is.
+    weights
+        How much each sample counts in float64, or ``None`` where all count as much.
+    """
+
+    mask: Bool[Tensor, " n"]
+    weights: Float[Tensor, " n"] | None
+
+    @classmethod
+    def of(cls, rows: Any, weights: Any, n: int) -> Chosen | None:
+        """Read what a caller says of so many samples; ``None`` where that is nothing, so that all count.
+
+        Raises
+        ------
+        InputError
+            As `chosen_samples`.
+        """
+        index, kept = chosen_samples(rows, weights, n)
+        if index is None:
+            return None
+        mask = torch.zeros(n, dtype=torch.bool)
+        mask[index.cpu()] = True
+        if kept is None:
+            return cls(mask, None)
+        return cls(mask, torch.zeros(n, dtype=torch.float64).masked_scatter_(mask, kept.cpu()))
+
+    @property
+    def n(self) -> int:
+        """How many samples are fitted on."""
+        return int(self.mask.sum())
+
+    @property
+    def details(self) -> dict[str, str]:
+        """What goes into the provenance of what is fitted: that it is of some samples, or weighted."""
+        weights = {} if self.weights is None else {"weights": tensor_digest(self.weights)}
+        return {"rows": tensor_digest(self.mask)} | weights
+
+    def among(self, rows: Bool[Tensor, " n"]) -> Chosen:
+        """The same of some of the samples, in their order."""
+        return Chosen(self.mask[rows], None if self.weights is None else self.weights[rows])
+
+    def of_batch(self, places: Any) -> tuple[Bool[Tensor, " batch"], Float[Tensor, " chosen"] | None]:
+        """Which samples of a batch are fitted on, by their places among all, and the weights of these."""
+        places = torch.as_tensor(places)
+        kept = self.mask[places]
+        return kept, None if self.weights is None else self.weights[places[kept]]
+
+
 def chosen_of_batches(
     batches: Iterable[Any], rows: Any, weights: Any, provenance: Provenance | None
 ) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
@@ -120,13 +178,7 @@ def chosen_of_batches(
     expected = next(
         (len(given) for given in (rows, weights) if isinstance(given, Tensor) and given.ndim), None
     )
-    chosen = torch.ones(0, dtype=torch.bool)
-    if rows is not None or weights is not None:
-        index, weights = chosen_samples(rows, weights, expected or 0)
-        chosen = torch.zeros(expected or 0, dtype=torch.bool)
-        chosen[index] = True
-        if weights is not None:
-            weights = torch.zeros(len(chosen), dtype=torch.float64).masked_scatter_(chosen, weights.cpu())
+    chosen = Chosen.of(rows, weights, expected or 0)
     seen = 0
     for batch in batches:
         vectors = batch.vectors if isinstance(batch, Passing) else batch
@@ -139,14 +191,11 @@ def chosen_of_batches(
             torch.as_tensor(batch.index) if isinstance(batch, Passing) else torch.arange(seen, seen + count)
         )
         seen += count
-        if expected is None:
+        if chosen is None:
             yield vectors, None
-        elif int(places.max()) < expected:
-            kept = chosen[places]
-            yield (
-                {site: of_site[kept.to(of_site.device)] for site, of_site in vectors.items()},
-                None if weights is None else weights[places[kept]],
-            )
+        elif int(places.max()) < len(chosen.mask):
+            kept, of_kept = chosen.of_batch(places)
+            yield {site: of_site[kept.to(of_site.device)] for site, of_site in vectors.items()}, of_kept
         else:
             break
     if expected not in (None, seen):
@@ -183,7 +232,7 @@ def require_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
             "'weights' holds a number that is negative or not finite. Expected numbers of at least 0, one "
             "for each sample."
         )
-    return weights.double()
+    return in_float64(weights)
 
 
 def are_few(n_samples: int, width: int) -> bool:

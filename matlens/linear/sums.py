@@ -16,6 +16,7 @@ from matlens.linear.moments import Moments, require_finite
 from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.numerics.precision import in_float64
 from matlens.processes.group import current
 from matlens.signatures import checked
 
@@ -182,7 +183,7 @@ class PairMoments:
             blocks = [vectors[target] for target in targets]
             self._moments[source].update(vectors[source], blocks, weights=weights)
             if self._norms is not None:
-                self._norms[source].append(vectors[source].double().square().sum(1).cpu())
+                self._norms[source].append(in_float64(vectors[source]).square().sum(1).cpu())
 
 
 def require_source(source: str, targets: Mapping[str, Sequence[str]]) -> None:

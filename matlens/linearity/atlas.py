@@ -308,7 +308,7 @@ class _Atlas:
             if len(part):
                 log_p = self._readout.log_probs(h[part])
                 of_truth = log_p.gather(1, truth[part, None].to(log_p.device))[:, 0]
-                losses[part.numpy()] = -of_truth.double().cpu().numpy()
+                losses[part.numpy()] = -of_truth.cpu().double().numpy()
                 likeliest[part.numpy()] = log_p.argmax(1).cpu().numpy()
         return losses, likeliest
 

@@ -21,6 +21,7 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
 from matlens.linearity.parts import Part
 from matlens.models.identity import Provenance
+from matlens.numerics.precision import in_float64
 
 R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
 PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"
@@ -114,7 +115,7 @@ def _level(s: Tensor) -> float:
 
 def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> dict[str, float]:
     """r2 in the mean over coordinates, and of the whole variance, on tokens that no map was fitted on."""
-    truth, predicted = truth.double(), predicted.double()
+    truth, predicted = in_float64(truth), in_float64(predicted)
     left = float((truth - predicted).square().sum())
     total = float((truth - truth.mean(0)).square().sum())
     return {R2: metrics.r2(predicted, truth), R2_OF_VARIANCE: 1 - left / total if total > 0 else math.nan}

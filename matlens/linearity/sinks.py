@@ -23,6 +23,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.sites import STREAM, Site
 from matlens.models.vocabulary import token_texts
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
@@ -135,7 +136,7 @@ def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Any)
 def _stream(samples: Activations) -> Iterator[tuple[int, Float[Tensor, "n d_model"]]]:
     """Layers of the stream that were collected, with their vectors."""
     sites = [site for site in map(Site.parse, samples) if site.kind == STREAM]
-    return ((site.layer, samples[site].double()) for site in sorted(sites, key=lambda site: site.layer))
+    return ((site.layer, in_float64(samples[site])) for site in sorted(sites, key=lambda site: site.layer))
 
 
 def _largest_share(h: Float[Tensor, "n d_model"]) -> float:

@@ -1,4 +1,4 @@
-"""Computations on plain tensors: float64 products by float32, tokens on top by bounds, clusters."""
+"""Computations on plain tensors: float64 everywhere, its products by float32, tokens on top, clusters."""
 
 import lazy_loader
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from matlens.arguments import require_whole
 from matlens.errors import InputError
+from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
 
 _BITS = 8  # of a slice
@@ -45,10 +46,10 @@ def split_product(
     if len(a) != len(b):
         raise InputError(f"The factors have {len(a)} and {len(b)} rows. Expected as many in both.")
     scales = [_scale(x) for x in (a, b)]
-    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=scales[0].device)
     for start in range(0, len(a), _ROWS):
         parts = [
-            _slices(x[start : start + _ROWS].double() / scale, slices)
+            _slices(in_float64(x[start : start + _ROWS]) / scale, slices)
             for x, scale in zip((a, b), scales, strict=True)
         ]
         for order in reversed(range(slices)):  # the least first
@@ -60,7 +61,7 @@ def split_product(
 
 def _scale(x: Tensor) -> Tensor:
     """A power of two for each column that is no less than its numbers."""
-    largest = x.abs().amax(0, keepdim=True).double() if len(x) else x.new_ones(1, x.shape[1]).double()
+    largest = in_float64(x.abs().amax(0, keepdim=True) if len(x) else x.new_ones(1, x.shape[1]))
     return torch.exp2(torch.where(largest > 0, largest, 1.0).log2().ceil())
 
 

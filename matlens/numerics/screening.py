@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from matlens.numerics.precision import has_float64
+
 _BLOCK = 1024  # tokens whose highest logit is looked at before each of theirs
 _TOGETHER = 4096  # logits that are computed in float64 together
 _SLACK = 1.02  # on bounds, for their own rounding
@@ -136,7 +138,7 @@ class Screen:
 
     def _in_full(self, x: Tensor, row: Tensor, token: Tensor) -> Tensor:
         """Logits of some tokens, in float64 where the device has it."""
-        precision = torch.float32 if x.device.type == "mps" else torch.float64
+        precision = torch.float64 if has_float64(x.device) else torch.float32
         values = [x.new_empty(0, dtype=precision)]
         for rows, tokens in zip(row.split(_TOGETHER), token.split(_TOGETHER), strict=True):
             product = (self._weight[tokens].to(precision) * x[rows].to(precision)).sum(1)

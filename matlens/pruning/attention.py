@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from matlens.errors import InputError
 from matlens.progress import Bar
 from matlens.pruning.choices import Method
-from matlens.pruning.folding import Matrix, fold
+from matlens.pruning.folding import Matrix, fold_block
 from matlens.pruning.layouts import Layout
 from matlens.pruning.streams import TOLERANCE, Streams, full_block, tried_streams
 
@@ -130,14 +130,8 @@ def fold_attention(
             for index in range(at, before):
                 h = streams.after(index, silent.get(index, layout.blocks[index]), h)
             block = copy.deepcopy(silent.get(before, layout.blocks[before]))
-            passed = streams.through(before, block, h)
-            bias = layout.writer_of(block).bias
-            matrix = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
-            with_attention = _with_attention(streams, layer, layout.blocks[layer]).float()
-            right = with_attention - (passed.h.float() - passed.written.float())
-            matrix = fold(
-                method, matrix, passed.read.flatten(0, 1), right.flatten(0, 1), penalty=penalty
-            )  # fmt: skip
+            right = _with_attention(streams, layer, layout.blocks[layer])
+            matrix = fold_block(streams, before, block, h, right, method, penalty)
             matrices[before] = matrix
             layout.write(block, matrix.weight, matrix.bias)
             at, h = layer, streams.after(before, block, h)

@@ -27,7 +27,7 @@ from matlens.pruning.attention import (
     silence_all,
 )
 from matlens.pruning.choices import Choice, Method
-from matlens.pruning.folding import Matrix, fold
+from matlens.pruning.folding import REFITTED, Matrix, fold_block
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
 from matlens.pruning.spans import choose_blocks, greedy_order, read_count, spans_of
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
-PENALTY = 0.1  # of the refitted matrix, which has more numbers than calibration text can settle
+# Of refitted matrices, which have more numbers than calibration text can settle.
+PENALTIES = {Method.refit: 0.1, Method.chain: 0.3}
 
 
 def usual_penalty(method: Method) -> float:
     """The penalty of a method unless another is given."""
-    return PENALTY if method == Method.refit else 0.0
+    return PENALTIES.get(method, 0.0)
 
 
 class Healed(NamedTuple):
@@ -171,41 +172,31 @@ class Calibration:
 def fold_spans(
     streams: Streams, blocks: Sequence[int], method: Method, penalty: float, *, progress: bool = True
 ) -> dict[int, Matrix]:
-    """The matrix of the block before each span, by its number; maps are fitted one after another."""
+    """The matrices of the blocks before each span, by number, and by ``chain`` of all behind the first.
+
+    They are fitted one after another, each on the stream that the changed model has before its block.
+    """
     layout, matrices = streams.layout, dict[int, Matrix]()
-    spans = spans_of(blocks)
-    if method == Method.out or not spans:
+    behind = dict(spans_of(blocks))
+    if method == Method.out or not behind:
         return matrices
-    at = 0
-    h = streams.h[0]
-    with Bar(total=len(spans), desc="folding", unit="span", disable=not progress) as bar:
-        for first, last in spans:
-            h = streams.h[first - 1] if not matrices else _through(streams, h, at, first - 1)
-            block = layout.blocks[first - 1]
-            passed = streams.through(first - 1, block, h)
-            rest = passed.h.float() - passed.written.float()
-            bias = layout.writer_of(block).bias
-            writer = Matrix(layout.weight_of(block).detach(), None if bias is None else bias.detach())
-            matrix = fold(
-                method,
-                writer,
-                passed.read.flatten(0, 1),
-                (streams.h[last] - rest).flatten(0, 1),
-                penalty=penalty,
-            )
-            matrices[first - 1] = matrix
-            changed = copy.deepcopy(block)
-            layout.write(changed, matrix.weight, matrix.bias)
-            h, at = streams.after(first - 1, changed, h), last
-            bar.update(1)
+    before = [first - 1 for first in behind]
+    last = len(layout.blocks) if method == Method.chain else max(before) + 1
+    stay = [index for index in range(before[0], last) if index not in set(blocks)]
+    changed = stay if method == Method.chain else before
+    h = streams.h[before[0]]
+    with Bar(total=len(changed), desc="folding", unit="block", disable=not progress) as bar:
+        for index in stay:
+            block = layout.blocks[index]
+            if index in changed:
+                right = streams.h[behind.get(index + 1, index + 1)]
+                matrices[index] = fold_block(streams, index, block, h, right, method, penalty)
+                block = copy.deepcopy(block)
+                layout.write(block, matrices[index].weight, matrices[index].bias)
+                bar.update(1)
+            if index != stay[-1]:
+                h = streams.after(index, block, h)
     return matrices
-
-
-def _through(streams: Streams, h: Tensor, first: int, last: int) -> Tensor:
-    """The stream before block ``last`` from that before block ``first``."""
-    for index in range(first, last):
-        h = streams.after(index, streams.layout.blocks[index], h)
-    return h
 
 
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
@@ -220,7 +211,7 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
     kept = [index for index in range(len(layout.blocks)) if index not in gone]
     config = cut_config(whole.config, kept)
     with torch.random.fork_rng(devices=[]):
-        pruned = type(whole)(config).to(whole.dtype)
+        pruned = type(whole)(config).to(whole.device, whole.dtype)
     names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(kept)}
     lost = tuple(f"{layout.path}.{index}." for index in gone)
 
@@ -331,7 +322,7 @@ def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
 
 def _require_enough(layout: Layout, tokens: Tensor, method: Method) -> None:
     rows, columns = layout.weight_of(layout.blocks[0]).shape
-    if method == Method.refit:
+    if method in REFITTED:
         least, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
     else:
         least, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"

@@ -19,12 +19,17 @@ class Method(StrEnum):
     refit
         The matrix that does best itself: least squares of what it reads to what would be right, with a
         penalty towards ``W``. ``T W`` are the matrices of one rank or less among those it can be.
+    chain
+        ``refit``, and the same for the FFN of every block that stays behind the first span, one after the
+        other: what would be right there is the whole model's own stream. So what is left of the error is
+        made good as it goes on, without a step of training.
     """
 
     out = "out"
     magnitude = "magnitude"
     replaceme = "replaceme"
     refit = "refit"
+    chain = "chain"
 
 
 class Choice(StrEnum):

@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from matlens.linear.moments import Moments
+from matlens.numerics.precision import in_float64
 from matlens.pruning.choices import Method
+from matlens.pruning.streams import Streams
 
+REFITTED = (Method.refit, Method.chain)  # the matrix itself is fitted, not a map of what it writes
 _ROWS = 8192  # of a part that moments take in
 
 
@@ -23,6 +26,35 @@ class Matrix(NamedTuple):
 
     weight: Float[Tensor, "d_model d_mlp"]
     bias: Float[Tensor, " d_model"] | None
+
+
+def fold_block(
+    streams: Streams,
+    index: int,
+    block: nn.Module,
+    h: Float[Tensor, "n length d_model"],
+    right: Float[Tensor, "n length d_model"],
+    method: Method,
+    penalty: float,
+) -> Matrix:
+    """The matrix with which a block gives, as nearly as the method can, the stream that would be right.
+
+    Parameters
+    ----------
+    streams
+        The whole model on the text.
+    index, block
+        A block's number, and that block or another in its place.
+    h, right
+        The stream before it, and what would be right behind it.
+    method, penalty
+        See `fold`.
+    """
+    passed = streams.through(index, block, h)
+    rest = passed.h.float() - passed.written.float()
+    matrix, bias = streams.layout.weight_of(block), streams.layout.writer_of(block).bias
+    own = Matrix(matrix.detach(), None if bias is None else bias.detach())
+    return fold(method, own, passed.read.flatten(0, 1), (right.float() - rest).flatten(0, 1), penalty=penalty)
 
 
 def fold(
@@ -45,13 +77,13 @@ def fold(
         What the matrix read on calibration text, and what should be written there, row by row.
     penalty
         How much the solution is held near the block's own: times the mean square of a coordinate that is
-        mapped. ``replaceme`` is held near the identity, ``refit`` near the matrix.
+        mapped. ``replaceme`` is held near the identity, ``refit`` and ``chain`` near the matrix.
     """
     if method == Method.out:
         return matrix
-    weight = matrix.weight.double()
-    bias = None if matrix.bias is None else matrix.bias.double()
-    if method == Method.refit:
+    weight = in_float64(matrix.weight).to(read.device)
+    bias = None if matrix.bias is None else in_float64(matrix.bias).to(read.device)
+    if method in REFITTED:
         change, shift = _least_squares(read, weight, bias, right, penalty, intercept=bias is not None)
         return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
     if method == Method.magnitude:

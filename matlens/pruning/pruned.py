@@ -147,7 +147,8 @@ def prune_attention(
     Parameters
     ----------
     model, windows, method, penalty, progress
-        See `prune`. A map can be folded where the FFN reads what attention adds: GPT-2, Llama and their like.
+        See `prune`; there is no ``chain``. A map can be folded where the FFN reads what attention adds:
+        GPT-2, Llama and their like.
     attention
         How many, those without which the loss on the first 2,048 tokens rises least, each for itself; or the
         numbers of the blocks, from 1 on.
@@ -158,7 +159,7 @@ def prune_attention(
         The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
         or settings are not usable.
     """
-    method = Method(require_choice(method, Method, "method"))
+    method = Method(require_choice(method, [known for known in Method if known != Method.chain], "method"))
     if penalty is not None:
         penalty = require_number(penalty, "penalty", least=0)
     wanted = read_wanted(attention, model.cfg.n_layers, "attentions")

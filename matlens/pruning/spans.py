@@ -17,6 +17,7 @@ from matlens.activations.sinks import outlying_rows
 from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
+from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.pruning.choices import Choice
 from matlens.pruning.streams import Streams
@@ -132,7 +133,7 @@ def _require_finite(least: float) -> None:
 
 def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Float[Tensor, " *n"]:
     """Angle between vectors, as a share of a half turn."""
-    cosine = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)
+    cosine = torch.nn.functional.cosine_similarity(in_float64(a), in_float64(b), dim=-1)
     return cosine.clamp(-1, 1).arccos() / math.pi
 
 

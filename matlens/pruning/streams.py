@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.models.sites import require_finite
+from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
 
@@ -149,9 +150,8 @@ class Streams:
         losses = []
         for part, tokens in zip(h.split(self._step), self.tokens.split(self._step), strict=True):
             log_p = self._logits(part, tokens)[:, :-1].float().log_softmax(-1)
-            losses.append(
-                -log_p.gather(2, tokens[:, 1:, None].to(log_p.device))[..., 0].double().mean(1).cpu()
-            )
+            of_next = log_p.gather(2, tokens[:, 1:, None].to(log_p.device))[..., 0]
+            losses.append(-in_float64(of_next).mean(1).cpu())
         return torch.cat(losses)
 
     def _logits(self, h: Tensor, tokens: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.linear.samples import are_few
 from matlens.linear.sums import solve_pairs
 from matlens.models.identity import Provenance
+from matlens.numerics.precision import in_float64
 from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
@@ -104,7 +105,7 @@ def fit_moments(
     if penalty is None:
         few = are_few(moments.n_samples, moments.provenance.identity.d_model)
         penalty = _typical(list(map(moments.norms, dict.fromkeys(a for a, _ in wanted)))) if few else 0.0
-    origin = moments.provenance.samples.with_details(
+    origin = moments.provenance.with_details(  # which say what was chosen of the samples
         n_samples=moments.n_samples, intercept=intercept, ridge=penalty
     )
 
@@ -151,7 +152,7 @@ def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
     The median over samples, and of these the median over sources, to two digits. What one sample says in a
     direction weighs no more then than the penalty does.
     """
-    return _typical([samples[source].double().square().sum(1) for source in sources])
+    return _typical([in_float64(samples[source]).square().sum(1) for source in sources])
 
 
 def _typical(norms: Sequence[torch.Tensor | None]) -> float:

@@ -15,6 +15,7 @@ from matlens.corpora.examples import Examples
 from matlens.corpora.readers import require_own_tokens
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
+from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import plain_copy
@@ -123,7 +124,7 @@ def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progres
                 raise InputError(
                     "The pruned model's probabilities are not finite. Expected a larger penalty."
                 )
-            losses.append(-of_next.double().sum(1).cpu())
+            losses.append(-in_float64(of_next).sum(1).cpu())
             likeliest.append(log_p.argmax(-1).cpu())
             bar.update(len(part))
     total = torch.cat(losses).numpy()

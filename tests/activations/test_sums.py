@@ -68,6 +68,41 @@ def test_moments_are_those_of_the_rows(
             assert (bias is None) == (other_bias is None) == (not intercept)
 
 
+@pytest.mark.parametrize("positions", ["all", "drawn"])
+def test_chosen_and_weighted_samples_are_those_of_the_collection(
+    positions: Any, model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    sites = sorted({site for pair in PAIRS for site in pair})
+    collected = matlens.collect(model, examples, sites, positions=positions, **QUIET)
+    generator = np.random.default_rng(3)
+    rows = torch.from_numpy(generator.random(collected.n_rows) < 0.8)
+    weights = torch.from_numpy(generator.integers(0, 3, collected.n_rows))
+    asked: Any = {"pairs": PAIRS, "positions": positions, "rows": rows, "weights": weights.double(), **QUIET}
+    kept = stream_moments(model, examples, tmp_path / "m", **asked)
+    shards = [
+        stream_moments(model, examples, tmp_path / str(number), shard=(number, 3), **asked)
+        for number in (1, 2, 3)
+    ]
+    taken = torch.arange(collected.n_rows)[rows].repeat_interleave(weights[rows])
+    assert kept.n_samples == int((rows & (weights > 0)).sum()) == sum(part.n_samples for part in shards)
+    joined = StoredMoments(*(tmp_path / name for name in "312"))
+    for source, targets in kept.targets.items():
+        x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
+        direct, bias = Moments(x.shape[1], y.shape[1]).update(x, y).solution(intercept=True, ridge=0.3)
+        for stored, most in ((kept, 1e-10), (joined, 1e-6)):
+            ours, other = stored.moments(source).solution(intercept=True, ridge=0.3)
+            assert float((x.double() @ (ours - direct).T).norm() / (x.double() @ direct.T).norm()) < most
+            torch.testing.assert_close(other, bias, rtol=1e-4, atol=1e-6)
+    with pytest.raises(InputError, match="belongs to another job"):
+        stream_moments(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
+    with pytest.raises(InputError, match=f"'rows' has 3 values for {collected.n_rows} samples"):
+        stream_moments(model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None})
+    maps = fit_moments(joined, tmp_path / "maps", progress=False)
+    assert {"rows", "weights"} < set(maps.provenance.details)
+    merge_moments(joined, tmp_path / "merged")
+    assert stream_moments(model, examples, tmp_path / "merged", **asked).n_samples == kept.n_samples
+
+
 def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Examples, tmp_path: Path) -> None:
     few = examples.head(4)
     rows = matlens.collect(model, few, positions="all", **QUIET)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from command_lines import run_command
 from conftest import make_sentences
 from several import run_ranks
 
+from matlens.cli.scripts import Report, run_study
 from matlens.cli.several import agreed, leading
 from matlens.commands import app
-from matlens.processes.group import Processes
+from matlens.processes.group import Processes, current
 from matlens.processes.joining import joined
+from matlens.study.study import Study
 
 
 def of_a_command(*arguments: object) -> Callable[[], Any]:
@@ -69,6 +73,55 @@ def test_a_run_of_two_processes_is_that_of_one(
     assert [outcome["result"][0] for outcome in refused] == [2, 2]
     assert "There is no model" in refused[0]["result"][2]
     assert refused[1]["result"][1:] == ("", "")
+
+
+def test_torchrun_starts_two_processes_whose_run_is_that_of_one(
+    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the launcher itself and nothing shared but the folder, as users start it."""
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    options = [
+        "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
+        "--val", 10, "--device", "cpu", "--positions", "all", "--pairs", "last",
+    ]  # fmt: skip
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "matlens"]
+    command = [sys.executable, "-m", *launcher, *map(str, options), "--out", str(tmp_path / "two")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Figures:") == 1
+    assert run_command([*options, "--out", tmp_path / "one"], capsys).code == 0
+    tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("one", "two")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+    assert (tmp_path / "two" / "run.json").is_file()
+
+
+def test_what_is_not_divided_is_done_once(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Analyses as scripts and commands such as `lens fit`: the first process does them, as if alone."""
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+
+    def script() -> Any:
+        def work(study: Study, report: Report) -> None:
+            calls.append((current().rank, current().several, str(study.out) == str(report.out)))
+
+        calls: list[Any] = []
+        sys.argv = ["analysis.py", "--out", str(tmp_path / "out")]
+        with suppress(SystemExit):
+            run_study(work, model=None, corpus=None)
+        return calls
+
+    first, second = run_ranks(2, script, tmp_path / "scripts", join=False)
+    assert (first["result"], second["result"]) == ([(0, False, True)], [])
+    command = of_a_command(
+        "lens", "fit", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
+        "--device", "cpu", "--out", tmp_path / "lens",
+    )  # fmt: skip
+    first, second = run_ranks(2, command, tmp_path / "lenses", join=False)
+    code, out, err = first["result"]
+    assert (code, "Traceback" in err, str(tmp_path / "lens") in out) == (0, False, True), err
+    assert second["result"] == (0, "", "")
+    assert (tmp_path / "lens" / "config.json").is_file()
 
 
 def test_what_one_process_does_alone_the_others_wait_for(tmp_path: Path) -> None:

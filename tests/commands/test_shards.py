@@ -67,6 +67,18 @@ def test_shards_joined_give_the_table_of_one_run(
     pd.testing.assert_frame_equal(tables[0], table, rtol=1e-4)
 
 
+def test_who_looks_for_parts_where_maps_are_fitted_is_told_of_shards(
+    run_matlens: Matlens, tmp_path: Path
+) -> None:
+    for arguments in (["--shard", "3/8"], [tmp_path, "--shard", "3/8"]):
+        refused = run_matlens("fit", *arguments)
+        assert refused.code == 2
+        said = " ".join(refused.err.split())
+        assert "'matlens shard --shard 3/8 --model ... --corpus ... --out FOLDER'" in said
+        assert "'matlens merge FOLDER... --out FOLDER'" in said
+    assert "'matlens shard'" in run_matlens("fit", "--help").out
+
+
 def test_what_cannot_be_joined_is_refused(run_matlens: Matlens, options: list[str], tmp_path: Path) -> None:
     for shard in ("9/8", "0/8", "3", "a/b", "1/0"):
         refused = run_matlens("shard", "--shard", shard, *options, "--out", tmp_path / "s")

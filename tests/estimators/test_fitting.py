@@ -135,6 +135,72 @@ def test_streamed_is_collected_and_merged_is_whole(
         )
 
 
+def some_rows(data: Activations) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(5).random(data.n_rows) < 0.7)
+
+
+def test_rows_that_are_chosen_are_fitted_as_if_they_were_all(
+    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, names = some_rows(data), [*METHODS, *WITHOUT]
+    monkeypatch.setattr(fitting, "_CHUNK", 100)
+    chosen = Lens.fit(model, data, method=names, rows=rows)
+    streamed = Lens.fit(model, data.examples, method=names, rows=rows, batch_tokens=60, progress=False)
+    moments = LensMoments(data.provenance, names, norm=chosen["normed"].norm)
+    keys = fitting.row_keys(data.examples, drawn=False)[rows.numpy()]
+    alone = {site: data[site][rows] for site in moments.sites}
+    moments.update(alone, places=data.places[rows.numpy()], keys=keys)
+    for name in names:
+        expected = Lens.from_moments(moments, name)
+        for lens in (chosen[name], streamed[name]):
+            assert_same(lens, expected, 1e-3)
+            assert lens.n_samples == expected.n_samples
+            details, others = lens.provenance.details, expected.provenance.details
+            assert details.get("strengths") == others.get("strengths")
+            assert "rows" in details
+    whole = Lens.fit(model, data, method="mat")
+    assert not torch.allclose(whole(alone["h.1"], 1), chosen["mat"](alone["h.1"], 1), rtol=1e-2)
+
+
+def test_a_row_of_weight_two_is_two_rows_and_one_of_weight_zero_is_none(
+    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [
+        name.replace("ridge", "ridge(0.1)") if not name.startswith("ridge-") else "ridge-identity(0.1)"
+        for name in METHODS
+    ]
+    times = torch.from_numpy(np.random.default_rng(6).integers(0, 3, data.n_rows))
+    monkeypatch.setattr(fitting, "_CHUNK", 100)
+    lenses = Lens.fit(model, data, method=names, weights=times.float())
+    repeated = torch.arange(data.n_rows).repeat_interleave(times)
+    moments = LensMoments(data.provenance, names, norm=lenses["normed"].norm)
+    moments.update({site: data[site][repeated] for site in moments.sites})
+    for name, lens in lenses.items():
+        assert_same(lens, Lens.from_moments(moments, name), 1e-3)
+        assert lens.n_samples == int((times > 0).sum())
+    both = Lens.fit(model, data, method="affine", weights=times.float(), rows=some_rows(data))
+    expected = MapSet.fit(data, rows=some_rows(data), weights=times.float(), intercept=True, progress=False)
+    assert_same(both, Lens.from_maps(expected))
+    assert both.provenance.details["weights"] != lenses["affine"].provenance.details["weights"]
+
+
+def test_weights_are_merged_with_the_rows_that_they_are_of(model: Any, data: Activations) -> None:
+    names = ["mat", "ridge", "weighted+ridge without sinks"]
+    weights = torch.from_numpy(np.random.default_rng(7).uniform(0.5, 2, data.n_rows))
+    weights[: data.n_rows // 2] = 1  # which are not said of the first part
+    whole = Lens.fit(model, data, method=names, weights=weights)
+    keys = fitting.row_keys(data.examples, drawn=False)
+    parts = []
+    for rows, of_part in ((slice(data.n_rows // 2), None), (slice(data.n_rows // 2, None), weights)):
+        part = LensMoments(data.provenance, names)
+        vectors = {site: data[site][rows] for site in part.sites}
+        given = None if of_part is None else of_part[rows]
+        parts.append(part.update(vectors, places=data.places[rows], keys=keys[rows], weights=given))
+    merged = parts[0].merge(parts[1])
+    for name in names:
+        assert_same(Lens.from_moments(merged, name), whole[name], 1e-3)
+
+
 def test_leave_one_out_looks_at_the_rows_of_least_keys(
     model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +251,12 @@ def test_what_cannot_be_fitted_is_refused(
         Lens.fit(model, some, layers=[1], method="mat without sinks")
     with pytest.raises(InputError, match="Expected one or more of 0 to 2"):
         Lens.fit(model, data, layers=[3])
+    with pytest.raises(InputError, match="'rows' has 3 values"):
+        Lens.fit(model, data, rows=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(InputError, match="No sample is left"):
+        Lens.fit(model, data.examples, weights=torch.zeros(data.n_rows))
+    with pytest.raises(InputError, match="'tuned' is trained"):
+        Lens.fit(model, data, method=["mat", "tuned"], rows=torch.ones(data.n_rows, dtype=torch.bool))
     moments = LensMoments(data.provenance, "mat")
     with pytest.raises(InputError, match="No samples"):
         moments.solve("mat")
@@ -199,6 +271,8 @@ def test_what_cannot_be_fitted_is_refused(
     with pytest.raises(InputError, match=r"lack h\.0"):
         moments.update({"h.1": torch.ones(2, D_MODEL)})
     vectors = {site: data[site][:4] for site in moments.sites}
+    with pytest.raises(InputError, match="negative or not finite"):
+        moments.update(vectors, weights=torch.tensor([1.0, 1.0, 1.0, -1.0]))
     with pytest.raises(InputError, match="3 places"):
         moments.update(vectors, places=np.arange(3))
     with pytest.raises(InputError, match="not finite"):

@@ -121,6 +121,11 @@ def test_polishing_makes_the_divergence_less_on_other_rows(
     torch.testing.assert_close(
         polish(readout, start, h[:300], last[:300], **options | {"rate": 0.0}).weight, start.weight
     )
+    # Scores that are right but for a factor of two lose it, at most a hundredth of it at a step.
+    doubled = polish(
+        readout, LayerMap(torch.eye(D_MODEL), scale=2.0), last, last, steps=60, batch=20, tokens=30, rate=0.0
+    )
+    assert 1 < doubled.scale < 1.7
 
 
 def test_the_scale_is_the_best_of_those_tried(small_model: Models) -> None:

@@ -10,9 +10,11 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from conftest import (
+    APART,
     ARCHITECTURES,
     D_MODEL,
     FAMILY_OF,
+    KINDS,
     LAYERS,
     N_LAYERS,
     SITE_MODULES,
@@ -80,14 +82,15 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anatomy, "_KNOWN", WeakKeyDictionary())
 
 
-@pytest.mark.parametrize("name", WIRINGS)
+@pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
 def test_family_and_kinds_are_those_of_the_architecture(name: str, small_model: Callable[[str], Any]) -> None:
     found = Anatomy.from_model(small_model(name))
-    assert found.family.name == FAMILY_OF[name]
-    assert set(found.kinds) == set(SITE_MODULES[name])
+    kinds = {*SITE_MODULES[name], *APART.get(name, ())}
+    assert found.family.name == (FAMILY_OF | KINDS)[name]
+    assert set(found.kinds) == kinds
     assert (found.n_layers, found.d_model) == (N_LAYERS, D_MODEL)
     assert [str(site) for site in found.stream] == [f"h.{i}" for i in range(N_LAYERS + 1)]
-    assert len(set(found.sites)) == N_LAYERS + 1 + N_LAYERS * len(SITE_MODULES[name])
+    assert len(set(found.sites)) == N_LAYERS + 1 + N_LAYERS * len(kinds)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -107,20 +110,21 @@ def test_stream_is_the_hidden_states_with_the_last_before_the_final_norm(
         assert (last - states[-1]).abs().max() > 0.1 * states[-1].abs().max()
 
 
-@pytest.mark.parametrize("name", WIRINGS)
+@pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
 def test_every_site_is_the_end_of_its_module(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     ours, theirs = vectors(small_model(name)), plain_vectors(name, plain_model(name), TOKENS)
-    assert set(ours) == set(theirs) - {"logits"}
-    for site in ours:
+    apart = {f"{kind}.{layer}" for kind in APART.get(name, ()) for layer in range(N_LAYERS)}
+    assert set(ours) == set(theirs) - {"logits"} | apart
+    for site in set(ours) - apart:
         assert_near(ours[site], theirs[site])
 
 
-@pytest.mark.parametrize("name", [*WIRINGS, "neox-sequential"])
+@pytest.mark.parametrize("name", [*WIRINGS, *KINDS, "neox-sequential"])
 def test_the_plain_model_adds_up_as_its_family_says(name: str, plain_model: Callable[[str], Any]) -> None:
     """The wiring itself, without matlens: where it holds, the family's sites mean what they are said to."""
-    family = FAMILY_OF.get(name, "pre-norm")
+    family = (FAMILY_OF | KINDS).get(name, "pre-norm")
     found = plain_vectors(name, plain_model(name), TOKENS)
     for layer in range(N_LAYERS):
         block = {kind: found[f"{kind}.{layer}"] for kind in ["h", *SITE_MODULES[name]]}
@@ -133,13 +137,13 @@ def test_the_plain_model_adds_up_as_its_family_says(name: str, plain_model: Call
             assert torch.equal(block["ffn_in"], block[FFN_READS[name]])
 
 
-@pytest.mark.parametrize("name", WIRINGS)
+@pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
 def test_our_sites_add_up_as_the_family_says(name: str, small_model: Callable[[str], Any]) -> None:
     found = vectors(small_model(name))
     for layer in range(N_LAYERS):
         block = {kind: found[f"{kind}.{layer}"] for kind in ["h", *SITE_MODULES[name]]}
         block["next"] = found[f"h.{layer + 1}"]
-        for total, parts in SUMS[FAMILY_OF[name]].items():
+        for total, parts in SUMS[(FAMILY_OF | KINDS)[name]].items():
             assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0), 1e-6)
 
 

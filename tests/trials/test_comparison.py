@@ -58,10 +58,10 @@ def test_a_row_is_what_pruning_alone_gives(
 
 
 def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
-    """Blocks go one after the other; the model that is healed is another than the one that was refitted."""
+    """Blocks go one after the other; the model that is healed is another than the folded one."""
     model = small_model("gpt2")
     table = trials.pruning_table(
-        model, texts[0], {"a": texts[1]}, [1, 2], methods=["refit", "out"], choices=["greedy", "angle"],
+        model, texts[0], {"a": texts[1]}, [1, 2], methods=["chain", "out"], choices=["greedy", "angle"],
         heal=60, progress=False,
     )  # fmt: skip
     calibration = Calibration.run(model, texts[0], fold=True, progress=False)
@@ -70,17 +70,17 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         blocks = calibration.choose(n, Choice.greedy, progress=False)
         rows = table[(table["n_left_out"] == n) & (table["choice"] == "greedy")]
         assert set(rows["blocks"]) == {" ".join(map(str, blocks))}
-        assert list(dict.fromkeys(rows["method"])) == ["refit", "out", "refit, healed"]
-        for method in ("refit", "out", "refit, healed"):
+        assert list(dict.fromkeys(rows["method"])) == ["chain", "out", "chain, healed"]
+        for method in ("chain", "out", "chain, healed"):
             pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
-            if method == "refit, healed":
+            if method == "chain, healed":
                 calibration.heal(pruned, blocks, 60, progress=False)
             losses = read_text(pruned, tokens, desc="", progress=False).losses
             of_method = rows[rows["method"] == method].set_index("metric")["value"]
             perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
             assert of_method["perplexity"] == pytest.approx(perplexities[-1], rel=1e-6)
     assert len({round(value, 6) for value in perplexities}) == 6
-    assert "refit, healed" not in set(table[table["choice"] == "angle"]["method"])
+    assert "chain, healed" not in set(table[table["choice"] == "angle"]["method"])
     assert "gone" not in set(table["metric"])
 
 

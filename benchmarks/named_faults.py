@@ -1,0 +1,101 @@
+"""Faults that analyses once had put into them, of which all but one passed every test: each must be seen.
+
+No rule of `mutating` makes all of them: maps of another fit, the r2 of another method, or a baseline that is
+left out are other names of the same kind, in the right place.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import NamedTuple
+
+from mutating import Mutant
+
+
+class NamedFault(NamedTuple):
+    """A fault by its name: what the module's text is, and what it becomes."""
+
+    name: str
+    module: str
+    before: str
+    after: str
+
+
+NAMED = (
+    NamedFault(
+        "maps of the wrong fit used for a variant",
+        "linearity/alternation",
+        "((maps, True), (without_sinks, False))",
+        "((maps, True), (maps if without_sinks else None, False))",
+    ),
+    NamedFault(
+        "stand-ins of the wrong fit used for a variant",
+        "linearity/submodules",
+        'fits, replace = maps[case.fitted], CONTEXTUAL[case.replaced]',
+        'fits, replace = maps["all"], CONTEXTUAL[case.replaced]',
+    ),
+    NamedFault(
+        "R2 from the r2 of `id`",
+        "linearity/alternation",
+        'r2_matrix(fit_quality(maps, validation, rows=rows), "mat")',
+        'r2_matrix(fit_quality(maps, validation, rows=rows), "id")',
+    ),
+    NamedFault(
+        "the sink mask inverted where schemes are scored",
+        "linearity/alternation",
+        "kept = ~sink_rows(validation)",
+        "kept = sink_rows(validation)",
+    ),
+    NamedFault(
+        "the sink mask inverted where heads are replaced",
+        "linearity/heads",
+        "where = ~find_sinks(model, data.examples)",
+        "where = find_sinks(model, data.examples)",
+    ),
+    NamedFault(
+        "`lift` exchanged for the score",
+        "ffn/events",
+        '"score": trace.score, "lift": lift_scores(trace, model),',
+        '"score": lift_scores(trace, model), "lift": trace.score,',
+    ),
+    NamedFault(
+        "the coefficient ignored in control",
+        "control/comparison",
+        "return controlled(model, self.names, self.coefficient)",
+        "return controlled(model, self.names, PAPER_COEFFICIENT)",
+    ),
+    NamedFault(
+        "the worst word vectors taken for the best",
+        "control/comparison",
+        '["value"].head(n)',
+        '["value"].tail(n)',
+    ),
+    NamedFault(
+        "Self-Debiasing left out of its perplexity",
+        "control/comparison",
+        "return text_losses(model, texts, debiasing=self.processor)",
+        "return text_losses(model, texts)",
+    ),
+)  # fmt: skip
+
+
+def faulty(fault: NamedFault, source: str) -> Mutant:
+    """A module with a named fault.
+
+    Raises
+    ------
+    ValueError
+        What the fault replaces is not in the module, or more than once.
+    """
+    if source.count(fault.before) != 1:
+        raise ValueError(
+            f"{fault.module} has {fault.before!r} {source.count(fault.before)} times. Expected it once, so "
+            f"that the fault {fault.name!r} can be put there; say where that code is now."
+        )
+    start = source.index(fault.before)
+    changed = source.replace(fault.before, fault.after)
+    line = source.count("\n", 0, start) + 1
+    statement = next(
+        node for node in reversed(ast.parse(changed).body) if node.lineno <= line
+    )  # a decorator belongs to what it decorates, and none is changed
+    return Mutant(line, f"named: {fault.name}", changed, ast.get_source_segment(changed, statement) or "")

@@ -1,0 +1,200 @@
+"""On a device, and on two, everything gives the numbers that it gives on the CPU (`pretend`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pretend
+import pytest
+import torch
+from conftest import WORDS, make_sentences
+
+import matlens
+from matlens import (
+    LinearMap,
+    MapSet,
+    Readout,
+    control,
+    ffn,
+    judging,
+    lens,
+    linearity,
+    metrics,
+    pruning,
+    trials,
+)
+from matlens.corpora import Corpus, make_windows
+from matlens.estimators import VocabularySample
+from matlens.inputs import make_judged_text
+from matlens.linear import Moments, PairMoments, fit_samples
+from matlens.linearity.scores import held_out_scores
+from matlens.numerics import split_product
+from matlens.pruning.spans import angles
+
+
+@pytest.fixture
+def without_float64() -> Iterator[None]:
+    """There is a device without float64."""
+    with pretend.devices(without_float64=True):
+        yield
+
+
+@functools.cache
+def texts(seed: int, n: int, length: int) -> Corpus:
+    generator = np.random.default_rng(seed)
+    words = (" ".join(generator.choice(WORDS, length)) for _ in range(n))
+    return Corpus("text", tuple(words), n, 0, 0, 0)
+
+
+def fits_and_exits(model: Any) -> Any:
+    train, validation = make_sentences().split(n_train=30, n_validation=10, seed=0)
+    rows = [
+        matlens.collect(model, matlens.make_examples(model, part), progress=False)
+        for part in (train, validation)
+    ]
+    maps = MapSet.fit(rows[0], pairs="last", ridge=1.0, progress=False)
+    table = lens.exit_sweep(Readout(model), maps, rows[1], progress=False)
+    return [maps[0, -1].weight, table["value"]]
+
+
+def judged_lenses(model: Any, folder: Path) -> Any:
+    parts = make_sentences().split(n_train=30, n_validation=10, seed=0)
+    methods = ["mat", "normed+affine without sinks", "polished"]
+    made = judging.compare_lenses(model, parts, folder, methods=methods, layers=[1, 2], progress=False)
+    timed = made.report["metric"] == "seconds"
+    return [made.report.loc[~timed, "value"], made.exits["value"]]
+
+
+def read_layers(model: Any) -> Any:
+    fitted = matlens.Lens.fit(model, make_sentences(), method="mat", progress=False)
+    seen = fitted.trajectory("w1 w2 w3 w4")
+    return [seen.probabilities, seen.entropy, seen.kl]
+
+
+def losses(model: Any) -> Any:
+    debiasing = control.SelfDebiasing(["profanity"])
+    return [
+        control.text_losses(model, texts(1, 3, 6), debiasing=how, progress=False).total
+        for how in (None, debiasing)
+    ]
+
+
+def continuations(model: Any) -> Any:
+    with control.controlled(model, ["L1D3", "L2D5"], 3.0, where="not-first"):
+        return control.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2, progress=False)
+
+
+def atlas(model: Any) -> Any:
+    fitted, judged = (make_judged_text(model, texts(i, n, 16), size=16) for i, n in ((1, 4), (2, 2)))
+    return linearity.linearity_atlas(model, fitted, judged, progress=False)["value"]
+
+
+def pruned(model: Any) -> Any:
+    windows = make_windows(model, texts(5, 1, 400), size=20)
+    made = pruning.prune(model, windows, 1, heal=200, progress=False)
+    return trials.compare_pruned(model, made, windows, progress=False)["value"]
+
+
+def traced(model: Any) -> Any:
+    examples = matlens.make_examples(model, texts(3, 4, 6))
+    trace = ffn.Trace.run(model, examples, k=2, progress=False)
+    removed = ffn.removal_table(model, examples, k=2, n_tokens=5, progress=False)
+    return [trace.before, trace.after, removed["value"]]
+
+
+TOUR: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (fits_and_exits, judged_lenses, read_layers, losses, continuations, atlas, pruned, traced)
+}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, list):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    elif isinstance(ours, pd.DataFrame):
+        pd.testing.assert_frame_equal(ours, theirs)
+    else:
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(
+    small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Any]:
+    @functools.cache
+    def of(step: str) -> Any:
+        return called(step, small_model("gpt2"), tmp_path_factory.mktemp("cpu"))
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def placed(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A small model on a device, by name, for as long as there is one."""
+
+    @functools.cache
+    def model(name: str) -> Any:
+        loaded = matlens.load(str(model_folder(name)), device=pretend.FIRST)
+        assert {weight.device for weight in loaded.original_model.parameters()} == {pretend.FIRST}
+        return loaded
+
+    return model
+
+
+def called(step: str, model: Any, folder: Path) -> Any:
+    return TOUR[step](model, *([folder] if step == "judged_lenses" else []))
+
+
+@pytest.mark.usefixtures("without_float64")
+@pytest.mark.parametrize("step", TOUR)
+def test_a_device_without_float64_gives_the_numbers_of_the_cpu(
+    step: str, placed: Callable[[str], Any], on_cpu: Callable[[str], Any], tmp_path: Path
+) -> None:
+    assert_same(called(step, placed("gpt2"), tmp_path), on_cpu(step))
+
+
+def fits_of(samples: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
+    return next(fit_samples(samples, [("h.0", "h.1")], **how)).weight
+
+
+def followed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = (
+        LinearMap(each.T @ each, each[0], f"h.{i}", f"h.{i + 1}") for i, each in enumerate((x, y))
+    )
+    both = first.then(second)
+    assert both.bias is not None
+    return torch.cat([both.weight, both.bias[None]])
+
+
+OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "fit": lambda x, y: fits_of({"h.0": x, "h.1": y}),
+    "weighted fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, weights=x[:, 0].abs(), intercept=True),
+    "split fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, split=True),
+    "fit of x elsewhere": lambda x, y: Moments(4, 4).update(x, y.cpu()).solve().weight,
+    "split_product": split_product,
+    "norms": lambda x, y: PairMoments([("h.0", "h.1")], norms=True).update({"h.0": x, "h.1": y}).norms("h.0"),
+    "r2": metrics.r2,
+    "mean": lambda x, y: metrics.mean(x)[:3],
+    "then": followed,
+    "matrix_cosine": judging.matrix_cosine,
+    "angles": angles,
+    "exit layers": lambda x, y: lens.exit_layers(x, lens.thresholds(y[:, 0].abs().long(), 0.5)),
+    "scores": lambda x, y: list(held_out_scores(x, y).values()),
+    "sample": lambda x, y: VocabularySample.from_weights(x.flatten().abs(), 5).chances,
+}
+
+
+@pytest.mark.usefixtures("without_float64")
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_tensors_of_a_device_without_float64_are_taken(name: str) -> None:
+    x, y = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
+    given, expected = (
+        OF_TENSORS[name](*pair) for pair in ((x.to(pretend.FIRST), y.to(pretend.FIRST)), (x, y))
+    )
+    torch.testing.assert_close(torch.as_tensor(given).cpu(), torch.as_tensor(expected))
