@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_a_folder_loads_to_the_same_logits(
     with pytest.raises(InputError, match="not empty"):
         pruning.save_pruned(pruned, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("refit", "in the block before each span the output matrix of the FFN was changed"),
+        ("chain", "in every block that stays, from the one before the first span on, the output matrix of"),
+        ("out", "in the block before each span nothing was changed"),
+    ],
+)
+def test_a_card_says_which_matrices_were_changed(
+    method: str, said: str, pruned: pruning.Pruned, tmp_path: Path
+) -> None:
+    made = replace(pruned, method=pruning.Method(method))
+    assert said in (pruning.save_pruned(made, tmp_path / "model") / "README.md").read_text()
 
 
 def test_folders_load_in_a_process_without_matlens(
