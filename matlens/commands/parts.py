@@ -92,7 +92,7 @@ def prune(
     penalty: Annotated[
         float | None,
         typer.Option(
-            min=0, help="How much it is held near what it was.", show_default="0.1 for refit, 1 for chain"
+            min=0, help="How much it is held near what it was.", show_default="0.1 for refit, 0.3 for chain"
         ),
     ] = None,
     heal: Annotated[

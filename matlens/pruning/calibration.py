@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 # Of refitted matrices, which have more numbers than calibration text can settle.
-PENALTIES = {Method.refit: 0.1, Method.chain: 1.0}
+PENALTIES = {Method.refit: 0.1, Method.chain: 0.3}
 
 
 def usual_penalty(method: Method) -> float:

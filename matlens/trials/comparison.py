@@ -118,15 +118,19 @@ def pruning_table(
     for size in sizes:
         chosen = {choice: calibration.choose(size, choice, progress=progress) for choice in of_choices}
         tried: list[tuple[Choice, str]] = []
+        chains = dict[tuple[int, ...], Any]()
         for choice, blocks in chosen.items():
             healing = heal > 0 and choice == Choice.greedy and Method.chain in of_methods
             for called in [*(method.value for method in of_methods), *([HEALED] if healing else [])]:
                 tried.append((choice, called))
                 if (blocks, called) not in known:
-                    method = Method.chain if called == HEALED else Method(called)
-                    pruned = calibration.without(blocks, method, progress=progress)
-                    if called == HEALED:
+                    if called == HEALED:  # that has been judged as it was, and may be changed now
+                        pruned = chains[blocks]
                         calibration.heal(pruned, blocks, heal, progress=progress)
+                    else:
+                        pruned = calibration.without(blocks, Method(called), progress=progress)
+                        if called == Method.chain:
+                            chains[blocks] = pruned
                     known[blocks, called] = {
                         corpus: read_text(pruned, of_corpus, desc=f"{size} {called}", progress=progress)
                         for corpus, of_corpus in tokens.items()
