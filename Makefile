@@ -197,8 +197,8 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # The jobs that are published; of options given twice the last counts.
 $(RESULTS)/linearity.csv: OPTIONS = --train 4000 --val 1000 --windows 160 --judged 8
 $(RESULTS)/linearity_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --judged 200
-$(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --windows 120 --judged 12 \
-	--heal 100000
+$(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --choice angle --choice loss \
+	--choice greedy --windows 120 --judged 12 --heal 100000
 
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
