@@ -9,7 +9,7 @@ from pathlib import Path
 def table_lines(rows: Sequence[Sequence[object]]) -> list[str]:
     """A Markdown table: its heads, its lines, and in bold the last one if it is of all."""
     head, *lines = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
-    bold = [[f"**{cell}**" for cell in line] if line[0] == "all" else line for line in lines]
+    bold = [[cell and f"**{cell}**" for cell in line] if line[0] == "all" else line for line in lines]
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *bold)]
 
 

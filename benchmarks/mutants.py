@@ -86,7 +86,11 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "control/comparison": (),
     "pruning/folding": ("tests/pruning/test_pruned.py",),
     "pruning/spans": ("tests/pruning/test_pruned.py",),
-    "pruning/calibration": ("tests/pruning/test_pruned.py", "tests/pruning/test_folding.py"),
+    "pruning/calibration": (
+        "tests/pruning/test_calibration.py",
+        "tests/pruning/test_pruned.py",
+        "tests/pruning/test_folding.py",
+    ),
     "pruning/streams": ("tests/pruning/test_healing.py", "tests/pruning/test_pruned.py"),
     "pruning/layouts": ("tests/pruning/test_pruned.py", "tests/pruning/test_saving.py"),
     "pruning/attention": (),

@@ -1,4 +1,4 @@
-"""Faults that analyses once had put into them, of which all but one passed every test: each must be seen.
+"""Faults that were once put into the analyses, and passed every test then: each must be seen.
 
 No rule of `mutating` makes all of them: maps of another fit, the r2 of another method, or a baseline that is
 left out are other names of the same kind, in the right place.

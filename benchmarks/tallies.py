@@ -37,9 +37,9 @@ class Tally:
     def summed(self, by: Sequence[str], counts: Sequence[str]) -> list[list[object]]:
         """Rows of a table: heads, the counts of each group added up, and those of all."""
         groups = self.table.groupby(list(by), sort=False)[list(counts)].sum().reset_index()
-        rows = [
-            [str(row[key]) for key in by] + [int(row[count]) for count in counts]
+        rows: list[list[object]] = [
+            [*(str(row[key]) for key in by), *(int(row[count]) for count in counts)]
             for row in groups.to_dict("records")
         ]
-        total = ["all", *[""] * (len(by) - 1), *(int(groups[count].sum()) for count in counts)]
+        total: list[object] = ["all", *[""] * (len(by) - 1), *(int(groups[count].sum()) for count in counts)]
         return [[*by, *counts], *rows, total]

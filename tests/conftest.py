@@ -26,6 +26,7 @@ WORDS = [f"w{i}" for i in range(50)]
 SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
 BERT_SPECIAL = SPECIAL | {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 N_LAYERS, D_MODEL, N_CTX = 3, 32, 48
+N_DEEP = 6  # layers of "llama-deep", which has room for several spans
 
 _COMMON: dict[str, Any] = {"vocab_size": 60, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
 _SIZES: dict[str, Any] = _COMMON | {
@@ -99,6 +100,8 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_labels=5,
     ),
     "llama-sinks": CONFIGS["llama"],
+    "llama-deep": lambda: transformers.LlamaConfig(**_GROUPED | {"num_hidden_layers": N_DEEP}),
+    "llama-tied": lambda: transformers.LlamaConfig(**_GROUPED, tie_word_embeddings=True),
     "opt": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=D_MODEL),
     # As OPT-350m: norms behind, no final norm, and embeddings that are narrower than the stream.
     "opt-narrow": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
@@ -118,7 +121,7 @@ LAYERS = {
     "gemma3": ("model.layers", "model.norm"),
 }
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
-for _name in ("llama-sinks", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
+for _name in ("llama-sinks", "llama-deep", "llama-tied", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
 LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["gpt2"]
 LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")

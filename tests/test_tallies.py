@@ -43,11 +43,11 @@ def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(
     marked, page = modules("marked"), tmp_path / "page.md"
     page.write_text("before\n<!-- races -->\nold\n<!-- races -->\nafter <!-- kills -->\n<!-- kills -->\n")
     for _ in range(2):
-        lines = marked.table_lines([["command", "races"], ["fit", 1200], ["all", 1200]])
+        lines = marked.table_lines([["command", "n", "races"], ["fit", "2", 1200], ["all", "", 1200]])
         marked.write_between(page, "races", "\n".join(lines))
         assert page.read_text() == (
-            "before\n<!-- races -->\n| command | races |\n| --- | --- |\n| fit | 1,200 |\n"
-            "| **all** | **1,200** |\n<!-- races -->\nafter <!-- kills -->\n<!-- kills -->\n"
+            "before\n<!-- races -->\n| command | n | races |\n| --- | --- | --- |\n| fit | 2 | 1,200 |\n"
+            "| **all** |  | **1,200** |\n<!-- races -->\nafter <!-- kills -->\n<!-- kills -->\n"
         )
 
 

@@ -43,8 +43,11 @@ def linearity(
     from matlens.linearity.atlas import ATLAS, atlas_seconds, linearity_atlas
     from matlens.linearity.ranking import CORRELATIONS, rank_correlations
     from matlens.models.identity import ModelIdentity
+    from matlens.storage.files import require_writable
     from matlens.storage.tables import write_results
 
+    tables = [f"{name}.{suffix}" for name in (ATLAS, CORRELATIONS) for suffix in ("csv", "json")]
+    require_writable(out, [*tables, *(f"{ATLAS}.{suffix}" for suffix in ("png", "pdf"))])
     bridge = model.load()
     fitted_on, judged_on = (
         make_judged_text(bridge, part, size=window, most=most, seed=seed)
@@ -127,18 +130,20 @@ def prune(
         from matlens.corpora.prompts import make_windows
         from matlens.pruning.pruned import prune as prune_model
         from matlens.pruning.pruned import prune_attention
-        from matlens.trials.evaluation import compare_pruned
+        from matlens.trials.evaluation import compare_pruned, judged_tokens
         from matlens.trials.timing import compare_costs
 
         bridge = model.load()
         calibration = make_windows(bridge, fitted_on, size=window, most=windows)
+        judged_windows = make_windows(bridge, judged_on, size=window, most=judged)
+        judged_tokens(judged_windows)  # refused before the work, as all that is
         if attention is None:
             pruned = prune_model(
                 bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
             )
         else:
             pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
-        table = compare_pruned(bridge, pruned, make_windows(bridge, judged_on, size=window, most=judged))
+        table = compare_pruned(bridge, pruned, judged_windows)
         costs = compare_costs(bridge, pruned)
         save_pruned(pruned, out, pd.concat([table, costs]))
     rows = [

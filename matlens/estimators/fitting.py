@@ -22,6 +22,7 @@ from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, row_keys, solve
+from matlens.estimators.rows import KeptRows
 from matlens.linear.moments import Moments
 from matlens.linear.samples import Chosen, require_weights
 from matlens.models.identity import ModelIdentity, Provenance
@@ -36,33 +37,6 @@ _HELD = 1024  # rows of each layer that leave-one-out looks at
 _CHUNK = 1024  # rows that are factorised at once; never fewer than four for each coordinate
 # Of the median norm: longer rows, and first tokens longer than that, are kept aside as they may be sinks.
 _LONG, _LONG_FIRST = FACTOR / 4, 1.5
-
-
-class _Rows:
-    """Some rows as they are: vectors of every layer, and of each row its key, its place and how it counts."""
-
-    def __init__(
-        self, vectors: Mapping[int, Tensor], keys: Tensor, index: Tensor, weights: Tensor | None = None
-    ) -> None:
-        self.vectors, self.keys, self.index = dict(vectors), keys, index
-        self.weights = torch.ones(len(keys), dtype=torch.float64) if weights is None else weights
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def chosen(self, rows: Tensor) -> _Rows:
-        vectors = {layer: values[rows] for layer, values in self.vectors.items()}
-        return _Rows(vectors, self.keys[rows], self.index[rows], self.weights[rows])
-
-    def with_rows(self, other: _Rows, offset: int = 0) -> _Rows:
-        vectors = {layer: torch.cat([values, other.vectors[layer]]) for layer, values in self.vectors.items()}
-        index = torch.cat([self.index, other.index + offset])
-        weights = torch.cat([self.weights, other.weights])
-        return _Rows(vectors, torch.cat([self.keys, other.keys]), index, weights)
-
-    def first_keys(self, n: int) -> _Rows:
-        """The rows of the least keys, which are as good as drawn."""
-        return self if len(self) <= n else self.chosen(self.keys.sort(stable=True).indices[:n])
 
 
 @checked
@@ -123,9 +97,9 @@ class LensMoments:
         site, last = Site(STREAM, layer), Site(STREAM, self._last)
         return Moments(self._width, self._width, source=str(site), target=str(last))
 
-    def _no_rows(self) -> _Rows:
+    def _no_rows(self) -> KeptRows:
         empty, none = torch.empty(0, self._width), torch.empty(0, dtype=torch.long)
-        return _Rows(dict.fromkeys((*self.layers, self._last), empty), none, none)
+        return KeptRows(dict.fromkeys((*self.layers, self._last), empty), none, none)
 
     def update(
         self,
@@ -201,7 +175,7 @@ class LensMoments:
         keys = torch.cat([of_part for _, _, of_part, _ in self._waiting])
         weights = torch.cat([of_part for *_, of_part in self._waiting])
         self._waiting = []
-        rows = _Rows(vectors, keys, torch.arange(self.n, self.n + len(keys)), weights)
+        rows = KeptRows(vectors, keys, torch.arange(self.n, self.n + len(keys)), weights)
         self.n += len(keys)
         if self._leaves_out:
             norms = torch.stack([values.norm(dim=1).cpu() for values in vectors.values()], 1)
@@ -209,17 +183,16 @@ class LensMoments:
             self._places = torch.cat([self._places, places])
             median = self._norms.median(0).values
             long = (norms > _LONG * median).any(1) | ((places == 0) & (norms > _LONG_FIRST * median).any(1))
-            kept = _Rows({layer: vectors[layer] for layer in self._aside.vectors}, keys, rows.index, weights)
+            kept = rows.of_layers(self._aside.vectors)
             self._aside = self._aside.with_rows(kept.chosen(long))
             rows = kept.chosen(~long)
         for kind in self._kinds:
             self._add(self._sets[kind], kind, rows)
         if self._holds:
-            of_held = {layer: rows.vectors[layer] for layer in self._held.vectors}
-            held = _Rows(of_held, rows.keys, rows.index, rows.weights)
+            held = rows.of_layers(self._held.vectors)
             self._held = self._held.with_rows(held).first_keys(_HELD)
 
-    def _add(self, sets: Mapping[int, Moments], kind: Rows, rows: _Rows) -> None:
+    def _add(self, sets: Mapping[int, Moments], kind: Rows, rows: KeptRows) -> None:
         if not len(rows):
             return
         y, weights = self._entering(rows.vectors[self._last], kind), self._weights(rows, kind)
@@ -233,7 +206,7 @@ class LensMoments:
         assert self.norm is not None
         return self.norm(in_float64(vectors))
 
-    def _weights(self, rows: _Rows, kind: Rows) -> Tensor | None:
+    def _weights(self, rows: KeptRows, kind: Rows) -> Tensor | None:
         device = in_float64(rows.vectors[self._last][:0]).device
         own = rows.weights.to(device) if self._weighted else None
         if kind != "weighted":
@@ -308,7 +281,7 @@ class LensMoments:
         norm = self.norm if method.normed else None
         return LensParts(maps, name, self.provenance.with_details(**details), norm)
 
-    def _rows_of(self, method: Method) -> tuple[_Rows, int]:
+    def _rows_of(self, method: Method) -> tuple[KeptRows, int]:
         """The rows kept aside that a method is fitted on after all, and how many sinks it leaves out."""
         if method.sinks or not self._leaves_out:
             return self._aside, 0
@@ -322,12 +295,12 @@ class LensMoments:
             )
         return self._aside.chosen(~sinks[self._aside.index]), int(sinks.sum())
 
-    def _whole_sets(self, method: Method, back: _Rows) -> dict[int, Moments]:
+    def _whole_sets(self, method: Method, back: KeptRows) -> dict[int, Moments]:
         sets = {layer: copy.copy(moments) for layer, moments in self._sets[method.rows].items()}
         self._add(sets, method.rows, back)
         return sets
 
-    def _held_rows(self, method: Method, held: _Rows | None, layers: Sequence[int]) -> HeldRows | None:
+    def _held_rows(self, method: Method, held: KeptRows | None, layers: Sequence[int]) -> HeldRows | None:
         if held is None:
             return None
         y, weights = self._entering(held.vectors[self._last], method.rows), self._weights(held, method.rows)

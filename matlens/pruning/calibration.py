@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Int
 from torch import Tensor
 
+from matlens.arguments import short
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import is_masked, require_own_tokens
 from matlens.errors import InputError
@@ -29,7 +31,7 @@ from matlens.pruning.folding import REFITTED, Matrix, fold_block
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
 from matlens.pruning.spans import choose_blocks, greedy_order, read_count, spans_of
-from matlens.pruning.streams import Streams, require_foldable
+from matlens.pruning.streams import TOLERANCE, Streams, full_block, require_foldable, tried_streams
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -128,8 +130,7 @@ class Calibration:
         InputError
             The FFNs do not read what attention adds, or the text has too few tokens for the method.
         """
-        if method in REFITTED:
-            _require_enough(self.layout, self.streams.tokens)
+        _require_enough(self.layout, self.streams.tokens, method)
         if method != Method.out:
             require_foldable_attention(self.layout)
         if isinstance(wanted, int):
@@ -162,8 +163,7 @@ class Calibration:
         InputError
             The text has too few tokens for the method.
         """
-        if method in REFITTED:
-            _require_enough(self.layout, self.streams.tokens)
+        _require_enough(self.layout, self.streams.tokens, method)
         penalty = usual_penalty(method) if penalty is None else penalty
         matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
         return build(self.layout, blocks, matrices)
@@ -200,7 +200,13 @@ def fold_spans(
 
 
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
-    """A new plain model without some blocks, and with other matrices in some of those that stay."""
+    """A new plain model without some blocks, and with other matrices in some of those that stay.
+
+    Raises
+    ------
+    InputError
+        The configuration cannot be cut, or a block that stays would do something else in its new place.
+    """
     whole, gone = layout.model, set(blocks)
     kept = [index for index in range(len(layout.blocks)) if index not in gone]
     config = cut_config(whole.config, kept)
@@ -216,28 +222,90 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
             tensor for name, tensor in stay
         }  # fmt: skip
 
-    pruned.load_state_dict(of_pruned(whole.state_dict()))
+    state = of_pruned(whole.state_dict())
+    shapes = {name: tensor.shape for name, tensor in pruned.state_dict().items()}
+    if shapes != {name: tensor.shape for name, tensor in state.items()}:
+        raise _of_its_place(whole)
+    pruned.load_state_dict(state)
     pruned.tie_weights()
     # Frequencies of positions are no weights, and stay in float32 where these are in half precision.
     for name, buffer in of_pruned(dict(whole.named_buffers())).items():
         place, _, last = name.rpartition(".")
         module = pruned.get_submodule(place)
         module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
-    pruned_layout = replace(layout, model=pruned)
+    pruned_layout = replace(layout, model=pruned.eval())
+    _require_moved_alike(layout, pruned_layout, kept)
     for index, matrix in matrices.items():
         pruned_layout.write(pruned_layout.blocks[kept.index(index)], matrix.weight, matrix.bias)
     pruned.generation_config = copy.deepcopy(whole.generation_config)
-    return pruned.eval()
+    return pruned
+
+
+def _require_moved_alike(whole: Layout, pruned: Layout, kept: Sequence[int]) -> None:
+    """Refuse blocks that do something else in their new place, tried on a few tokens, in float32 at least."""
+    moved = [(place, index) for place, index in enumerate(kept) if place != index]
+    if not moved:
+        return
+    before, after = tried_streams(whole), tried_streams(pruned)
+    for place, index in moved:
+        h = before.h[index]
+        expected = before.after(index, full_block(whole.blocks[index]), h.clone())
+        given = after.after(place, full_block(pruned.blocks[place]), h.clone())
+        if not bool((given - expected).abs().max() <= TOLERANCE * expected.abs().max()):
+            raise _of_its_place(whole.model, f"block {index} gives something else as block {place}")
+
+
+def _of_its_place(model: Any, how: str = "blocks differ in their shapes") -> InputError:
+    return InputError(
+        f"A block of {type(model).__name__} depends on its place: {how}, as where GPT-2's "
+        "scale_attn_by_inverse_layer_idx is set, or a setting that counts them. So none before it can be "
+        "left out. Expected a model whose blocks do the same wherever they stand, or blocks at the end alone."
+    )
+
+
+PER_LAYER = (
+    "layer_types", "mlp_layer_types", "layers_block_type", "attention_layers", "no_rope_layers",
+    "layer_rope_theta", "kv_sharing_modes", "indexer_types", "sliding_windows", "swiglu_limits",
+    "swiglu_limits_shared", "activation_sparsity_pattern", "num_attention_heads_per_layer",
+    "num_key_value_heads_per_layer", "intermediate_size", "attention_window",
+)  # fmt: skip
+"""Settings of transformers that hold an entry a block, where they are lists."""
 
 
 def cut_config(config: Any, kept: Sequence[int]) -> Any:
-    """A configuration of the blocks that stay: their number, and every list that has an entry a block."""
+    """A configuration of the blocks that stay: their number, and every setting with an entry a block.
+
+    Raises
+    ------
+    InputError
+        Read again, as from a file, it would not say the same.
+    """
     cut = copy.deepcopy(config)
-    n_layers = config.num_hidden_layers
-    cut.num_hidden_layers = len(kept)
-    for key, value in config.to_dict().items():
-        if isinstance(value, list | tuple) and len(value) == n_layers:
-            setattr(cut, key, [value[index] for index in kept])
+    text = cut.get_text_config()
+    lists = {
+        key: [value[index] for index in kept]
+        for key in PER_LAYER
+        if isinstance(value := getattr(text, key, None), list | tuple)
+        and len(value) == text.num_hidden_layers
+        and not isinstance(getattr(type(text), key, None), property)
+    }
+    text.num_hidden_layers = len(kept)
+    for key, value in lists.items():
+        setattr(text, key, value)
+    if "attention_layers" in lists and hasattr(text, "attention_types"):
+        text.attention_types = [[lists["attention_layers"], 1]]  # GPT-Neo's files hold these alone
+    try:
+        again = type(cut).from_dict(cut.to_dict()).get_text_config()
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise InputError(
+            f"The configuration of {type(cut).__name__} without some blocks is not valid: {short(error)}. "
+            "Expected a model whose settings an entry a block are known."
+        ) from error
+    if any(list(getattr(again, key)) != value for key, value in lists.items()):
+        raise InputError(
+            f"The settings {', '.join(lists)} of {type(cut).__name__} would be others in a file. Expected a "
+            "model that keeps its settings an entry a block."
+        )
     return cut
 
 
@@ -252,11 +320,14 @@ def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
     return torch.stack(parts).long()
 
 
-def _require_enough(layout: Layout, tokens: Tensor) -> None:
-    columns = layout.weight_of(layout.blocks[0]).shape[1]
-    if tokens.numel() < columns:
+def _require_enough(layout: Layout, tokens: Tensor, method: Method) -> None:
+    rows, columns = layout.weight_of(layout.blocks[0]).shape
+    if method in REFITTED:
+        least, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
+    else:
+        least, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"
+    if method != Method.out and tokens.numel() < least:
         raise InputError(
-            f"The calibration text has {tokens.numel()} tokens in whole windows, and a matrix of {columns} "
-            f"columns is to be fitted. Expected {columns} at least, better ten times as many; "
-            "method='replaceme' needs fewer."
+            f"The calibration text has {tokens.numel()} tokens in whole windows, and {what} is to be fitted. "
+            f"Expected {least} at least, better ten times as many; method={other}."
         )

@@ -45,7 +45,10 @@ class Choice(StrEnum):
     loss
         The span without which the loss on the calibration text rises least.
     greedy
-        Blocks one after the other, each the one without which the loss rises least; they may lie apart.
+        Blocks one after the other, each the one without which the loss rises least; they may lie apart. A
+        block is tried again only while what it cost when it was last tried, with fewer blocks gone, is below
+        the best of the round: it is the least of all where losses rise as blocks go, which they nearly always
+        do, and saves most of the passes.
     """
 
     angle = "angle"

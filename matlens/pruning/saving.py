@@ -141,7 +141,10 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
     )
     unless_out = "nothing was changed" if pruned.method == Method.out else changed
     if pruned.blocks or not pruned.attention:
-        lines[-1] += f" Without the blocks {spans or 'none'}; in the block before each span {unless_out}."
+        where = "the block before each span"
+        if pruned.method == Method.chain:
+            where = "every block that stays, from the one before the first span on,"
+        lines[-1] += f" Without the blocks {spans or 'none'}; in {where} {unless_out}."
     if pruned.attention:
         lines[-1] += (
             f" The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its "

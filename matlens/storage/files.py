@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -110,18 +110,28 @@ def _require_replaceable(path: Path) -> None:
         raise InputError(f"{path} is a pipe, a socket or a device. Expected the name of a file.")
 
 
-def require_writable(folder: Path) -> None:
+def require_writable(folder: Path, files: Iterable[str] = ()) -> None:
     """Refuse, before any work, a folder that could not be made or written into.
+
+    Parameters
+    ----------
+    folder
+        The folder.
+    files
+        Names of files that are to be written there.
 
     Raises
     ------
     InputError
-        The system refuses a file there, or where the folder would be made.
+        The system refuses a file there, or where the folder would be made; or a folder has the name of one.
     """
     with system_errors(folder):
         trial = nearest_existing(folder) / f".trial.{secrets.token_hex(8)}.partial"
         os.close(create(trial))
         trial.unlink(missing_ok=True)  # who locks the folder removes such files too
+    for name in files:
+        if (folder / name).is_dir():
+            raise InputError(f"{folder / name} is a folder, and a file is to be written there. Remove it.")
 
 
 def require_file_name(path: Path) -> None:

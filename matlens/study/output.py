@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matlens.errors import InputError
 from matlens.storage.files import require_writable
 from matlens.storage.folders import Workplace
 
@@ -32,12 +31,9 @@ def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     InputError
         Something there is in the way.
     """
-    require_writable(out)
+    require_writable(out, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES) if MAPS in known else ())
     for name, provenance in known.items():
         Workplace(out / name, _HOLDS[name], {"provenance": provenance}).require_possible()
-    for name in (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES):
-        if MAPS in known and (out / name).is_dir():
-            raise InputError(f"{out / name} is a folder, and a file is to be written there. Remove it.")
 
 
 def require_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:

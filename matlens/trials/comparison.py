@@ -16,11 +16,11 @@ from matlens.corpora.readers import require_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
-from matlens.pruning.calibration import Calibration, whole_windows
+from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
-from matlens.trials.evaluation import EXPERIMENT, ReadText, read_text
+from matlens.trials.evaluation import EXPERIMENT, ReadText, judged_tokens, read_text
 from matlens.trials.gone import GONE, PUBLISHED, gone_estimate
 from matlens.trials.timing import Timed, by_turns
 
@@ -73,7 +73,7 @@ def pruning_table(
     Raises
     ------
     InputError
-        As in `prune`; or there is nothing to judge on.
+        As in `prune`; or there is nothing to judge on, or one window alone.
     """
     of_methods = [Method(require_choice(method, Method, "A method")) for method in methods]
     of_choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
@@ -86,9 +86,9 @@ def pruning_table(
         )
     for texts in judged.values():
         require_own_tokens(model, texts)
+    tokens = {corpus: judged_tokens(texts) for corpus, texts in judged.items()}
     calibration = Calibration.run(model, windows, fold=set(of_methods) != {Method.out}, progress=progress)
     plain, name = calibration.layout.model, ModelIdentity.from_model(model).name
-    tokens = {corpus: whole_windows(texts) for corpus, texts in judged.items()}
     whole = {
         corpus: read_text(plain, of_corpus, desc="whole model", progress=progress)
         for corpus, of_corpus in tokens.items()

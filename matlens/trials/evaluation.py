@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 EXPERIMENT = "pruning"
+_FEWEST = 2  # windows to judge on
 _TOKENS = 1024  # of a batch, each with its distribution over the vocabulary
 
 
@@ -63,12 +64,13 @@ def compare_pruned(
     Raises
     ------
     InputError
-        The pruned model was made of another, or the windows are of another way of making tokens.
+        The pruned model was made of another, the windows are of another way of making tokens, or there is
+        only one.
     """
     whole_identity = ModelIdentity.from_model(model)
     pruned.provenance.require_same(whole_identity, ours="the pruned model", theirs="the whole model")
     require_own_tokens(model, windows)
-    tokens = whole_windows(windows)
+    tokens = judged_tokens(windows)
     whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
     rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
     same: Bool[Tensor, " places"] = (whole.likeliest == rest.likeliest).flatten()
@@ -90,6 +92,23 @@ def compare_pruned(
         "n_left_out",
         "fold",
     )
+
+
+def judged_tokens(windows: Examples) -> Int[Tensor, "n length"]:
+    """The tokens of the whole windows of a text to judge on.
+
+    Raises
+    ------
+    InputError
+        There is one alone, around which there is no interval.
+    """
+    tokens = whole_windows(windows)
+    if len(tokens) < _FEWEST:
+        raise InputError(
+            f"There is one whole window of {tokens.shape[1]} tokens to judge on, and no interval around what "
+            "one says. Expected two at least: more text, or shorter windows."
+        )
+    return tokens
 
 
 @torch.inference_mode()

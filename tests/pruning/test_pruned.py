@@ -210,13 +210,6 @@ def test_plans_are_refused_before_the_text_is_read(
         prune(small_model("gpt2"), windows("gpt2"), 1, progress=False)
 
 
-def test_a_text_of_fewer_tokens_than_columns_is_refused(small_model: Models, text: Corpus) -> None:
-    few = make_windows(small_model("llama"), text, size=12, most=3)
-    with pytest.raises(InputError, match="48 columns"):
-        pruning.prune(small_model("llama"), few, [1], progress=False)
-    assert pruning.prune(small_model("llama"), few, [1], method="replaceme", progress=False).blocks == (1,)
-
-
 def test_a_model_without_a_head_is_refused(
     small_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

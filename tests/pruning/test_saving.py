@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,30 @@ import torch
 import transformers
 from conftest import WORDS
 
+import matlens
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.saving import reserved
 from matlens.storage.verification import verify
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
+BARE = """
+import json, sys
+sys.modules["matlens"] = sys.modules["transformer_lens"] = None
+import torch, transformers
+given = json.loads(sys.stdin.read())
+made = {}
+for name, folder in given["folders"].items():
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor(given["tokens"])).logits
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    made[name] = {"dtype": str(logits.dtype), "tied": tied, "logits": logits.float().tolist()}
+try:
+    import matlens
+except ImportError:
+    print(json.dumps(made))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +84,49 @@ def test_a_folder_loads_to_the_same_logits(
     with pytest.raises(InputError, match="not empty"):
         pruning.save_pruned(pruned, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("refit", "in the block before each span the output matrix of the FFN was changed"),
+        ("chain", "in every block that stays, from the one before the first span on, the output matrix of"),
+        ("out", "in the block before each span nothing was changed"),
+    ],
+)
+def test_a_card_says_which_matrices_were_changed(
+    method: str, said: str, pruned: pruning.Pruned, tmp_path: Path
+) -> None:
+    made = replace(pruned, method=pruning.Method(method))
+    assert said in (pruning.save_pruned(made, tmp_path / "model") / "README.md").read_text()
+
+
+def test_folders_load_in_a_process_without_matlens(
+    small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One process for all families: the same logits, and weights that are one stay one."""
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 600)),), 1, 0, 0, 0)
+    models = {name: small_model(name) for name in ("gpt2", "llama", "llama-tied", "neox", "gptj")}
+    models["bf16"] = matlens.load(str(model_folder("llama-tied")), dtype=torch.bfloat16, device="cpu")
+    expected, folders = {}, {}
+    for name, model in models.items():
+        made = pruning.prune(model, make_windows(model, text, size=24), [1], progress=False).model
+        assert made.config.num_hidden_layers == 2
+        folders[name] = str(tmp_path / name)
+        made.save_pretrained(folders[name])
+        with torch.no_grad():
+            logits = made(TOKENS).logits
+        tied = made.get_input_embeddings().weight is made.get_output_embeddings().weight
+        expected[name] = {"dtype": str(logits.dtype), "tied": tied, "logits": logits.float().tolist()}
+    bare = subprocess.run(
+        [sys.executable, "-c", BARE], input=json.dumps({"folders": folders, "tokens": TOKENS.tolist()}),
+        capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
+    assert bare.returncode == 0, bare.stderr[-2000:]
+    assert json.loads(bare.stdout) == expected
+    assert {name for name, of_model in expected.items() if of_model["tied"]} == {"gpt2", "llama-tied", "bf16"}
+    assert expected["bf16"]["dtype"] == "torch.bfloat16"
 
 
 def test_a_folder_knows_its_files_and_has_one_writer(pruned: pruning.Pruned, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
-from matlens.pruning.spans import angles, choose_blocks, linearity_of, loss_without, no_sinks, spans_of
+from matlens.pruning.spans import (
+    angles,
+    choose_blocks,
+    greedy_order,
+    linearity_of,
+    loss_without,
+    no_sinks,
+    spans_of,
+)
 from matlens.pruning.streams import Streams
 
 
@@ -94,6 +103,50 @@ def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: St
     few.tokens, few.h = few.tokens[:1], [h[:1] for h in few.h]
     with pytest.raises(InputError, match="20 tokens that are no attention sinks for maps of 33 columns"):
         choose_blocks(few, 1, pruning.Choice.r2, progress=False)
+
+
+def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) -> list[int]:
+    """Every block that is left, tried in every round."""
+    gone: list[int] = []
+    for _ in range(n):
+        rest = [block for block in range(1, n_layers) if block not in gone]
+        gone.append(min(rest, key=lambda block: loss([*gone, block])))
+    return gone
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_is_the_least_of_every_round_where_losses_rise(
+    seed: int, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that cost more the more of the others are gone: the order changes from round to round."""
+    n_layers, generator = 9, np.random.default_rng(seed)
+    alone = generator.uniform(0, 1, n_layers)
+    together = generator.uniform(0, 1, (n_layers, n_layers)) ** 6
+    tried: list[frozenset[int]] = []
+
+    def loss(gone: Any) -> float:
+        tried.append(frozenset(gone))
+        out = sorted(gone)
+        return float(alone[out].sum() + together[np.ix_(out, out)].sum())
+
+    monkeypatch.setattr("matlens.pruning.spans.loss_without", lambda _, gone: loss(gone))
+    deep = copy.copy(streams)
+    deep.layout = SimpleNamespace(blocks=range(n_layers))  # type: ignore[assignment]
+    order = greedy_order(deep, 6, progress=False)
+    n_tried = len(tried)
+    assert order == greedy_by_hand(loss, n_layers, 6)
+    assert n_tried < len(tried) - n_tried
+
+
+def test_greedy_is_the_least_of_every_round_of_a_model(small_model: Callable[[str], Any]) -> None:
+    model = small_model("llama-deep")
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 200)),), 1, 0, 0, 0)
+    layout = Layout.from_model(pruning.plain_copy(model))
+    deep = Streams(layout, whole_windows(make_windows(model, text, size=20)), progress=False)
+    order = greedy_order(deep, 3, progress=False)
+    assert order == greedy_by_hand(lambda gone: loss_without(deep, gone), 6, 3)
+    assert choose_blocks(deep, 3, pruning.Choice.greedy, progress=False) == tuple(sorted(order))
 
 
 def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:

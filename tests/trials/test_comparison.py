@@ -135,3 +135,21 @@ def test_nothing_to_compare_is_refused(small_model: Callable[[str], Any], texts:
         trials.pruning_table(small_model("gpt2"), texts[0], {}, [1], progress=False)
     with pytest.raises(InputError, match="from 1 to 2"):
         trials.pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [3], progress=False)
+
+
+def test_one_window_alone_is_refused_before_the_work(
+    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("gpt2")
+    corpus = Corpus("few", (" ".join(WORDS[:30]),), 1, 0, 0, 0)
+    one, two = make_windows(model, corpus, size=20), make_windows(model, corpus, size=15)
+    pruned = pruning.prune(model, texts[0], 1, method="out", progress=False)
+    monkeypatch.delattr("matlens.pruning.calibration.Calibration.run")
+    for judge in (
+        lambda: trials.compare_pruned(model, pruned, one, progress=False),
+        lambda: trials.pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1], progress=False),
+    ):
+        with pytest.raises(InputError, match=r"one whole window of 20 tokens.*two at least"):
+            judge()
+    table = trials.compare_pruned(model, pruned, two, progress=False)
+    assert not table["low"].isna().any()
