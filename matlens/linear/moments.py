@@ -127,6 +127,7 @@ class Moments:
         *,
         source: str = "x",
         target: str = "y",
+        split: bool = False,
     ) -> Self:
         """What another object, such as one of another process, has kept of ``n`` samples.
 
@@ -144,7 +145,7 @@ class Moments:
             )
         require_finite(r, source)
         require_finite(z, target)
-        made = cls(r.shape[1] - 1, z.shape[1], source=source, target=target)
+        made = cls(r.shape[1] - 1, z.shape[1], source=source, target=target, split=split)
         made._r, made._z, made.n = r, z, n
         return made
 

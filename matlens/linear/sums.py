@@ -280,6 +280,7 @@ def gathered(kept: PairMoments) -> PairMoments:
     whole = PairMoments(
         [(source, target) for source, targets in kept.targets.items() for target in targets],
         norms=kept._norms is not None,
+        split=kept._split,
     )
     for source, targets in kept.targets.items():
         parts: dict[str, Tensor] = {}
@@ -300,6 +301,7 @@ def gathered(kept: PairMoments) -> PairMoments:
                 int(of_process["n"]),
                 source=source,
                 target=", ".join(targets),
+                split=kept._split,
             )
             there = whole._moments.get(source)
             whole._moments[source] = moments if there is None else there.merge(moments)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -642,3 +643,23 @@ def test_split_products_are_used_where_they_are_asked_for_and_give_the_same_maps
         exact = torch.linalg.lstsq(x.double(), samples[ours.target].double(), driver="gelsd").solution.T
         for weight in (ours.weight.double(), theirs.weight.double()):
             assert torch.allclose(weight * x.abs().amax(0), exact * x.abs().amax(0), rtol=1e-6, atol=1e-6)
+
+
+def test_moments_of_other_processes_split_their_products_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = {"h.0": random(60, 4), "h.1": random(60, 3, 1)}
+    begin, end = ({site: of[part] for site, of in samples.items()} for part in (slice(30), slice(30, 60)))
+    kept = sums.PairMoments([("h.0", "h.1")], split=True).update(begin)
+    alone = SimpleNamespace(several=True, gather=lambda parts, what: [parts])
+    monkeypatch.setattr(sums, "current", lambda: alone)
+    whole = sums.gathered(kept)
+    calls = list[int]()
+
+    def counted(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(len(a))
+        return split_product(a, b)
+
+    monkeypatch.setattr("matlens.linear.moments.split_product", counted)
+    solved = whole.update(end).moments("h.0").solve()
+    assert calls == [30]
+    exact = torch.linalg.lstsq(samples["h.0"].double(), samples["h.1"].double()).solution.T
+    torch.testing.assert_close(solved.weight.double(), exact, rtol=1e-5, atol=1e-6)
