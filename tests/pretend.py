@@ -45,6 +45,10 @@ class Placed(Tensor):
         """The numbers, as from any device."""
         return self.numbers.tolist()
 
+    def data_ptr(self) -> int:
+        """Where the numbers are, by which tied weights are known."""
+        return self.numbers.data_ptr()
+
     def __repr__(self) -> str:
         return f"Placed({self.numbers!r}, {self.device})"
 

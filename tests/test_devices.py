@@ -13,9 +13,11 @@ import pretend
 import pytest
 import torch
 from conftest import WORDS, make_sentences
+from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import (
+    InputError,
     LinearMap,
     MapSet,
     Readout,
@@ -25,14 +27,16 @@ from matlens import (
     lens,
     linearity,
     metrics,
+    patching,
     pruning,
     trials,
-)
+)  # fmt: skip
 from matlens.corpora import Corpus, make_windows
 from matlens.estimators import VocabularySample
 from matlens.inputs import make_judged_text
 from matlens.linear import Moments, PairMoments, fit_samples
 from matlens.linearity.scores import held_out_scores
+from matlens.models import ModelIdentity
 from matlens.numerics import split_product
 from matlens.pruning.spans import angles
 
@@ -107,10 +111,38 @@ def traced(model: Any) -> Any:
     return [trace.before, trace.after, removed["value"]]
 
 
+def value_vectors(model: Any) -> Any:
+    values = ffn.ValueVectors(model)
+    vectors = values.vectors(["L0D1", "L2D3"])
+    scores = [
+        make(model).scores(vectors) for make in (ffn.Projection.after_norm, ffn.Projection.through_head)
+    ]
+    outputs = torch.linspace(-1, 1, 64).view(2, 32)
+    numbers = [
+        vectors,
+        *scores,
+        values.bias(2),
+        values.random(1, 2),
+        values.norms(2),
+        values.scale(2, outputs),
+    ]
+    return [each.cpu() for each in numbers]
+
+
+def alone(model: Any) -> Any:
+    examples = matlens.make_examples(model, make_sentences())
+    rows = matlens.collect(model, examples, ["h.1", "attn_in.1", "attn_out.1"], progress=False)
+    maps = MapSet.fit(rows, pairs=[("attn_in.1", "attn_out.1")], progress=False)
+    return patching.attend_nowhere(model, maps, rows[1][:3], 1, 2).cpu()
+
+
 TOUR: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (fits_and_exits, judged_lenses, read_layers, losses, continuations, atlas, pruned, traced)
-}
+    for function in (
+        fits_and_exits, judged_lenses, read_layers, losses, continuations, atlas, pruned, traced,
+        value_vectors, alone,
+    )
+}  # fmt: skip
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -124,12 +156,10 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(
-    small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Any]:
+def on_cpu(small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     @functools.cache
-    def of(step: str) -> Any:
-        return called(step, small_model("gpt2"), tmp_path_factory.mktemp("cpu"))
+    def of(step: str, name: str = "gpt2") -> Any:
+        return called(step, small_model(name), tmp_path_factory.mktemp("cpu"))
 
     return of
 
@@ -154,7 +184,7 @@ def called(step: str, model: Any, folder: Path) -> Any:
 @pytest.mark.usefixtures("without_float64")
 @pytest.mark.parametrize("step", TOUR)
 def test_a_device_without_float64_gives_the_numbers_of_the_cpu(
-    step: str, placed: Callable[[str], Any], on_cpu: Callable[[str], Any], tmp_path: Path
+    step: str, placed: Callable[[str], Any], on_cpu: Callable[..., Any], tmp_path: Path
 ) -> None:
     assert_same(called(step, placed("gpt2"), tmp_path), on_cpu(step))
 
@@ -198,3 +228,73 @@ def test_tensors_of_a_device_without_float64_are_taken(name: str) -> None:
         OF_TENSORS[name](*pair) for pair in ((x.to(pretend.FIRST), y.to(pretend.FIRST)), (x, y))
     )
     torch.testing.assert_close(torch.as_tensor(given).cpu(), torch.as_tensor(expected))
+
+
+# By accelerate, as device_map of TransformerLens does it: the first block here, the others there. GPT-2's
+# unembedding is its embedding, so it lies behind blocks of another device.
+PLACES = {
+    "gpt2": {"transformer.wte": 0, "transformer.wpe": 0, "transformer.drop": 0, "transformer.h.0": 0,
+             "transformer.h.1": 1, "transformer.h.2": 1, "transformer.ln_f": 1, "lm_head": 0},
+    "gemma2": {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1,
+               "model.layers.2": 1, "model.norm": 1, "lm_head": 0},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def spread(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A small model on two devices, by name, for as long as there are these."""
+
+    @functools.cache
+    def model(name: str) -> Any:
+        places = {part: str((pretend.FIRST, pretend.SECOND)[place]) for part, place in PLACES[name].items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # other threads know of no such devices
+            bridge = TransformerBridge.boot_transformers(str(model_folder(name)), device_map=places)
+        blocks = [next(block.parameters()).device for block in bridge.blocks]
+        assert blocks == [pretend.FIRST, pretend.SECOND, pretend.SECOND]
+        return matlens.wrap(bridge, prepend_bos=False)
+
+    return model
+
+
+@pytest.fixture
+def two_devices() -> Iterator[None]:
+    with pretend.devices():
+        yield
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [(step, "gpt2") for step in TOUR if step != "pruned"]
+    + [(step, "gemma2") for step in ("value_vectors", "traced", "fits_and_exits")],
+)
+def test_a_model_on_two_devices_gives_the_numbers_of_one(
+    step: str, name: str, spread: Callable[[str], Any], on_cpu: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert_same(called(step, spread(name), tmp_path), on_cpu(step, name))
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(
+    spread: Callable[[str], Any], small_model: Callable[[str], Any]
+) -> None:
+    model, whole = spread("gpt2"), ModelIdentity.from_model(small_model("gpt2"))
+    identity = ModelIdentity.from_model(model)
+    assert (identity.fingerprint, identity.changes) == (whole.fingerprint, ())
+    part = model.blocks[0].ln1.original_component
+    forward = part.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "forward", lambda x: forward(2 * x))
+        assert "another forward" in ModelIdentity.from_model(model).changes[0]
+    with pytest.raises(InputError, match="lies on the devices lazy:0, lazy:1"):
+        pruned(model)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_devices_are_not_mixed() -> None:
+    x, y = torch.ones(2, device=pretend.FIRST), torch.ones(2, device=pretend.SECOND)
+    for mixed in (lambda: x + y, lambda: torch.cat([x, y]), lambda: x * torch.ones(2), lambda: x.numpy()):
+        with pytest.raises(RuntimeError):
+            mixed()
+    assert (x + y.to(x)).tolist() == [2, 2]

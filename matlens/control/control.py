@@ -323,7 +323,7 @@ def _changing_hook(changes: Mapping[int, CoefficientChange], tokens: _ChosenToke
         new = torch.where(is_added.to(m.device), old + number, old * number)
         new = torch.where(is_set.to(m.device), number, new)
         if not tokens.everywhere:
-            new = torch.where(tokens()[..., None], new, old)
+            new = torch.where(tokens()[..., None].to(m.device), new, old)
         changed = m.clone()
         changed[..., at] = new
         return changed

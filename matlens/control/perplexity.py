@@ -167,7 +167,7 @@ def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Ten
     """Logits in float32 after every token but the last."""
     device = model.cfg.device
     logits = model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()
-    require_finite(logits[mask[:, :-1].bool().to(device)], "the logits")
+    require_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
     return logits
 
 

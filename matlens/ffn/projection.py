@@ -25,6 +25,7 @@ from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.readout import narrowing, require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.models.weights import float32_on
 from matlens.numerics.largest import largest
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -113,7 +114,7 @@ class Projection:
         plain = unembedding(model)
         if not hasattr(model, "ln_final"):
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
-        norm = copy.deepcopy(model.ln_final.original_component).float()
+        norm = float32_on(copy.deepcopy(model.ln_final.original_component), plain.device)
         return cls(plain, model.tokenizer, norm, _identity(model))
 
     @classmethod
@@ -130,8 +131,11 @@ class Projection:
             The model has no unembedding or no final norm, or one that is not known.
         """
         normed = cls.after_norm(model)
-        dense = model.mlm_head.original_component.weight if hasattr(model, "mlm_head") else None
-        head = linear_head(dense, model.ln_final.original_component, model.cfg.d_model)
+        dense = None
+        if hasattr(model, "mlm_head"):
+            dense = model.mlm_head.original_component.weight.to(normed.unembedding.device)
+        assert normed.norm is not None  # after_norm has one
+        head = linear_head(dense, normed.norm, model.cfg.d_model)
         return cls(normed.unembedding, normed.tokenizer, head, normed.identity)
 
     def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:

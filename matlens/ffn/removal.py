@@ -20,6 +20,7 @@ from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import POST_NORM
+from matlens.models.weights import float32_on
 from matlens.numerics.precision import in_float64
 from matlens.patching.removal import remove_sub_updates
 from matlens.signatures import checked
@@ -124,7 +125,7 @@ def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Calla
     gains: list[NormGain] = []
     if values.output_kind != FFN_OUT or Anatomy.from_model(model).family is POST_NORM:
         norms = [norm_after_ffn(model, layer) for layer in range(values.n_layers)]
-        gains = [NormGain.from_module(norm, values.d_model) for norm in norms]
+        gains = [NormGain.from_module(float32_on(norm, values.device), values.d_model) for norm in norms]
     through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred  # type: ignore[union-attr]
 
     def reading(projection: Projection, *, gained: bool = False) -> Callable[[Tensor, int], Tensor]:

@@ -262,7 +262,9 @@ class _BatchReader:
             # All static scores are less work than bringing together the vectors of some of them.
             vectors = self._values.layer(layer)
             static = {
-                reference: (self._embedding[token.to(self._embedding.device)] @ vectors.T).cpu()
+                reference: (
+                    self._embedding[token.to(self._embedding.device)].to(vectors.device) @ vectors.T
+                ).cpu()
                 for reference, token in tokens.items()
             }
             for group, of_group in index.items():

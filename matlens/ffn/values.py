@@ -32,6 +32,7 @@ from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, out
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
+from matlens.models.weights import float32_on
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -169,10 +170,11 @@ class ValueVectors:
     def _take(self, parts: ValueParts) -> None:
         self.n_layers, (self.d_mlp, self.d_model) = len(parts.matrices), parts.shape
         self.device, self.identity = parts.device, parts.identity
-        self._matrices, self._biases, self._norms = parts.matrices, parts.biases, parts.norms
+        self._matrices, self._biases = parts.matrices, parts.biases
+        self._norms = [float32_on(norm, self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
         self.output_kind = NORMED_OUT if parts.norms else FFN_OUT
-        self._gains = [NormGain.from_module(norm, self.d_model) for norm in parts.norms]
+        self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
 
     @property
     def one_matrix_a_layer(self) -> bool:
@@ -274,7 +276,9 @@ class ValueVectors:
         """The rows of a layer's output matrix as they are, without a norm's gain or a number that follows."""
         layer = self.resolve_layer(layer)
         matrix, experts = self._matrices[layer], self._mixtures[layer]
-        return (matrix if experts is None else experts.matrix()).float()  # type: ignore[union-attr]
+        rows = matrix if experts is None else experts.matrix()
+        assert rows is not None  # there are experts, or a matrix
+        return rows.to(self.device, torch.float32)
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
@@ -285,7 +289,7 @@ class ValueVectors:
         bias = self._biases[self.resolve_layer(layer)]
         if bias is None:
             return torch.zeros(self.d_model, device=self.device)
-        return self._reaching(layer, bias.detach().float())
+        return self._reaching(layer, bias.detach().to(self.device, torch.float32))
 
     @torch.inference_mode()
     def scale(self, layer: int, outputs: Float[Tensor, "n d_model"]) -> Float[Tensor, " n"]:
@@ -329,8 +333,8 @@ class ValueVectors:
     def _row(self, value: ValueVector) -> Float[Tensor, " d_model"]:
         matrix, experts = self._matrices[value.layer], self._mixtures[value.layer]
         if experts is not None:
-            return experts.rows(torch.tensor([self.column(value)]))[0].float()
-        return matrix[value.index].float()  # type: ignore[index]
+            return experts.rows(torch.tensor([self.column(value)]))[0].to(self.device, torch.float32)
+        return matrix[value.index].to(self.device, torch.float32)  # type: ignore[index]
 
     def norms(self, layer: int) -> Float[Tensor, " d_mlp"]:
         """Length of each value vector of a layer."""

@@ -417,7 +417,7 @@ def _adds_up(whole: Tensor, addends: list[Tensor]) -> bool:
         return False
     # Coordinate by coordinate, to the rounding of the addition itself: measured against the largest
     # coordinate of a real stream, a whole sub-module's output would pass for rounding.
-    terms = in_float64(torch.stack([whole, *addends]))
+    terms = in_float64(torch.stack([whole, *(addend.to(whole.device) for addend in addends)]))
     error = (terms[0] - terms[1:].sum(0)).abs()
     slack = 8 * torch.finfo(whole.dtype).eps * terms.abs().sum(0)
     overflown = ~terms.isfinite().all(0)  # tells nothing of the wiring, and is refused where it is read

@@ -144,7 +144,8 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
                 if number not in of_points and id(function) not in ours and not _is_builders(function):
                     yield f"a forward {kind}hook {function_name(function, number)} at {name}"
         forward = vars(module).get("forward")
-        if forward is not None and id(forward) not in ours and not _is_builders(forward):
+        known = id(forward) in ours or _is_builders(forward) or _only_moves(module, forward)
+        if forward is not None and not known:
             yield f"another forward {function_name(forward)} of {name}"
         if parametrize.is_parametrized(module):
             yield f"a parametrization of {name}"
@@ -231,6 +232,17 @@ def _named_modules(top: str, module: nn.Module, seen: set[int]) -> Iterator[tupl
 
 def _is_builders(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(_BUILDERS)
+
+
+def _only_moves(module: nn.Module, forward: Any) -> bool:
+    """Whether it is the forward of the class, to which accelerate brings what comes in (`device_map`)."""
+    hook, plain = vars(module).get("_hf_hook"), vars(module).get("_old_forward")
+    by_accelerate = (getattr(forward, "func", None), type(hook))
+    return (
+        all(getattr(part, "__module__", None) == "accelerate.hooks" for part in by_accelerate)
+        and type(hook).__name__ == "AlignDevicesHook"
+        and getattr(plain, "__func__", None) is type(module).forward
+    )
 
 
 def _replaced_methods(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Callable[..., Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import require_finite
-from matlens.models.weights import require_finite_weights
+from matlens.models.weights import float32_on, require_finite_weights
 from matlens.numerics.screening import Screen
 from matlens.signatures import checked
 from matlens.wikilm.adaptive import AdaptiveSoftmax
@@ -69,9 +68,11 @@ class Readout:
         require_finite_weights(model)
         self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
         self.tokenizer = model.tokenizer
-        self.device = torch.device(model.cfg.device)
         self.d_model = int(model.cfg.d_model)
-        self._head = nn.Sequential(*(_float32(module) for module in _head_modules(model)))
+        modules = _head_modules(model)
+        # Of a model on several devices, all of its head is brought to where the unembedding is.
+        self.device = next(modules[-1].parameters()).device
+        self._head = nn.Sequential(*(float32_on(module, self.device) for module in modules))
         self._scale, self._cap = _scaling(model)
         self._screen: Screen | None = None
         self._agrees_with(model)
@@ -288,14 +289,15 @@ class Readout:
 
     def _agrees_with(self, model: TransformerBridge) -> None:
         visual = is_visual(model)
-        tokens = torch.arange(1, 9, device=self.device)[None] % max(model.cfg.d_vocab, 1)
+        tokens = torch.arange(1, 9, device=model.cfg.device)[None] % max(model.cfg.d_vocab, 1)
         seen: list[Tensor] = []
         last = Anatomy.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
-            truth = model(probe_images(model) if visual else tokens, return_type="logits").float()
+            truth = model(probe_images(model) if visual else tokens, return_type="logits")
         require_finite(seen[0], f"h.{model.cfg.n_layers}")
         # Images are classified from their class token, the first.
         ours, self.d_vocab = self.logits(seen[0][:, 0] if visual else seen[0]), int(truth.shape[-1])
+        truth = truth.to(ours)
         # The model may compute in half precision what is done in float32 here.
         slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
         if ours.shape != truth.shape or not (ours - truth).abs().max() <= slack:
@@ -370,12 +372,6 @@ class _Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-def _float32(module: nn.Module) -> nn.Module:
-    if all(parameter.dtype == torch.float32 for parameter in module.parameters()):
-        return module
-    return copy.deepcopy(module).float()
 
 
 def _scaling(model: TransformerBridge) -> tuple[float, float | None]:

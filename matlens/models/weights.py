@@ -43,6 +43,17 @@ _RUN = 2**20  # values that share a checksum, of at most two words each
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
 
+def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module in float32 on a device: itself, or a copy."""
+    if all(weight.dtype == torch.float32 and weight.device == device for weight in module.parameters()):
+        return module
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        if "_hf_hook" in vars(part):  # of accelerate, which brings what comes in to where the module was
+            vars(part).pop("forward", None)
+    return copied.to(device, torch.float32)
+
+
 def fingerprint(model: TransformerBridge) -> str:
     """Sixteen hex digits that change with any number of the weights, their precision and the configuration.
 

@@ -178,7 +178,7 @@ def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
 
 def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: TokenPlaces) -> Tensor:
     """What is put in the place of a value at the chosen tokens and heads; of several, head after head."""
-    chosen = places.chosen(replacement.where)[..., None]
+    chosen = places.chosen(replacement.where)[..., None].to(value.device)
     if replacement.heads is not None:
         heads = torch.zeros(value.shape[2:], dtype=torch.bool, device=value.device)
         heads[list(replacement.heads)] = True
@@ -218,7 +218,7 @@ def _writing_hook(
             )
         instead = stand_in(replacement, read, value.flatten(2))
         if before is not None:
-            instead = instead - before.to(instead.dtype)
+            instead = instead - before.to(instead)
         return _put(replacement, instead, value, places)
 
     return leave

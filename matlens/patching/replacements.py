@@ -201,7 +201,7 @@ def stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
             f"What stands in for {replacement} gives {short(instead)}. Expected a tensor of the shape "
             f"{tuple(left.shape)}, a vector for each token."
         )
-    return instead.to(left.dtype)
+    return instead.to(left)
 
 
 def _require_where(replacement: Replacement) -> None:

@@ -141,10 +141,9 @@ def attend_nowhere(
             f"The vectors are {short(h)}. Expected a tensor of the shape [n, {anatomy.d_model}]."
         )
     require_finite(h, str(Site(STREAM, first)))
-    device, dtype = torch.device(model.cfg.device), model.cfg.dtype
-    multiplier = output_multiplier(model)
-    h = h.to(device, dtype)[:, None]
+    multiplier, h = output_multiplier(model), h[:, None]
     for layer in range(first, last):
+        h = h.to(next(model.blocks[layer].parameters()).device, model.cfg.dtype)
         h = _run_block(model.blocks[layer], anatomy.family.name, attention[layer], h, multiplier)
     return h[:, 0].float()
 

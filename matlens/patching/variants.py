@@ -169,17 +169,18 @@ def _resolve_variant(
 def _run(
     model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], places: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    device, last = torch.device(model.cfg.device), Anatomy.from_model(model).n_layers
-    index = torch.from_numpy(batch.index)
-    row, column = (place.to(device) for place in places)
+    last, index = Anatomy.from_model(model).n_layers, torch.from_numpy(batch.index)
     clean = _run_to_layers(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
     final = {}
     for name, variant in variants.items():
         replacements = [_for_rows(replacement, index) for replacement in variant.replacements]
         if variant.first:
             replacements.insert(0, _start_from(clean[variant.first], variant.first))
-        final[name] = _run_to_layers(model, batch, replacements, [last])[last][row, column].float()
-    gathered = torch.stack(list(final.values())).cpu()  # one transfer from the device
+        h = _run_to_layers(model, batch, replacements, [last])[last]
+        row, column = (place.to(h.device) for place in places)
+        final[name] = h[row, column].float()
+    device = h.device  # blocks that are left out leave vectors where they were
+    gathered = torch.stack([vectors.to(device) for vectors in final.values()]).cpu()  # one transfer
     return dict(zip(final, gathered, strict=True))
 
 

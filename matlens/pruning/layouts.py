@@ -120,6 +120,11 @@ def plain_copy(model: TransformerBridge) -> Any:
             *source.named_buffers(remove_duplicate=False),
         ]
     }
+    if len(devices := {tensor.device for tensor in state.values()}) > 1:
+        raise InputError(
+            f"{model.cfg.model_name} lies on the devices {', '.join(sorted(map(str, devices)))}, and a plain "
+            "copy of it could not be run. Expected a model on one device."
+        )
     wanted = {name for name, _ in [*copied.named_parameters(), *copied.named_buffers()]}
     if wanted - state.keys():
         missing = ", ".join(sorted(wanted - state.keys())[:3])
