@@ -69,6 +69,7 @@ def main(
     with campaign(draws=draws) if kills else nullcontext() as setting:
         names = (command or list(setting.commands)) if setting else []
         for name in names:
+            assert setting is not None
             done = jobs = wrong = 0
             begun = time.monotonic()
             while done < -(-kills // len(names)):

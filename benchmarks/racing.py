@@ -53,6 +53,7 @@ def main(
     print(f"{'command':14} {'processes':>9} {'races':>6} {'identical':>9} {'seconds':>8}")
     with campaign(draws=draws) if repeats else nullcontext() as setting:
         for name in (command or list(setting.commands)) if setting else ():
+            assert setting is not None
             for n in processes or (2, 4):
                 begun = time.monotonic()
                 wrong = [failure for _ in range(repeats) if (failure := race(setting, name, n, draw))]

@@ -145,7 +145,11 @@ def pruning_table(
             }
             if published is not None:
                 estimates[GONE] = gone_estimate(read.losses, whole[corpus].losses, published[corpus].losses)
-            more = {"n_left_out": size, "choice": choice.value, "blocks": " ".join(map(str, chosen[choice]))}
+            more: dict[str, Any] = {
+                "n_left_out": size,
+                "choice": choice.value,
+                "blocks": " ".join(map(str, chosen[choice])),
+            }
             rows += [row(called, *estimate, corpus=corpus, **more) for estimate in estimates.items()]
     return result_table(rows, "n_left_out", "choice", "blocks")
 

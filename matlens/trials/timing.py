@@ -178,7 +178,8 @@ def _n_tokens(model: Any, wanted: int | None) -> int:
 def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
     """Seconds that tokens take after a prompt, and bytes of the cache then."""
     given = model(prompt, use_cache=True)
-    cache, token = getattr(given, "past_key_values", None), given.logits[:, -1:].argmax(-1)
+    cache: Any = getattr(given, "past_key_values", None)
+    token = given.logits[:, -1:].argmax(-1)
     if not hasattr(cache, "layers"):
         raise InputError(
             f"{type(model).__name__} keeps no cache of keys and values. Expected a decoder that does, such "

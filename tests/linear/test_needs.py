@@ -112,7 +112,7 @@ class Stored:
         assert whole is not None
         return whole
 
-    def norms(self, _: str) -> None: ...
+    def norms(self, source: str) -> None: ...
 
 
 @pytest.mark.parametrize("n_shards", [1, 2])
