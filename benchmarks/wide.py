@@ -32,8 +32,8 @@ def main(
     updates: Annotated[int, typer.Option(help="Batches of as many samples as the width.")] = 3,
     split: Annotated[bool, typer.Option(help="Products of slices in float32.")] = False,
     solved: Annotated[
-        bool, typer.Option("--solved", help="Solve the same samples by torch.linalg.lstsq as well.")
-    ] = False,
+        bool, typer.Option("--solved/--unsolved", help="Solve the same by torch.linalg.lstsq as well.")
+    ] = True,
     out: Out = None,
 ) -> None:
     """Measure the error and the memory of a fit."""

@@ -124,11 +124,12 @@ ROOMS: list[Target] = [
     Target("explorer.load_lens", {"folder": "path read"}, {"folder": kept("lens")}),
     Target(
         "explorer.LiveModel",
-        {"lenses": "object", "maps": "maps, other maps", "port": "whole", "token": "text"},
-        {"maps": lambda w: w.stream_maps, "lenses": lambda w: [w.lens]},
+        {"lenses": "object", "maps": "object, maps", "port": "whole", "token": "text"},
+        {"maps": lambda w: [w.stream_maps], "lenses": lambda w: [w.lens]},
         finish=_jumped,
         takes={
             "lenses=[]": lambda _, live: live.port == 8765,
+            "maps=[]": lambda _, live: live.port == 8765,
             "token=''": lambda _, live: len(live.address) > 40,  # a new one
         },
     ),

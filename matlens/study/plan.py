@@ -268,7 +268,7 @@ def plan_study(
     if positions == "all" and not keep_rows:
         # A state to go on from lies beside the one before, and the last one beside what comes of it.
         moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
-        fits: tuple[Need, ...] = (
+        fits = (
             Need("collect", collecting + streamed(written=True), on_validation + moments, passing + summing),
             Need("fit from moments", stored_fit_bytes(sources), maps, solving),
         )
