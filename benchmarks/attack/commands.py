@@ -175,6 +175,8 @@ def _right(command: Command, label: str) -> Callable[[Any], bool] | None:
     window = f"window={_PAST['window'][-1][:30]!r}"  # or the context, where that is shorter
     if command.words == ("prune",) and label in ("blocks='0'", "blocks='1,2,'", window):
         return lambda done: "Judged on other text" in done
+    if command.words == ("linearity",) and label == window:
+        return lambda done: "linearity.csv" in done
     if label != "out=full":
         return None
     return lambda done: done.endswith("others as they were")

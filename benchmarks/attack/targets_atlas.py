@@ -43,11 +43,12 @@ ATLAS: list[Target] = [
         {"truth": "object"},
         {"examples": lambda w: _text(w).examples, "truth": lambda w: _text(w).truth},
     ),
-    Target("inputs.make_judged_text", {"most": "object"}, {"size": lambda _: 12}),
+    Target("inputs.make_judged_text", {"most": "whole"}, {"size": lambda _: 12}),
     Target(
         "linearity.linearity_atlas",
         {"fitted": "object", "judged": "object", "jumps": "object"},
         {"fitted": _text, "judged": _text, "jumps": lambda _: [2]},
+        takes={"jumps=[]": lambda _, table: not table["kind"].str.startswith("jump").any()},
     ),
     Target("linearity.atlas_seconds", {"folder": "path read"}, {"folder": _folder}),
     Target(

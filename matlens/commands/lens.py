@@ -86,12 +86,13 @@ def fit(
 
     Of the corpus, the validation sentences are left for judging: they are those of the other commands.
     """
-    from matlens.estimators.trained import require_method_names
+    from matlens.estimators.trained import require_method_names, require_rows_folder
     from matlens.linear.samples import few_samples_note
     from matlens.study.sizes import fitting_sizes
     from matlens.study.study import slug
 
     names = require_method_names(method)  # before the work, not after it
+    require_rows_folder(names, rows)
     wanted_layers = numbered(layers)
     folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
     from matlens.lens.files import require_lens_folder

@@ -144,6 +144,21 @@ def train_maps(
     return LensParts(maps, name, provenance, norm)
 
 
+def require_rows_folder(names: Sequence[str], folder: str | Path | None) -> None:
+    """Refuse a folder for vectors where no method is trained on any.
+
+    Raises
+    ------
+    InputError
+        There is one, and nothing would be written there.
+    """
+    if folder is not None and not {*ON_ROWS} & {*names}:
+        raise InputError(
+            f"Nothing would be written into {short(str(folder))}: {', '.join(names)} keeps no vectors. "
+            f"Expected a folder with one of {', '.join(ON_ROWS)} alone."
+        )
+
+
 @checked
 def fit_maps(
     model: TransformerBridge,
@@ -174,6 +189,7 @@ def fit_maps(
             f"The method {trained[0]!r} is trained, and takes neither 'rows' nor 'weights'. Expected closed "
             "forms, such as 'affine', or all samples."
         )
+    require_rows_folder(names, folder)
     n_layers = int(model.cfg.n_layers)
     wanted = require_layers(layers, n_layers)
     if JACOBIAN in names and not isinstance(data, Corpus):

@@ -61,6 +61,8 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
             inner.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
+        for name in {CONFIG, UNFINISHED, BESIDE} & {*inner}:
+            yield Verdict(Path(place), name, f"{Path(place, name)} is a folder. Expected a file.")
         inner.sort()
         yield from _verify_place(Path(place), sorted(files))
 

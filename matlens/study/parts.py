@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.stored_moments import StoredMoments
-from matlens.activations.sums import pairs_and_widths, stream_moments
+from matlens.activations.sums import pairs_and_widths, require_shard, stream_moments
 from matlens.arguments import require_whole
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
@@ -178,8 +178,9 @@ def sum_up(
         They have not.
     """
     wanted, widths = pairs_and_widths(model, pairs)
+    _, of = require_shard(shard)
     n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
-    require_room_for_moments(-(-n_rows // shard[1]), wanted, widths, folder)
+    require_room_for_moments(-(-n_rows // of), wanted, widths, folder)
     return stream_moments(
         model, examples, folder, pairs=wanted, positions=positions, shard=shard, batch_tokens=batch_tokens,
         progress=progress,

@@ -134,3 +134,11 @@ def test_what_cannot_be_trained_is_refused(small_model: Models, model: Any, rows
     with pytest.raises(InputError, match="lack"):
         Lens.fit(model, few, method="tuned")
     assert ModelIdentity.from_model(model) == rows.provenance.identity
+
+
+def test_a_folder_into_which_nothing_would_be_written_is_refused(
+    model: Any, corpus: Corpus, tmp_path: Any
+) -> None:
+    with pytest.raises(InputError, match="keeps no vectors"):
+        Lens.fit(model, corpus, method=["mat", "affine"], folder=tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()

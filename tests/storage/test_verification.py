@@ -161,3 +161,10 @@ def test_counts_that_cannot_be_are_no_work(out: Path) -> None:
     path.write_text(json.dumps(config))
     (damage,) = (verdict.damage for verdict in verify(out / "train"))
     assert str(path) in str(damage)
+
+
+def test_a_folder_in_the_place_of_a_record_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "matlens.json").mkdir()
+    (verdict,) = verify(tmp_path)
+    assert verdict.damage is not None
+    assert "matlens.json is a folder" in verdict.damage
