@@ -316,7 +316,7 @@ KIND_OF: dict[str, str] = {
     "divided": "truth",
     "divergence": "truth",
     "keep_rows": "truth",
-    "n_prompts": "count",
+    "n_prompts": "whole",
     "proceed": "object",
     "expert": "row",
     "per_second": "positive",

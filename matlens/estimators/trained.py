@@ -11,7 +11,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.arguments import require_choice, short
+from matlens.arguments import require_choice, require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -190,6 +190,7 @@ def fit_maps(
             "forms, such as 'affine', or all samples."
         )
     require_rows_folder(names, folder)
+    n_prompts = require_whole(n_prompts, "n_prompts", least=1, most=10**9)
     n_layers = int(model.cfg.n_layers)
     wanted = require_layers(layers, n_layers)
     if JACOBIAN in names and not isinstance(data, Corpus):
