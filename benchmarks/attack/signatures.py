@@ -315,6 +315,7 @@ KIND_OF: dict[str, str] = {
     "sources": "object",
     "divided": "truth",
     "divergence": "truth",
+    "every": "whole",
     "keep_rows": "truth",
     "n_prompts": "whole",
     "proceed": "object",

@@ -314,7 +314,7 @@ COMPARING: list[Target] = [
     Target(
         "plots.transfer_heatmaps",
         {"means": "table"},
-        {"means": lambda w: linearity.transfer_means(_transfer(w))},
+        {"means": lambda w: linearity.transfer_means(_transfer(w).query("target == target.max()"))},
         finish=draw,
     ),
     Target(
