@@ -298,3 +298,39 @@ def test_devices_are_not_mixed() -> None:
         with pytest.raises(RuntimeError):
             mixed()
     assert (x + y.to(x)).tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize("how", [{}, {"split": True}, {"intercept": True, "ridge": 0.1, "weighted": True}])
+def test_maps_are_fitted_on_another_device_and_brought_back(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how, generator = dict(how), torch.Generator().manual_seed(1)
+    samples = {f"h.{layer}": torch.randn(200, 6, generator=generator) for layer in range(3)}
+    if how.pop("weighted", False):
+        how["weights"] = torch.rand(200, generator=generator)
+    places, add = set[torch.device](), Moments._add
+
+    def seen(self: Moments, n: int, rows: torch.Tensor, blocks: Any) -> None:
+        places.update(part.device for part in (rows, *blocks))
+        add(self, n, rows, blocks)
+
+    monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 64)
+    monkeypatch.setattr(Moments, "_add", seen)
+    pairs = [("h.0", "h.1"), ("h.0", "h.2"), ("h.1", "h.2")]
+    expected = list(fit_samples(samples, pairs, **how))
+    assert places == {torch.device("cpu")}
+    places.clear()
+    ours = list(fit_samples(samples, pairs, device=pretend.FIRST, **how))
+    assert places == {pretend.FIRST}
+    for a, b in zip(ours, expected, strict=True):
+        assert (a.source, a.target, a.weight.device) == (b.source, b.target, torch.device("cpu"))
+        torch.testing.assert_close(a.weight, b.weight, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.usefixtures("without_float64")
+def test_a_device_that_cannot_fit_is_refused() -> None:
+    samples = {"h.0": torch.ones(3, 2), "h.1": torch.ones(3, 2)}
+    for device, why in ((pretend.FIRST, "has no float64"), ("nowhere", "cannot be used here"), (3.5, "3.5")):
+        with pytest.raises(InputError, match=why):
+            next(fit_samples(samples, [("h.0", "h.1")], device=device))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from matlens.linear.samples import (
 from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.numerics.precision import in_float64
+from matlens.numerics.precision import in_float64, require_float64_device
 from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -49,6 +50,7 @@ def fit_samples(
     ridge: float = 0.0,
     provenance: Provenance | None = None,
     split: bool = False,
+    device: torch.device | str | None = None,
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
@@ -73,14 +75,17 @@ def fit_samples(
     split
         Whether products in float64 are sums of exact ones in float32, see `Moments`: for devices that are
         slow in float64.
+    device
+        Where products are taken and maps are solved, by default where the samples are; these are brought
+        there part by part, and the maps back.
 
     Raises
     ------
     InputError
         A value is not finite, where the message names the site; a site has no samples; rows or weights are
-        not those of these samples; or the ridge is negative or not finite.
+        not those of these samples; the ridge is negative or not finite; or the device has no float64.
     """
-    ridge = require_ridge(ridge)
+    ridge, there = require_ridge(ridge), None if device is None else require_float64_device(device)
     if not isinstance(samples, Mapping) and not isinstance(samples, Samples):
         raise InputError(
             f"samples is {described(samples)}. Expected vectors by site: what matlens.collect() gives, or a "
@@ -113,13 +118,16 @@ def fit_samples(
         for start in range(0, n, size):
             part = slice(start, start + size)
             of_part = None if weights is None else weights[part]
-            blocks = side_by_side.blocks(targets, part)
-            kept.moments(source).update(wanted[source][part], blocks, weights=of_part)
+            x, blocks = wanted[source][part], side_by_side.blocks(targets, part)
+            if there is not None:
+                x, blocks = x.to(there), [block.to(there) for block in blocks]
+            kept.moments(source).update(x, blocks, weights=of_part)
         kept = gathered(kept)
-        yield from maps_for_all(
+        maps = maps_for_all(
             solve_pairs(kept, pairs_of_source, intercept=intercept, ridge=ridge, provenance=provenance),
             pairs_of_source, provenance,
         )  # fmt: skip
+        yield from maps if there is None else (linear.to(wanted[source].device) for linear in maps)
 
 
 @checked
@@ -132,6 +140,7 @@ def fit_rows(
     intercept: bool = False,
     ridge: float = 0.0,
     split: bool = False,
+    device: torch.device | str | None = None,
 ) -> Iterator[LinearMap]:
     """Fit maps on collected samples or some of them, and write into the maps how many they were.
 
@@ -141,7 +150,7 @@ def fit_rows(
         Vectors by site, such as `matlens.collect` gives.
     pairs
         Names of the sites of each map.
-    rows, weights, intercept, ridge, split
+    rows, weights, intercept, ridge, split, device
         See `fit_samples`.
 
     Raises
@@ -162,7 +171,7 @@ def fit_rows(
         details["weights"] = tensor_digest(kept_weights)
     yield from fit_samples(
         vectors, pairs, weights=kept_weights, intercept=intercept, ridge=ridge, split=split,
-        provenance=samples.provenance.with_details(**details),
+        device=device, provenance=samples.provenance.with_details(**details),
     )  # fmt: skip
 
 

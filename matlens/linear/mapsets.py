@@ -146,6 +146,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         intercept: bool = False,
         ridge: float = 0.0,
         split: bool = False,
+        device: torch.device | str | None = None,
         progress: bool = True,
     ) -> MapSet:
         """Fit maps on collected vectors, by least squares.
@@ -163,8 +164,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         intercept, ridge
             Off by default, as in the paper; see `Moments.solve`.
         split
-            Whether products in float64 are sums of exact ones in float32, for vectors on a device that is
-            slow in float64; see `fit_samples`.
+            Whether products in float64 are sums of exact ones in float32, for a device that is slow in
+            float64; see `fit_samples`.
+        device
+            Where maps are fitted, such as ``"cuda"``; by default where the vectors are.
         progress
             Whether to show a bar.
 
@@ -178,7 +181,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         wanted = resolve_pairs(pairs, activations.provenance)
         maps = fit_rows(
             activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=require_ridge(ridge),
-            split=split,
+            split=split, device=device,
         )  # fmt: skip
         return cls(fitting_bar(maps, len(dict.fromkeys(wanted)), progress=progress))
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from matlens.arguments import short
+from matlens.errors import InputError
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 
@@ -19,3 +24,21 @@ def in_float64(x: Tensor) -> Tensor:
     What is put beside them has to come after them: ``other.to(in_float64(x).device)``.
     """
     return (x if has_float64(x.device) else x.cpu()).double()
+
+
+def require_float64_device(device: Any) -> torch.device:
+    """Read a device that is to compute in float64.
+
+    Raises
+    ------
+    InputError
+        There is no such device here, or it has no float64.
+    """
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(f"The device {short(device)} cannot be used here. Expected cpu or cuda.") from error
+    if not has_float64(chosen):
+        raise InputError(f"The device {chosen} has no float64, in which maps are fitted. Expected cpu, cuda.")
+    return chosen
