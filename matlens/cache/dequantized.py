@@ -92,6 +92,20 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
     return read(path, dtype) if entry is None else _load(entry.folder, dtype)
 
 
+def kept_configuration(path: Path) -> Any:
+    """The configuration of a GGUF file whose model is in the cache, ``None`` where it is not."""
+    cache = default_cache()
+    entry = None if cache is None else cache.find(MODEL, model_key(cache, path))
+    if entry is None:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(entry.folder)
+    except Exception:  # it may have been cleared meanwhile
+        return None
+
+
 def model_key(cache: Cache, path: Path) -> dict[str, Any]:
     """What the model of a GGUF file depends on: its content, and the libraries that read it."""
     return {"content": hash_contents(cache, [path])[path.name], "software": software()}

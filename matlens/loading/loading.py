@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from matlens.arguments import require_kind
-from matlens.cache.dequantized import read_kept
+from matlens.cache.dequantized import kept_configuration, read_kept
 from matlens.errors import InputError
 from matlens.kinds.stacks import Stack, choose_stack
 from matlens.loading.bridges import follow_tokenizer, keeping_itself, wrap
@@ -162,7 +162,8 @@ def read_configuration(
             elif file:
                 from transformers import AutoConfig
 
-                config = AutoConfig.from_pretrained(folder, gguf_file=file)
+                config = kept_configuration(Path(folder, file))
+                config = config or AutoConfig.from_pretrained(folder, gguf_file=file)
             else:
                 config = configuration_of(folder, trust_remote_code=trust_remote_code, revision=commit)
             n_parameters = _count_parameters(config)

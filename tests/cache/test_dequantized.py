@@ -12,7 +12,7 @@ import transformers
 from conftest import load_plain
 
 from matlens.cache import dequantized
-from matlens.cache.dequantized import read_kept
+from matlens.cache.dequantized import kept_configuration, read_kept
 from matlens.cache.entries import default_cache
 
 
@@ -62,6 +62,16 @@ def test_the_second_time_the_file_is_not_read(dtype: torch.dtype, source: Source
     assert source.dtypes == [torch.float32]
     assert_same(source.kept(dtype), plain)
     assert source.dtypes == [torch.float32]
+
+
+def test_the_configuration_of_a_kept_model_is_known(source: Source) -> None:
+    assert kept_configuration(source.path) is None
+    _, model = source.kept()
+    config = kept_configuration(source.path)
+    plain = {key: value for key, value in model.config.to_dict().items() if key not in dequantized._ORIGIN}
+    assert {key: config.to_dict()[key] for key in plain} == plain
+    source.path.write_bytes(b"another model")
+    assert kept_configuration(source.path) is None
 
 
 def test_a_switched_off_cache_keeps_nothing(
