@@ -43,6 +43,8 @@ def test_overlap_is_that_of_the_plain_models_lists(
     table = norm_overlap(model, n_random=20, k=K, seed=2, progress=False)
     shares = table[(table["method"] != "difference") & table["layer"].notna()]
     assert shares["n"].tolist() == [D_MLP[name], 20] * N_LAYERS
+    compared = table[(table["method"] == "difference") & table["layer"].notna()]
+    assert set(compared["n"]) == {D_MLP[name] + 20}
     assert shares["method"].tolist() == ["values", "random"] * N_LAYERS
     assert (set(shares["metric"]), set(table["k"])) == ({"iou"}, {K})
     drawn = [ValueVectors(model).random(layer, 20, seed=2) for layer in range(N_LAYERS)]
