@@ -264,3 +264,13 @@ def test_attention_has_no_chain(small_model: Models) -> None:
     windows = make_windows(small_model("llama"), text, size=24)
     with pytest.raises(InputError, match="Expected one of out, magnitude, replaceme, refit"):
         pruning.prune_attention(small_model("llama"), windows, [1], method="chain")
+
+
+def test_a_model_without_some_weights_is_refused(
+    small_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = pruning.plain_copy(small_model("llama"))
+    more.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+    monkeypatch.setattr("matlens.pruning.layouts.plain_model", lambda _: more)
+    with pytest.raises(InputError, match="has no weights for more"):
+        pruning.plain_copy(small_model("llama"))
