@@ -99,6 +99,9 @@ def test_chosen_and_weighted_samples_are_those_of_the_collection(
         stream_moments(model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None})
     maps = fit_moments(joined, tmp_path / "maps", progress=False)
     assert {"rows", "weights"} < set(maps.provenance.details)
+    for intercept in (False, True):
+        fitted = fit_moments(joined, tmp_path / f"maps-{intercept}", intercept=intercept, progress=False)
+        assert fitted.provenance.details["intercept"] is intercept
     merge_moments(joined, tmp_path / "merged")
     assert stream_moments(model, examples, tmp_path / "merged", **asked).n_samples == kept.n_samples
 

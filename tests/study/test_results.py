@@ -40,7 +40,8 @@ def test_words_among_numbers_are_refused(
     table = evaluate_maps(small_model("gpt2"), collected, progress=False).astype(object)
     table[column] = "many"
     table.to_csv(collected / "results.csv", index=False)
-    with pytest.raises(matlens.InputError, match=r"results\.csv"):
+    (collected / "results.json").unlink()  # which knows what was written
+    with pytest.raises(matlens.InputError, match="many"):
         read_results(collected)
 
 

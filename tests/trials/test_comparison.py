@@ -153,3 +153,14 @@ def test_one_window_alone_is_refused_before_the_work(
             judge()
     table = trials.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
+
+
+def test_what_cannot_be_folded_into_is_left_out_alone(small_model: Callable[[str], Any]) -> None:
+    model = small_model("granite")
+    text = Corpus("text", (" ".join(np.random.default_rng(5).choice(WORDS, 300)),), 1, 0, 0, 0)
+    windows = make_windows(model, text, size=20)
+    asked: dict[str, Any] = {"choices": ["angle"], "progress": False}
+    table = trials.pruning_table(model, windows, {"a": windows}, [1], methods=["out"], **asked)
+    assert set(table["method"]) == {"whole", "pruned", "out"}
+    with pytest.raises(InputError, match="stands between"):
+        trials.pruning_table(model, windows, {"a": windows}, [1], methods=["out", "refit"], **asked)
