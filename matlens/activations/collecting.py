@@ -16,6 +16,7 @@ from torch import Tensor
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arguments import require_choice, require_whole, short
+from matlens.arithmetic import own_precision
 from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples, require_examples
 from matlens.corpora.readers import reads_whole, require_model, require_own_tokens
@@ -224,7 +225,7 @@ def _stream(
             if processes.rank < len(turn):
                 batch = turn[processes.rank]
                 at, index = _places(examples, batch, positions)
-                with unchanged(model, changes):
+                with unchanged(model, changes), own_precision():
                     vectors = _run(model, batch, hooks, at)
                 for name, values in vectors.items():
                     require_finite(values, name)
