@@ -10,8 +10,8 @@ from matlens.arguments import require_choice, require_number, require_seed, requ
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.pruning.calibration import Calibration, usual_penalty
-from matlens.pruning.choices import Choice, Method
+from matlens.pruning.calibration import Calibration
+from matlens.pruning.choices import Choice, Method, usual_penalty
 from matlens.pruning.spans import read_wanted, spans_of
 from matlens.signatures import checked
 
@@ -123,7 +123,7 @@ def prune(
     }  # fmt: skip
     made = calibration.without(gone, method, penalty, progress=progress)
     if heal:
-        healed = calibration.heal(made, gone, heal, seed=seed, progress=progress)
+        healed = calibration.heal(made, gone, method, heal, seed=seed, progress=progress)
         details["healed"] = {**healed._asdict(), "seed": seed}
     provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     return Pruned(made, model.tokenizer, gone, method, provenance)

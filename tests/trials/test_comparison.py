@@ -12,8 +12,9 @@ from conftest import WORDS
 
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
-from matlens.pruning.calibration import Calibration, whole_windows
+from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
+from matlens.pruning.streams import whole_windows
 from matlens.trials.evaluation import read_text
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
