@@ -75,7 +75,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         for method in ("chain", "out", "chain, healed"):
             pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
             if method == "chain, healed":
-                calibration.heal(pruned, blocks, 60, progress=False)
+                calibration.heal(pruned, blocks, Method.chain, 60, progress=False)
             losses = read_text(pruned, tokens, desc="", progress=False).losses
             of_method = rows[rows["method"] == method].set_index("metric")["value"]
             perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
