@@ -18,9 +18,9 @@ from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
 from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
-from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
+from matlens.pruning.streams import whole_windows
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
