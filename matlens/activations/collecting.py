@@ -295,6 +295,12 @@ def _run(
         model(first, **others, return_type=None)
     absent = [site for site, name in hooks.items() if name not in seen]
     if absent:
+        unread = Anatomy.from_model(model).hooks.get(hooks[absent[0]])
+        if unread is not None and not unread.shape and not changes_of(model):
+            raise InputError(
+                f"{', '.join(absent)} cannot be collected of {model.cfg.architecture}: TransformerLens' hook "
+                f"{unread.name} {unread.carries}."
+            )
         raise InputError(
             f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )
