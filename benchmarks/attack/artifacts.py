@@ -59,6 +59,7 @@ def _activations(folder: Path) -> Any:
 
 def _trace(folder: Path) -> Any:
     trace = ffn.Trace.load(folder)
+    _ = trace.before, trace.after, trace.rank, trace.index  # read when they are first looked at
     return {name: value for name, value in vars(trace).items() if not name.startswith("_")}
 
 

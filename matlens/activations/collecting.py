@@ -225,10 +225,9 @@ def _stream(
                 batch = turn[processes.rank]
                 at, index = _places(examples, batch, positions)
                 with unchanged(model, changes):
-                    vectors = _run(model, batch, hooks, at)
-                for name, values in vectors.items():
+                    rows = Rows(index, at[1].numpy(), _run(model, batch, hooks, at), changes)
+                for name, values in rows.vectors.items():
                     require_finite(values, name)
-                rows = Rows(index, at[1].numpy(), vectors, changes)
             yield rows
             bar.update(sum(len(batch.index) for batch in turn))
 
@@ -299,12 +298,15 @@ def _run(
             f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )
     vectors = [seen[name] for name in hooks.values()]
+    if all(values.device.type == "cpu" for values in vectors):
+        return dict(zip(hooks, vectors, strict=True))
     if len(places) > 1:
         vectors = [values.cpu() for values in vectors]
     flat = torch.cat([values.reshape(-1) for values in vectors]).cpu()  # one transfer from the device
     parts = flat.split([values.numel() for values in vectors])
     shapes = [values.shape for values in vectors]
-    return {site: part.view(shape) for site, part, shape in zip(hooks, parts, shapes, strict=True)}
+    # Copies: a part of the whole would keep all of it for as long as it is kept itself.
+    return {site: part.view(shape).clone() for site, part, shape in zip(hooks, parts, shapes, strict=True)}
 
 
 def _places(

@@ -87,8 +87,12 @@ def prune(
         ),
     ] = None,
     method: Annotated[
-        Method, typer.Option(help="What becomes of the FFN's output matrix before each span.")
-    ] = Method.refit,
+        Method | None,
+        typer.Option(
+            help="What becomes of the FFN's output matrix before each span.",
+            show_default="chain, and refit where attention is left out",
+        ),
+    ] = None,
     choice: Annotated[
         Choice, typer.Option(help="How blocks are chosen where only their number is given.")
     ] = Choice.greedy,
@@ -100,7 +104,7 @@ def prune(
     ] = None,
     heal: Annotated[
         int,
-        typer.Option(min=0, help="Train the folded matrices alone on so many tokens, minutes for 100,000."),
+        typer.Option(min=0, help="Train the changed matrices alone on so many tokens, minutes for 100,000."),
     ] = 0,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window of running text.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Most windows to calibrate on.")] = 160,
@@ -115,6 +119,7 @@ def prune(
             "Expected --blocks or --attention, and one of them alone; --heal goes with the first."
         )
     wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
+    method = method or (Method.chain if attention is None else Method.refit)
     if penalty is not None:
         require_number(penalty, "--penalty", least=0)
     from matlens.pruning.saving import reserved, save_pruned

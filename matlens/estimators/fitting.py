@@ -21,6 +21,7 @@ from matlens.corpora.examples import Examples
 from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
+from matlens.estimators.medians import RunningMedians
 from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, row_keys, solve
 from matlens.estimators.rows import KeptRows
 from matlens.linear.moments import Moments
@@ -86,8 +87,8 @@ class LensMoments:
         }  # fmt: skip
         stream = range(self._last + 1) if self._leaves_out else (*self.layers, self._last)
         self.sites = [str(Site(STREAM, layer)) for layer in stream]
-        self._norms = torch.empty(0, len(self.sites))
-        self._places = torch.empty(0, dtype=torch.long)
+        self._norms = RunningMedians(len(self.sites) if self._leaves_out else 0)
+        self._places = [torch.empty(0, dtype=torch.long)]
         self._aside, self._held = self._no_rows(), self._no_rows()
         self._waiting: list[tuple[dict[int, Tensor], Tensor, Tensor, Tensor]] = []
         self._weighted = False  # whether any row counts otherwise than once
@@ -179,9 +180,9 @@ class LensMoments:
         self.n += len(keys)
         if self._leaves_out:
             norms = torch.stack([values.norm(dim=1).cpu() for values in vectors.values()], 1)
-            self._norms = torch.cat([self._norms, norms])
-            self._places = torch.cat([self._places, places])
-            median = self._norms.median(0).values
+            self._norms.add(norms)
+            self._places.append(places)
+            median = self._norms.medians()
             long = (norms > _LONG * median).any(1) | ((places == 0) & (norms > _LONG_FIRST * median).any(1))
             kept = rows.of_layers(self._aside.vectors)
             self._aside = self._aside.with_rows(kept.chosen(long))
@@ -235,8 +236,8 @@ class LensMoments:
         for kind, sets in self._sets.items():
             for layer, moments in sets.items():
                 moments.merge(other._sets[kind][layer])
-        self._norms = torch.cat([self._norms, other._norms])
-        self._places = torch.cat([self._places, other._places])
+        self._norms.merge(other._norms)
+        self._places += other._places
         self._aside = self._aside.with_rows(other._aside, self.n)
         self._held = self._held.with_rows(other._held, self.n).first_keys(_HELD)
         self.n, self._weighted = self.n + other.n, self._weighted or other._weighted
@@ -285,7 +286,7 @@ class LensMoments:
         """The rows kept aside that a method is fitted on after all, and how many sinks it leaves out."""
         if method.sinks or not self._leaves_out:
             return self._aside, 0
-        sinks = outlying_rows(self._norms, places=self._places.numpy())
+        sinks = outlying_rows(self._norms.rows, places=torch.cat(self._places).numpy())
         known = torch.zeros(self.n, dtype=torch.bool)
         known[self._aside.index] = True
         if bool((sinks & ~known).any()):

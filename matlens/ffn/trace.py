@@ -9,6 +9,7 @@ extreme sub-updates and the exit rule of section 6 are read off these numbers; n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,19 +52,13 @@ class Trace:
 
     Attributes
     ----------
-    before, after
-        ``[n, n_layers]``, the top candidate of ``x`` and of ``x~``.
-    rank
-        ``[n, n_layers]``, how many tokens are above the candidate ``before`` after the update; 0 where it
-        stays on top.
     norm
         ``[n, n_layers]``, the length of ``x~``, by which attention sinks are known.
     scale
         ``[n, n_layers]``, the positive number by which a norm after the FFN multiplies the update; 1 where
         there is none.
-    index, coefficient
-        By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, the index of each sub-update's value
-        vector in its layer, and its coefficient ``m_i``.
+    coefficient
+        By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, the coefficient ``m_i`` of each.
     score
         By group and reference, such as ``("dominant", "before")``: ``[n, n_layers, k]``, the scores
         ``e_w . m_i v_i`` of the reference token, the scale included.
@@ -78,9 +73,10 @@ class Trace:
     ) -> None:
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
-        self.before, self.after, self.rank = (rows[name].long() for name in ("before", "after", "rank"))
+        # Rows of a folder stay there until they are looked at; whole numbers are smaller there than here.
+        self._whole = {name: rows[name] for name in ("before", "after", "rank")}
+        self._index = {group: self._by_layer(rows[f"index.{group}"]) for group in GROUPS}
         self.norm, self.scale = rows["norm"], rows["scale"]
-        self.index = {group: self._by_layer(rows[f"index.{group}"]).long() for group in GROUPS}
         self.coefficient = {group: self._by_layer(rows[f"coefficient.{group}"]) for group in GROUPS}
         self.score = {
             (group, reference): self._by_layer(rows[f"score.{group}.{reference}"])
@@ -89,7 +85,27 @@ class Trace:
         }
 
     def __len__(self) -> int:
-        return len(self.before)
+        return len(self.norm)
+
+    @cached_property
+    def before(self) -> Int[Tensor, "n n_layers"]:
+        """The top candidate of ``x``."""
+        return self._whole["before"].long()
+
+    @cached_property
+    def after(self) -> Int[Tensor, "n n_layers"]:
+        """The top candidate of ``x~``."""
+        return self._whole["after"].long()
+
+    @cached_property
+    def rank(self) -> Int[Tensor, "n n_layers"]:
+        """How many tokens are above the candidate ``before`` after the update; 0 where it stays on top."""
+        return self._whole["rank"].long()
+
+    @cached_property
+    def index(self) -> dict[str, Int[Tensor, "n n_layers k"]]:
+        """By group, the index of each sub-update's value vector in its layer."""
+        return {group: index.long() for group, index in self._index.items()}
 
     @property
     def final(self) -> Int[Tensor, " n"]:

@@ -13,7 +13,7 @@ from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.numerics.precision import in_float64
+from matlens.numerics.precision import find_device, in_float64
 from matlens.signatures import checked
 
 
@@ -99,13 +99,13 @@ class LinearMap:
             There is no such device here.
         """
         try:
-            torch.empty(0, device=torch.device(device))
-        except (RuntimeError, AssertionError, TypeError) as error:
+            found = find_device(device)
+        except ValueError as error:
             raise InputError(
                 f"A map cannot be brought to the device {short(device)}. Expected cpu, cuda or mps."
             ) from error
-        bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, weight=self.weight.to(device), bias=bias)
+        bias = None if self.bias is None else self.bias.to(found)
+        return replace(self, weight=self.weight.to(found), bias=bias)
 
     def then(self, following: LinearMap) -> LinearMap:
         """Compose: this map first, ``following`` after it.

@@ -250,7 +250,7 @@ def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | N
     u, s, vh = torch.linalg.svd(r, full_matrices=False)
     least = level * torch.stack([s.max() if len(s) else r.norm(), *bounds[1:]]).max()
     u, s, vh = u[:, s > least], s[s > least], vh[s > least]
-    return vh.T @ ((1 / (s + ridge / s))[:, None] * (u.T @ z))
+    return vh.T @ (u.T @ z).mul_((1 / (s + ridge / s))[:, None])
 
 
 def require_ridge(ridge: Any) -> float:

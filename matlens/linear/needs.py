@@ -7,6 +7,7 @@ from typing import Literal
 
 from matlens.arguments import require_choice, require_whole
 from matlens.linear import fitting
+from matlens.linear.samples import are_few
 from matlens.linear.sums import samples_together
 from matlens.signatures import checked
 
@@ -68,7 +69,8 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
         made = 0 if beside_each_other else later * d
         peaks.append(moments + _update(later, d, most_targets * d, made=made, passing=passing, held=True))
     solved = moments + d * most_targets * d
-    peaks += [solved + 3 * d * d, solved + 2 * most_targets * d * d * _SINGLE // _DOUBLE]  # and written
+    peaks.append(solved + 2 * most_targets * d * d * _SINGLE // _DOUBLE)  # and written
+    peaks.append(moments + _solution(n_rows, d, most_targets * d))
     return _DOUBLE * (max(peaks) + (kept if beside_each_other else 0))
 
 
@@ -93,36 +95,44 @@ def streamed_fit_bytes(
     sample = of_sample * _SINGLE
     kept = [moments_bytes(*widths, n_rows) for widths in sources]
     first, later = min(n_rows, most), min(n_rows - most, most)
-    # Where samples are put together, they are there twice for a moment.
-    peaks = [2 * first * sample]
+    # Site by site the batches are put together, and what is needed no more is gone.
+    joining = widest * _SINGLE
+    left = [sample - _SINGLE * sum(d for d, _ in sources[:i]) for i in range(len(sources))]
+    peaks = [first * (sample + joining)]
     peaks += [
-        first * sample + sum(kept[:i]) + _DOUBLE * _update(first, d_in, d_out, made=first * widest)
+        first * left[i]
+        + sum(kept[:i])
+        + _DOUBLE * _update(first, d_in, d_out, made=first * min(widest, d_out))
         for i, (d_in, d_out) in enumerate(sources)
     ]
     if later > 0:
-        update = _DOUBLE * max(
-            _update(later, d_in, d_out, made=later * widest, passing=(d_in + 1) * widest, held=True)
-            for d_in, d_out in sources
-        )
-        peaks.append(sum(kept) + max(2 * later * sample, later * sample + update))
-    return max(*peaks, sum(kept) + (2 * max(kept) if written else _solving(sources)))
+        peaks.append(sum(kept) + later * (sample + joining))
+        for i, (d_in, d_out) in enumerate(sources):
+            block = min(widest, d_out)
+            update = _update(later, d_in, d_out, made=later * block, passing=(d_in + 1) * block, held=True)
+            peaks.append(sum(kept) + later * left[i] + _DOUBLE * update)
+    return max(*peaks, sum(kept) + (2 * max(kept) if written else _solving(sources, n_rows)))
 
 
 @checked
-def stored_fit_bytes(sources: Sequence[Widths], *, n_shards: int = 1, written: bool = False) -> int:
+def stored_fit_bytes(
+    sources: Sequence[Widths], *, n_rows: int = _MOST, n_shards: int = 1, written: bool = False
+) -> int:
     """Most bytes of arrays that moments in files take, which are read source by source.
 
     Parameters
     ----------
     sources
         The widths of each source and of its targets.
+    n_rows
+        Samples; of fewer than twice the width, maps are solved by singular values.
     n_shards
         How many folders they are joined from.
     written
         Whether they are written as one, and not solved.
     """
     kept = [moments_bytes(*widths) for widths in sources]
-    peak = max(kept) + (2 * max(kept) if written else _solving(sources))
+    peak = max(kept) + (2 * max(kept) if written else _solving(sources, n_rows))
     if n_shards == 1:
         return peak
     joined = [
@@ -132,9 +142,22 @@ def stored_fit_bytes(sources: Sequence[Widths], *, n_shards: int = 1, written: b
     return max(peak, *joined)
 
 
-def _solving(sources: Sequence[Widths]) -> int:
+def _solving(sources: Sequence[Widths], n_rows: int) -> int:
     """Bytes of the maps of the source that takes most, and of what they are solved with."""
-    return _DOUBLE * max(d_in * d_out + 3 * d_in * d_in for d_in, d_out in sources)
+    return _DOUBLE * max(_solution(n_rows, d_in, d_out) for d_in, d_out in sources)
+
+
+def _solution(n_rows: int, d: int, d_out: int) -> int:
+    """Most numbers that the solution of a source's maps makes, the maps among them.
+
+    A triangle is inverted once, to see that no singular value counts as zero, and solved. Of few samples,
+    as with a penalty or of samples that lie in fewer dimensions, the singular values are needed: LAPACK
+    holds a copy, two matrices of vectors and room to work in, 6.5 times the triangle in all.
+    """
+    if not are_few(n_rows, d):
+        return d * d_out + 3 * d * d
+    rank = min(n_rows, d)
+    return max(13 * rank * d // 2, 2 * rank * d + (rank + d) * d_out)
 
 
 @checked

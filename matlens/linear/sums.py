@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
@@ -73,7 +74,7 @@ class PairMoments:
         self._norms: dict[str, list[Tensor]] | None = (
             {source: [] for source in self.targets} if norms else None
         )
-        self._waiting: list[tuple[Mapping[str, Tensor], Tensor | None]] = []
+        self._waiting: list[tuple[dict[str, Tensor], Tensor | None]] = []
         if self.widths:
             self._prepare()
 
@@ -99,7 +100,8 @@ class PairMoments:
             A site is missing, or a value is not finite, where the message names the site.
         """
         require_collected(self._pairs, vectors)
-        self._waiting.append((vectors, weights))
+        own = {site: vectors[site] for site in dict.fromkeys(itertools.chain(*self._pairs))}
+        self._waiting.append((own, weights))
         first = next(iter(vectors.values()))
         if sum(len(next(iter(part.values()))) for part, _ in self._waiting) >= chunk_size(first):
             self._flush()
@@ -174,16 +176,29 @@ class PairMoments:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        vectors, weights = _joined(self._waiting)
-        self._waiting = []
+        for part, _ in self._waiting:
+            for site, vectors in part.items():
+                require_finite(vectors, site)
+        waiting, self._waiting = self._waiting, []
         if not self._moments:
-            self.widths |= {site: of_site.shape[1] for site, of_site in vectors.items()}
+            self.widths |= {site: vectors.shape[1] for site, vectors in waiting[0][0].items()}
             self._prepare()
+        weighed = [weights for _, weights in waiting if weights is not None]
+        weights = torch.cat(weighed) if weighed else None
+        last_use = {site: source for source, targets in self.targets.items() for site in (source, *targets)}
+        joined: dict[str, Tensor] = {}
         for source, targets in self.targets.items():
-            blocks = [vectors[target] for target in targets]
-            self._moments[source].update(vectors[source], blocks, weights=weights)
+            # No site is there twice, nor longer than it is needed: together they are most of the memory.
+            for site in (source, *targets):
+                if site not in joined:
+                    joined[site] = _joined([part.pop(site) for part, _ in waiting])
+            self._moments[source].update(
+                joined[source], [joined[target] for target in targets], weights=weights
+            )
             if self._norms is not None:
-                self._norms[source].append(in_float64(vectors[source]).square().sum(1).cpu())
+                self._norms[source].append(in_float64(joined[source]).square().sum(1).cpu())
+            for site in [site for site in joined if last_use[site] == source]:
+                del joined[site]
 
 
 def require_source(source: str, targets: Mapping[str, Sequence[str]]) -> None:
@@ -210,16 +225,8 @@ def samples_together(width: int) -> int:
     return max(_CHUNK, 8 * width)
 
 
-def _joined(
-    waiting: Sequence[tuple[Mapping[str, Tensor], Tensor | None]],
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    sites = list(waiting[0][0])
-    for site in sites:
-        for part, _ in waiting:
-            require_finite(part[site], site)
-    weights = [weight for _, weight in waiting if weight is not None]
-    vectors = {site: torch.cat([part[site] for part, _ in waiting]) for site in sites}
-    return vectors, torch.cat(weights) if weights else None
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def solve_pairs(

@@ -22,6 +22,7 @@ from matlens.loading.places import CHECKPOINT, SMOLLM2, called, cause, locate
 from matlens.models.changes import remember_parts
 from matlens.models.sites import stack_hooks
 from matlens.models.weights import require_finite_weights
+from matlens.numerics.precision import find_device
 from matlens.processes.group import current
 from matlens.signatures import checked
 
@@ -213,12 +214,11 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             return torch.device("cuda", processes.local_rank % torch.cuda.device_count())
         return best
     try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+        found = find_device(device)
+    except ValueError as error:
         raise InputError(
             f"The device {device!s} cannot be used here: {error}. Expected cpu, cuda or mps."
         ) from error
-    if chosen.type == "meta":
+    if found.type == "meta":
         raise InputError("The device meta holds no numbers. Expected cpu, cuda or mps.")
-    return chosen
+    return found

@@ -1,4 +1,4 @@
-"""Float64 on every device: on the CPU for those that have none, as Apple's."""
+"""Devices that are here, and float64 on every one: on the CPU for those that have none, as Apple's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from matlens.arguments import short
 from matlens.errors import InputError
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
+
+
+def find_device(device: Any) -> torch.device:
+    """The device of this name, once a tensor has been made on it.
+
+    Raises
+    ------
+    ValueError
+        There is no such device here, and the message is PyTorch's; whoever asked has words of its own.
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    return found
 
 
 def has_float64(device: torch.device) -> bool:
@@ -35,10 +51,9 @@ def require_float64_device(device: Any) -> torch.device:
         There is no such device here, or it has no float64.
     """
     try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, TypeError) as error:
+        found = find_device(device)
+    except ValueError as error:
         raise InputError(f"The device {short(device)} cannot be used here. Expected cpu or cuda.") from error
-    if not has_float64(chosen):
-        raise InputError(f"The device {chosen} has no float64, in which maps are fitted. Expected cpu, cuda.")
-    return chosen
+    if not has_float64(found):
+        raise InputError(f"The device {found} has no float64, in which maps are fitted. Expected cpu, cuda.")
+    return found

@@ -153,7 +153,7 @@ def _require_alone(model: TransformerBridge, anatomy: Anatomy) -> None:
     reason = ""
     if anatomy.family.name == CROSS.name:
         reason = "they read the encoder's last layer as well"
-    elif not all(map(_has_known_ffn, model.blocks)):
+    elif not all(map(_ffn_modules, model.blocks)):
         reason = "their FFN is in no module of its own"
     if reason:
         raise InputError(
@@ -183,24 +183,21 @@ def _run_block(block: Any, family: str, attend: Any, h: Tensor, multiplier: floa
 _FFN_OF_LAYER = ("fc1", "activation_fn", "fc2")  # what a layer of OPT or BART runs one after the other
 
 
-def _has_known_ffn(block: Any) -> bool:
+def _ffn_modules(block: Any) -> tuple[Any, ...]:
+    """What the FFN of a block runs one after the other; nothing where that is not known."""
     layer = block.original_component
-    in_layer = _is_berts(layer) or all(hasattr(layer, part) for part in _FFN_OF_LAYER)
-    return in_layer or getattr(block.mlp, "name", "") is not None
-
-
-def _is_berts(layer: Any) -> bool:
-    return hasattr(layer, "intermediate") and hasattr(getattr(layer, "output", None), "dense")
+    if hasattr(layer, "intermediate") and hasattr(getattr(layer, "output", None), "dense"):  # BERT's
+        return layer.intermediate, layer.output.dense
+    if getattr(block.mlp, "name", "") is not None:
+        return (block.mlp,)
+    if all(hasattr(layer, part) for part in _FFN_OF_LAYER):
+        return tuple(getattr(layer, part) for part in _FFN_OF_LAYER)
+    return ()
 
 
 def _run_ffn(block: Any, x: Tensor) -> Tensor:
-    """What the FFN of a block writes; some layers have no module of their own for the whole of it."""
-    layer = block.original_component
-    if _is_berts(layer):
-        return layer.output.dense(layer.intermediate(x))
-    if getattr(block.mlp, "name", "") is not None:
-        written = block.mlp(x)
-        return written[0] if isinstance(written, tuple) else written  # some routers say what they have chosen
-    for part in _FFN_OF_LAYER:
-        x = getattr(layer, part)(x)
+    """What the FFN of a block writes."""
+    for module in _ffn_modules(block):
+        written = module(x)
+        x = written[0] if isinstance(written, tuple) else written  # some routers say what they have chosen
     return x

@@ -27,6 +27,9 @@ SHEET = Path(__file__).with_name("matlens.mplstyle")
 Place = Literal[
     "outside lower center", "outside lower left", "outside lower right", "outside right center"
 ]  # fmt: skip
+_OF_ANY_MODEL = re.compile(  # names that checkpoints and converters give to every model's file
+    r"(checkpoint|(ggml-)?model)([-_.]?(best|last|b?f\d+|q\d\w*|\d+))*\.(pt|gguf)", re.IGNORECASE
+)
 _Parameters = ParamSpec("_Parameters")
 
 
@@ -124,8 +127,14 @@ def require_figure_name(path: Path) -> None:
 
 
 def short_name(name: str) -> str:
-    """Name of a model or of a corpus without its folders or its organisation."""
-    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name
+    """Name of a model or of a corpus without its folders or its organisation.
+
+    A file whose name says nothing of the model, such as ``checkpoint.pt``, is named with its folder.
+    """
+    *folders, last = re.split(r"[/\\]", name.rstrip("/\\"))
+    if folders and folders[-1] and _OF_ANY_MODEL.fullmatch(last):
+        return f"{folders[-1]}/{last}"
+    return last or name
 
 
 @checked

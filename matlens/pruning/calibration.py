@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from jaxtyping import Int
 from torch import Tensor
 
 from matlens.arguments import short
@@ -19,32 +18,31 @@ from matlens.corpora.readers import is_masked, require_own_tokens
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
-from matlens.progress import Bar
 from matlens.pruning.attention import (
     choose_attention,
     fold_attention,
     require_foldable_attention,
     silence_all,
 )
-from matlens.pruning.choices import Choice, Method
-from matlens.pruning.folding import REFITTED, Matrix, fold_block
+from matlens.pruning.choices import Choice, Method, usual_penalty
+from matlens.pruning.folding import REFITTED, Matrix, changed_by, fold_spans
 from matlens.pruning.healing import heal
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, read_count, spans_of
-from matlens.pruning.streams import TOLERANCE, Streams, full_block, require_foldable, tried_streams
+from matlens.pruning.spans import choose_blocks, greedy_order, read_count
+from matlens.pruning.streams import (
+    TOLERANCE,
+    Streams,
+    full_block,
+    require_foldable,
+    tried_streams,
+    whole_windows,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
-# Of refitted matrices, which have more numbers than calibration text can settle.
-PENALTIES = {Method.refit: 0.1, Method.chain: 0.3}
-
-
-def usual_penalty(method: Method) -> float:
-    """The penalty of a method unless another is given."""
-    return PENALTIES.get(method, 0.0)
 
 
 class Healed(NamedTuple):
@@ -144,13 +142,15 @@ class Calibration:
         return pruned, layers
 
     def heal(
-        self, pruned: Any, blocks: Sequence[int], n_tokens: int, *, seed: int = 0, progress: bool = True
-    ) -> Healed:
-        """Train the folded matrices of a model that `without` has made, in place."""
+        self, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *, seed: int = 0,
+        progress: bool = True,
+    ) -> Healed:  # fmt: skip
+        """Train the matrices that a method has changed in a model that `without` has made, in place."""
         began = time.monotonic()
-        kept = [index for index in range(len(self.layout.blocks)) if index not in set(blocks)]
-        folded = [first - 1 for first, _ in spans_of(blocks)]
-        divergence = heal(self.streams, pruned, kept, folded, n_tokens, seed=seed, progress=progress)
+        n_layers = len(self.layout.blocks)
+        kept = [index for index in range(n_layers) if index not in set(blocks)]
+        changed = changed_by(method, blocks, n_layers)
+        divergence = heal(self.streams, pruned, kept, changed, n_tokens, seed=seed, progress=progress)
         return Healed(n_tokens, divergence, time.monotonic() - began)
 
     def without(
@@ -167,36 +167,6 @@ class Calibration:
         penalty = usual_penalty(method) if penalty is None else penalty
         matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
         return build(self.layout, blocks, matrices)
-
-
-def fold_spans(
-    streams: Streams, blocks: Sequence[int], method: Method, penalty: float, *, progress: bool = True
-) -> dict[int, Matrix]:
-    """The matrices of the blocks before each span, by number, and by ``chain`` of all behind the first.
-
-    They are fitted one after another, each on the stream that the changed model has before its block.
-    """
-    layout, matrices = streams.layout, dict[int, Matrix]()
-    behind = dict(spans_of(blocks))
-    if method == Method.out or not behind:
-        return matrices
-    before = [first - 1 for first in behind]
-    last = len(layout.blocks) if method == Method.chain else max(before) + 1
-    stay = [index for index in range(before[0], last) if index not in set(blocks)]
-    changed = stay if method == Method.chain else before
-    h = streams.h[before[0]]
-    with Bar(total=len(changed), desc="folding", unit="block", disable=not progress) as bar:
-        for index in stay:
-            block = layout.blocks[index]
-            if index in changed:
-                right = streams.h[behind.get(index + 1, index + 1)]
-                matrices[index] = fold_block(streams, index, block, h, right, method, penalty)
-                block = copy.deepcopy(block)
-                layout.write(block, matrices[index].weight, matrices[index].bias)
-                bar.update(1)
-            if index != stay[-1]:
-                h = streams.after(index, block, h)
-    return matrices
 
 
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
@@ -307,17 +277,6 @@ def cut_config(config: Any, kept: Sequence[int]) -> Any:
             "model that keeps its settings an entry a block."
         )
     return cut
-
-
-def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
-    """The tokens of the windows that are as long as the first."""
-    length = int(windows.lengths[0])
-    parts = [
-        torch.from_numpy(windows.tokens[start : start + length])
-        for start, of_window in zip(windows.offsets[:-1].tolist(), windows.lengths.tolist(), strict=True)
-        if of_window == length
-    ]
-    return torch.stack(parts).long()
 
 
 def _require_enough(layout: Layout, tokens: Tensor, method: Method) -> None:

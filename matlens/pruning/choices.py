@@ -32,6 +32,15 @@ class Method(StrEnum):
     chain = "chain"
 
 
+# Of refitted matrices, which have more numbers than calibration text can settle.
+PENALTIES = {Method.refit: 0.1, Method.chain: 0.3}
+
+
+def usual_penalty(method: Method) -> float:
+    """The penalty of a method unless another is given."""
+    return PENALTIES.get(method, 0.0)
+
+
 class Choice(StrEnum):
     """How the blocks to be left out are chosen.
 

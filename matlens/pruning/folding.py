@@ -6,6 +6,8 @@ the stream without it, so ``h^i = y + m``; what would be right in the place of `
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 from matlens.linear.moments import Moments
 from matlens.numerics.precision import in_float64
+from matlens.progress import Bar
 from matlens.pruning.choices import Method
+from matlens.pruning.spans import spans_of
 from matlens.pruning.streams import Streams
 
 REFITTED = (Method.refit, Method.chain)  # the matrix itself is fitted, not a map of what it writes
@@ -26,6 +30,43 @@ class Matrix(NamedTuple):
 
     weight: Float[Tensor, "d_model d_mlp"]
     bias: Float[Tensor, " d_model"] | None
+
+
+def changed_by(method: Method, blocks: Sequence[int], n_layers: int) -> list[int]:
+    """Blocks whose matrices a method changes: those before each span, and by ``chain`` all behind them."""
+    before = [first - 1 for first, _ in spans_of(blocks)]
+    if method == Method.out or not before:
+        return []
+    if method == Method.chain:
+        return [index for index in range(before[0], n_layers) if index not in set(blocks)]
+    return before
+
+
+def fold_spans(
+    streams: Streams, blocks: Sequence[int], method: Method, penalty: float, *, progress: bool = True
+) -> dict[int, Matrix]:
+    """The matrices of the blocks that a method changes, by number; see `changed_by`.
+
+    They are fitted one after another, each on the stream that the changed model has before its block.
+    """
+    layout, matrices = streams.layout, dict[int, Matrix]()
+    behind, changed = dict(spans_of(blocks)), changed_by(method, blocks, len(streams.layout.blocks))
+    if not changed:
+        return matrices
+    stay = [index for index in range(changed[0], changed[-1] + 1) if index not in set(blocks)]
+    h = streams.h[changed[0]]
+    with Bar(total=len(changed), desc="folding", unit="block", disable=not progress) as bar:
+        for index in stay:
+            block = layout.blocks[index]
+            if index in changed:
+                right = streams.h[behind.get(index + 1, index + 1)]
+                matrices[index] = fold_block(streams, index, block, h, right, method, penalty)
+                block = copy.deepcopy(block)
+                layout.write(block, matrices[index].weight, matrices[index].bias)
+                bar.update(1)
+            if index != stay[-1]:
+                h = streams.after(index, block, h)
+    return matrices
 
 
 def fold_block(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,9 @@ from matlens.models.sites import require_finite
 from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
+
+if TYPE_CHECKING:
+    from matlens.corpora.examples import Examples
 
 _TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens on which a block's sum is tried
@@ -28,6 +31,17 @@ class Passed(NamedTuple):
     h: Float[Tensor, "n length d_model"]
     read: Float[Tensor, "n length d_mlp"]
     written: Float[Tensor, "n length d_model"]
+
+
+def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
+    """The tokens of the windows that are as long as the first."""
+    length = int(windows.lengths[0])
+    parts = [
+        torch.from_numpy(windows.tokens[start : start + length])
+        for start, of_window in zip(windows.offsets[:-1].tolist(), windows.lengths.tolist(), strict=True)
+        if of_window == length
+    ]
+    return torch.stack(parts).long()
 
 
 class Streams:

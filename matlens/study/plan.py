@@ -101,24 +101,16 @@ class Shape:
         InputError
             There is no such model, or its configuration cannot be read or names no layers and no width.
         """
-        from matlens.loading.loading import read_configuration
+        from matlens.loading.sizes import read_sizes
 
-        config, n_parameters = read_configuration(
-            name, revision=revision, trust_remote_code=trust_remote_code
-        )
-        said: dict[str, Any] = {
-            "n_layers": getattr(config, "num_hidden_layers", None),
-            "d_model": getattr(config, "hidden_size", None),
-            "d_mlp": getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 0,
-            "d_vocab": getattr(config, "vocab_size", None),
-        }
-        absent = [key for key, value in said.items() if type(value) is not int]
+        said: Any = read_sizes(name, revision=revision, trust_remote_code=trust_remote_code)
+        absent = [key for key, value in said.items() if value is None]
         if absent:
             raise InputError(
                 f"The configuration of {name!r} does not say its {', '.join(absent)}. Give the shape: "
                 "--layers, --width, --mlp and --vocab."
             )
-        return cls(**said, n_parameters=n_parameters, parameter_bytes=parameter_bytes)
+        return cls(**said, parameter_bytes=parameter_bytes)
 
 
 @checked
@@ -270,7 +262,7 @@ def plan_study(
         moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
         fits = (
             Need("collect", collecting + streamed(written=True), on_validation + moments, passing + summing),
-            Need("fit from moments", stored_fit_bytes(sources), maps, solving),
+            Need("fit from moments", stored_fit_bytes(sources, n_rows=n_rows), maps, solving),
         )
     else:
         of_rows = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)

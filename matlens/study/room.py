@@ -220,7 +220,9 @@ def require_room_to_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str
     kept = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
     if not kept or not current().leads:
         return
-    needed = stored_fit_bytes(_widths_of(kept, moments.widths), n_shards=len(moments.shards))
+    needed = stored_fit_bytes(
+        _widths_of(kept, moments.widths), n_rows=moments.n_samples, n_shards=len(moments.shards)
+    )
     what = f"Fitting {len(pairs)} maps of {max(moments.widths.values()):,} dimensions"
     require_memory(needed, what, "Fit on a machine with more memory.")
 

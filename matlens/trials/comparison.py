@@ -126,7 +126,7 @@ def pruning_table(
                 if (blocks, called) not in known:
                     if called == HEALED:  # that has been judged as it was, and may be changed now
                         pruned = chains[blocks]
-                        calibration.heal(pruned, blocks, heal, progress=progress)
+                        calibration.heal(pruned, blocks, Method.chain, heal, progress=progress)
                     else:
                         pruned = calibration.without(blocks, Method(called), progress=progress)
                         if called == Method.chain:

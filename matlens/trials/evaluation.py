@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,9 @@ from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
 from matlens.numerics.precision import in_float64
 from matlens.progress import Bar
-from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
+from matlens.pruning.streams import whole_windows
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
@@ -67,31 +68,40 @@ def compare_pruned(
         The pruned model was made of another, the windows are of another way of making tokens, or there is
         only one.
     """
-    whole_identity = ModelIdentity.from_model(model)
-    pruned.provenance.require_same(whole_identity, ours="the pruned model", theirs="the whole model")
+    require_made_of(pruned, model)
     require_own_tokens(model, windows)
     tokens = judged_tokens(windows)
     whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
     rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
     same: Bool[Tensor, " places"] = (whole.likeliest == rest.likeliest).flatten()
-    identity, corpus = pruned.provenance.identity, str(windows.provenance.get("corpus", "unnamed"))
-
-    def row(method: str, metric: str, estimate: metrics.Estimate) -> dict[str, Any]:
-        return result_row(
-            EXPERIMENT, model=identity.name, corpus=corpus, method=method, layer=None, target=None,
-            metric=metric, estimate=estimate, n_left_out=len(pruned.blocks), fold=pruned.method.value,
-        )  # fmt: skip
-
-    return result_table(
-        [
-            row("whole", "perplexity", perplexity_estimate(whole.losses)),
-            row("pruned", "perplexity", perplexity_estimate(rest.losses)),
-            row("pruned", "ratio", perplexity_ratio(rest.losses, whole.losses)),
-            row("pruned", "agreement", metrics.proportion(same)),
-        ],
-        "n_left_out",
-        "fold",
+    estimates = (
+        ("whole", "perplexity", perplexity_estimate(whole.losses)),
+        ("pruned", "perplexity", perplexity_estimate(rest.losses)),
+        ("pruned", "ratio", perplexity_ratio(rest.losses, whole.losses)),
+        ("pruned", "agreement", metrics.proportion(same)),
     )
+    return trial_table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
+
+
+def require_made_of(pruned: Pruned, model: TransformerBridge) -> None:
+    """Refuse a pruned model beside a whole one that it was not made of."""
+    identity = ModelIdentity.from_model(model)
+    pruned.provenance.require_same(identity, ours="the pruned model", theirs="the whole model")
+
+
+def trial_table(
+    pruned: Pruned, corpus: str, estimates: Iterable[tuple[str, str, metrics.Estimate]]
+) -> pd.DataFrame:
+    """A row for each method, metric and estimate of one pruned model on a corpus, ``""`` for none."""
+    rows = [
+        result_row(
+            EXPERIMENT, model=pruned.provenance.identity.name, corpus=corpus, method=method, layer=None,
+            target=None, metric=metric, estimate=estimate, n_left_out=len(pruned.blocks),
+            fold=pruned.method.value,
+        )
+        for method, metric, estimate in estimates
+    ]  # fmt: skip
+    return result_table(rows, "n_left_out", "fold")
 
 
 def judged_tokens(windows: Examples) -> Int[Tensor, "n length"]:

@@ -86,7 +86,6 @@ def task_scores(
     if unknown:
         there = ", ".join(map(str, manager.all_tasks[:6])) or "none"
         raise InputError(f"There is no task {short(unknown[0])} in {folder}. It has {there}.")
-    seeds = dict.fromkeys(("random", "numpy_random", "torch_random", "fewshot_random"), seed)
     try:
         with chdir(folder), _confined_templates(), _alone():
             outcome = simple_evaluate(
@@ -99,7 +98,10 @@ def task_scores(
                 device=device,
                 log_samples=False,
                 bootstrap_iters=_DRAWS,
-                **{f"{name}_seed": number for name, number in seeds.items()},
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
             )
     except InputError:
         raise

@@ -12,12 +12,10 @@ import torch
 from matlens.arguments import require_whole, short
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.models.identity import ModelIdentity
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
 from matlens.signatures import checked
-from matlens.storage.tables import result_row, result_table
-from matlens.trials.evaluation import EXPERIMENT
+from matlens.trials.evaluation import require_made_of, trial_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,20 +111,14 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: int = 5) 
     InputError
         The pruned model was made of another, or see `speed`.
     """
-    identity = pruned.provenance.identity
-    pruned.provenance.require_same(
-        ModelIdentity.from_model(model), ours="the pruned model", theirs="the whole model"
-    )
+    require_made_of(pruned, model)
     whole, rest = by_turns([plain_copy(model), pruned.model], rounds=rounds)
-    rows = [
-        result_row(
-            EXPERIMENT, model=identity.name, corpus="", method=method, layer=None, target=None,
-            metric=metric, estimate=estimate, n_left_out=len(pruned.blocks), fold=pruned.method.value,
-        )
-        for method, estimates in (("whole", whole.estimates()), ("pruned", rest.estimates(whole)))
-        for metric, estimate in estimates.items()
-    ]  # fmt: skip
-    return result_table(rows, "n_left_out", "fold")
+    estimates = (
+        (method, metric, estimate)
+        for method, of_method in (("whole", whole.estimates()), ("pruned", rest.estimates(whole)))
+        for metric, estimate in of_method.items()
+    )
+    return trial_table(pruned, "", estimates)
 
 
 @torch.inference_mode()

@@ -37,6 +37,7 @@ def test_a_folder_is_written_that_transformers_loads(
     card = (tmp_path / "pruned" / "README.md").read_text()
     assert "| model | milliseconds a token | MB of weights | KB of cache a token |" in card
     assert "not measured" not in card
+    assert "by the method `chain` (penalty 0.3)" in card
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
     assert loaded.config.num_hidden_layers == 2
     again = run_command(asked, capsys)
@@ -131,6 +132,7 @@ def test_attention_is_left_out(
     outcome = run_command([*asked, "--attention", "1"], capsys)
     assert outcome.code == 0, outcome.err
     assert "Without the attention of the blocks" in outcome.out
+    assert "by the method `refit` (penalty 0.1)" in (tmp_path / "fewer" / "README.md").read_text()
 
 
 def test_what_stands_in_the_way_is_told_before_the_work(

@@ -46,10 +46,19 @@ def test_figures_follow_the_sheet_and_leave_settings_alone() -> None:
         ("/some/folder/small-bert/", "small-bert"),
         ("C:\\folder\\gpt2", "gpt2"),
         ("/data/news.txt (validation)", "news.txt (validation)"),
+        ("/some/small-wikilm/checkpoint.pt", "small-wikilm/checkpoint.pt"),
+        ("small-wikilm/checkpoint_best.pt", "small-wikilm/checkpoint_best.pt"),
+        ("/adaptive_lm_wiki103.v2/model.pt", "adaptive_lm_wiki103.v2/model.pt"),
+        ("C:\\gpt2\\ggml-model-Q4_0.gguf", "gpt2/ggml-model-Q4_0.gguf"),
+        ("/some/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("/some/models/model-of-mine.pt", "model-of-mine.pt"),
+        ("/some/checkpoint", "checkpoint"),
+        ("/checkpoint.pt", "checkpoint.pt"),
+        ("checkpoint.pt", "checkpoint.pt"),
         ("/", "/"),
     ],
 )
-def test_short_names_have_no_folders(name: str, short: str) -> None:
+def test_short_names_have_no_folders_but_where_the_file_says_nothing(name: str, short: str) -> None:
     assert style.short_name(name) == short
 
 

@@ -15,9 +15,8 @@ from conftest import LAYERS, WORDS, assert_near
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.attention import choose_attention
-from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
-from matlens.pruning.streams import Streams
+from matlens.pruning.streams import Streams, whole_windows
 
 Models = Callable[[str], Any]
 # What of a block is turned to nothing; that of BLOOM adds the stream itself.

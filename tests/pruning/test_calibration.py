@@ -17,8 +17,9 @@ import matlens
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.linear import LinearMap
-from matlens.pruning.calibration import PER_LAYER, build, cut_config, whole_windows
+from matlens.pruning.calibration import PER_LAYER, build, cut_config
 from matlens.pruning.layouts import Layout
+from matlens.pruning.streams import whole_windows
 
 Models = Callable[[str], Any]
 SIZES: dict[str, Any] = {

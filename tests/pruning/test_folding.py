@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from matlens.pruning import folding
-from matlens.pruning.calibration import usual_penalty
-from matlens.pruning.choices import Method
+from matlens.pruning.choices import Method, usual_penalty
 from matlens.pruning.folding import Matrix, fold
 
 N, D, D_MLP = 70, 5, 8

@@ -15,10 +15,9 @@ import matlens
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning import healing
-from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
 from matlens.pruning.saving import model_card
-from matlens.pruning.streams import Streams
+from matlens.pruning.streams import Streams, whole_windows
 
 Models = Callable[[str], Any]
 WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "gptj": "mlp.fc_out"}
@@ -86,15 +85,18 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
     assert_near(folded.get_parameter("transformer.h.1.mlp.c_proj.weight"), weight.detach(), 1e-3)
 
 
-def test_of_several_spans_the_folded_matrices_alone_are_healed(small_model: Models) -> None:
-    """Where blocks before a folded one are gone, it has another number in the pruned model."""
+@pytest.mark.parametrize(("method", "places"), [("refit", (0, 2)), ("chain", (0, 1, 2, 3))])
+def test_of_several_spans_the_changed_matrices_alone_are_healed(
+    method: str, places: tuple[int, ...], small_model: Models
+) -> None:
+    """Where blocks before a changed one are gone, it has another number in the pruned model."""
     text = Corpus("text", (" ".join(np.random.default_rng(3).choice(WORDS, 1200)),), 1, 0, 0, 0)
     model = small_model("llama-deep")
     asked = model, make_windows(model, text, size=24), [1, 4]
-    before, after = (pruning.prune(*asked, method="refit", heal=n, progress=False).model for n in (0, 60))
+    before, after = (pruning.prune(*asked, method=method, heal=n, progress=False).model for n in (0, 60))
     state = before.state_dict()
     changed = {key for key, value in after.state_dict().items() if not torch.equal(value, state[key])}
-    assert changed == {f"model.layers.{place}.mlp.down_proj.weight" for place in (0, 2)}
+    assert changed == {f"model.layers.{place}.mlp.down_proj.weight" for place in places}
 
 
 def test_the_divergence_falls(small_model: Models, plain_model: Models, windows: Models) -> None:

@@ -59,6 +59,16 @@ def test_nothing_left_out_is_the_same_model(
     assert_near(logits(pruned.model), logits(plain_model(name)), 1e-6)
 
 
+def test_the_method_that_loses_least_is_the_usual_one(small_model: Models, windows: Models) -> None:
+    usual, asked = (
+        pruning.prune(small_model("llama"), windows("llama"), [1], progress=False, **how)
+        for how in ({}, {"method": "chain", "penalty": 0.3})
+    )
+    assert (usual.method, usual.provenance.details["penalty"]) == ("chain", 0.3)
+    for key, tensor in asked.model.state_dict().items():
+        assert torch.equal(usual.model.state_dict()[key], tensor), key
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("method", pruning.Method)
 def test_a_fold_is_what_least_squares_by_hand_gives(

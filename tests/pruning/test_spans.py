@@ -15,7 +15,6 @@ from conftest import D_MODEL, N_LAYERS, WORDS
 import matlens
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
-from matlens.pruning.calibration import whole_windows
 from matlens.pruning.layouts import Layout
 from matlens.pruning.spans import (
     angles,
@@ -26,7 +25,7 @@ from matlens.pruning.spans import (
     no_sinks,
     spans_of,
 )
-from matlens.pruning.streams import Streams
+from matlens.pruning.streams import Streams, whole_windows
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from conftest import WORDS
 
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
-from matlens.pruning.calibration import Calibration, whole_windows
+from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
+from matlens.pruning.streams import whole_windows
 from matlens.trials.evaluation import read_text
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
@@ -74,7 +75,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         for method in ("chain", "out", "chain, healed"):
             pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
             if method == "chain, healed":
-                calibration.heal(pruned, blocks, 60, progress=False)
+                calibration.heal(pruned, blocks, Method.chain, 60, progress=False)
             losses = read_text(pruned, tokens, desc="", progress=False).losses
             of_method = rows[rows["method"] == method].set_index("metric")["value"]
             perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))

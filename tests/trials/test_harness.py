@@ -88,7 +88,10 @@ def test_scores_are_read_with_their_intervals(
     assert Path.cwd() != folder
     assert "DISABLE_MULTIPROC" not in os.environ
     assert harness.asked["limit"] == 20
-    assert harness.asked["random_seed"] == 3
+    seeds = {name: value for name, value in harness.asked.items() if name.endswith("_seed")}
+    assert seeds == dict.fromkeys(
+        ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), 3
+    )
     with pytest.raises(InputError, match="no task 'shapes'"):
         trials.task_scores(model_folder("llama"), ["shapes"], folder)
 

@@ -1,0 +1,97 @@
+"""Sizes of a model as its configuration says them, kept so that the next time they are known at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matlens.cache.contents import hash_contents
+from matlens.cache.dequantized import software
+from matlens.cache.entries import Cache, default_cache
+from matlens.errors import InputError
+from matlens.loading.loading import read_configuration
+from matlens.loading.places import CHECKPOINT, locate
+from matlens.signatures import checked
+from matlens.storage.files import read_json, write_json
+
+SIZES = "sizes"
+"""What entries of sizes are called."""
+_FILE = "sizes.json"
+_NAMES = ("n_layers", "d_model", "d_mlp", "d_vocab", "n_parameters")
+
+
+@checked
+def read_sizes(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> dict[str, int | None]:
+    """Say how large a model is: ``n_layers, d_model, d_mlp, d_vocab`` and ``n_parameters``.
+
+    Reading a configuration and building a model without weights takes all of transformers, and seconds.
+    So what they say is kept, by the content of the file that says it and the libraries that read it.
+
+    Returns
+    -------
+    sizes
+        ``None`` for what the configuration does not say; ``d_mlp`` and ``n_parameters`` are 0 then.
+
+    Raises
+    ------
+    InputError
+        There is no such model, or its configuration is not usable.
+    """
+
+    def read() -> dict[str, int | None]:
+        config, n_parameters = read_configuration(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+        return _said(config, n_parameters)
+
+    cache = None if trust_remote_code else default_cache()
+    if cache is None:
+        return read()
+    key = _key(cache, *locate(name, revision))
+    return read() if key is None else _kept(cache, key, read, name)
+
+
+def _said(config: Any, n_parameters: int) -> dict[str, int | None]:
+    said = {
+        "n_layers": getattr(config, "num_hidden_layers", None),
+        "d_model": getattr(config, "hidden_size", None),
+        "d_mlp": getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 0,
+        "d_vocab": getattr(config, "vocab_size", None),
+        "n_parameters": n_parameters,
+    }
+    return {key: value if type(value) is int else None for key, value in said.items()}
+
+
+def _key(cache: Cache, folder: str, file: str | None, commit: str | None) -> dict[str, Any] | None:
+    """What the sizes depend on; ``None`` where they are not kept."""
+    if file and file.lower().endswith(CHECKPOINT):
+        return None
+    if commit:
+        return {"of": folder, "commit": commit, "software": software()}
+    path = Path(folder, file or "config.json")
+    if not os.path.isfile(path):  # a name on a hub that was not reached
+        return None
+    return {"content": hash_contents(cache, [path])[path.name], "software": software()}
+
+
+def _kept(
+    cache: Cache, key: dict[str, Any], read: Callable[[], dict[str, int | None]], name: str
+) -> dict[str, int | None]:
+    entry = cache.find(SIZES, key)
+    if entry is not None:
+        try:
+            sizes = read_json(entry.folder / _FILE)
+        except (InputError, OSError):  # cleared meanwhile
+            return read()
+        if isinstance(sizes, dict) and all(type(sizes.get(key)) is int for key in _NAMES):
+            return {key: sizes[key] for key in _NAMES}
+        cache.discard(entry.folder, "it does not say the sizes of a model")
+    sizes = read()
+    if None not in sizes.values():
+        about = {"what": "sizes of the model", "of": name}
+        cache.keep(SIZES, key, lambda folder: write_json(folder / _FILE, sizes), about=about)
+    return sizes
