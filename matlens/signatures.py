@@ -2,7 +2,7 @@
 
 Whatever a user can call is `checked`: a whole number is one, a list of texts is no text, an array has the
 dimensions and the kind of numbers that its annotation says. What values mean, such as how many layers there
-are, is checked by the function itself.
+are, is checked by the function itself, which computes in the precision of its numbers, see `arithmetic`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import FunctionType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from matlens.arguments import require_number, require_seed, require_whole, short
+from matlens.arithmetic import is_reduced, own_precision
 from matlens.errors import InputError
 
 Public = TypeVar("Public", bound=Callable[..., Any])
@@ -88,6 +89,9 @@ def _checked_function(function: Any, name: str) -> Any:
             kind = kinds.get(parameter)
             if kind is not None and not kind.holds(value):
                 raise InputError(f"{parameter} of {name} {kind.complaint(value)}")
+        if is_reduced():
+            with own_precision():
+                return function(*args, **kwargs)
         return function(*args, **kwargs)
 
     call.__checked__ = True  # type: ignore[attr-defined]

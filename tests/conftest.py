@@ -68,6 +68,20 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "falcon": lambda: transformers.FalconConfig(
         **_COMMON, hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4
     ),
+    # One after the other, and with distances in attention, which transformers counts twice where it is asked
+    # for attention's patterns.
+    "falcon-alibi": lambda: transformers.FalconConfig(
+        **_COMMON,
+        hidden_size=D_MODEL,
+        num_hidden_layers=N_LAYERS,
+        num_attention_heads=4,
+        alibi=True,
+        bias=True,
+        multi_query=False,
+        parallel_attn=False,
+    ),
+    # Its blocks give lists.
+    "gpt1": lambda: transformers.OpenAIGPTConfig(**_GPT),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
     # Mixtures of experts: the second has one that all tokens share, the third output biases.
@@ -78,6 +92,23 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=24,
+    ),
+    # Linear attention in two layers, which keeps a state in the place of keys and values.
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **_GROUPED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    # As published DeepSeek-V2 and GLM-4.5: its first layer has a plain FFN.
+    "qwen3-moe-mixed": lambda: transformers.Qwen3MoeConfig(
+        **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0]
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "t5": lambda: transformers.T5Config(
@@ -121,9 +152,10 @@ LAYERS = {
     "gemma3": ("model.layers", "model.norm"),
 }
 LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
+LAYERS["qwen3-next"] = LAYERS["llama"]
 for _name in ("llama-sinks", "llama-deep", "llama-tied", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
-LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["gpt2"]
+LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["falcon-alibi"] = LAYERS["gpt2"]
 LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
 LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
 RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied

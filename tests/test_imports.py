@@ -21,10 +21,10 @@ TESTS = Path(__file__).parent
 
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
-    "errors", "bounds", "arguments", "signatures", "progress", "processes", "translations", "numerics",
-    "metrics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models", "loading",
-    "corpora", "training", "inputs", "linear", "activations", "patching", "plots", "estimators", "lens",
-    "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials", "annotation",
+    "errors", "bounds", "arguments", "arithmetic", "signatures", "progress", "processes", "translations",
+    "numerics", "metrics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models",
+    "loading", "corpora", "training", "inputs", "linear", "activations", "patching", "plots", "estimators",
+    "lens", "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials", "annotation",
     "study", "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arguments import require_choice, require_whole, short
+from matlens.arithmetic import own_precision
 from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples, require_examples
 from matlens.corpora.readers import reads_whole, require_model, require_own_tokens
@@ -224,7 +225,7 @@ def _stream(
             if processes.rank < len(turn):
                 batch = turn[processes.rank]
                 at, index = _places(examples, batch, positions)
-                with unchanged(model, changes):
+                with unchanged(model, changes), own_precision():
                     rows = Rows(index, at[1].numpy(), _run(model, batch, hooks, at), changes)
                 for name, values in rows.vectors.items():
                     require_finite(values, name)
@@ -294,6 +295,12 @@ def _run(
         model(first, **others, return_type=None)
     absent = [site for site, name in hooks.items() if name not in seen]
     if absent:
+        unread = Anatomy.from_model(model).hooks.get(hooks[absent[0]])
+        if unread is not None and not unread.shape and not changes_of(model):
+            raise InputError(
+                f"{', '.join(absent)} cannot be collected of {model.cfg.architecture}: TransformerLens' hook "
+                f"{unread.name} {unread.carries}."
+            )
         raise InputError(
             f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )

@@ -73,8 +73,11 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         except OSError as error:  # which says nothing of the cache
             raise _Unreadable(error) from error
         loaded = tokenizer, model
-        _write(folder, tokenizer, model)
-        again = _load(folder, torch.float32)
+        try:
+            _write(folder, tokenizer, model)
+            again = _load(folder, torch.float32)
+        except Exception as error:  # other libraries write, each of which says in another way that it cannot
+            raise OSError(str(error)) from error
         _require_equal((tokenizer, model), again)
         loaded = again
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from matlens.arguments import short
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
@@ -154,7 +156,8 @@ class Cache:
         kind, key
             What sort of thing it is, and all that it is made from.
         fill
-            Writes the entry's files into the folder that it is given.
+            Writes the entry's files into the folder that it is given; an ``OSError`` or a ``SafetensorError``
+            says that they cannot be written.
         about
             What people are shown of it.
 
@@ -167,8 +170,9 @@ class Cache:
         try:
             with self._alone(name):
                 return self._find(name, False) or self._fill(name, kind, fill, about or {})
-        except OSError as error:
-            self._tell(f"Nothing is kept in the cache {self.root}: {error.strerror or error}.")
+        except (OSError, SafetensorError) as error:  # which is what safetensors says of a full disk
+            reason = getattr(error, "strerror", None) or error
+            self._tell(f"Nothing is kept in the cache {self.root}: {reason}.")
             return None
 
     def _fill(

@@ -139,10 +139,7 @@ class ValueVectors:
         require_raw(model)
         anatomy = Anatomy.from_model(model)
         if COEFFICIENTS not in anatomy.kinds:
-            raise InputError(
-                f"The FFNs of {model.cfg.architecture} have no value vectors that are known (its blocks are "
-                f"{anatomy.family.name}): their output is not seen to be one matrix times coefficients."
-            )
+            raise InputError(_reason_for_none(model, anatomy))
         layers, shape = range(anatomy.n_layers), (anatomy.d_mlp, anatomy.d_model)
         mixtures = [mixture(model, layer) for layer in layers]
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
@@ -359,6 +356,22 @@ class ValueVectors:
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)
+
+
+def _reason_for_none(model: TransformerBridge, anatomy: Anatomy) -> str:
+    said = f"The FFNs of {model.cfg.architecture} have no value vectors that are known"
+    without = [str(layer) for layer in range(anatomy.n_layers) if mixture(model, layer) is None]
+    if 0 < len(without) < anatomy.n_layers:
+        return (
+            f"{said}: {'those' if without[1:] else 'that'} of layer{'s' if without[1:] else ''} "
+            f"{', '.join(without)} {'have' if without[1:] else 'has'} no experts, and the others have, so "
+            "their numbers of coefficients differ. Expected FFNs of one kind in all layers. They can "
+            "be mapped and replaced all the same."
+        )
+    return (
+        f"{said} (its blocks are {anatomy.family.name}): their output is not seen to be one matrix times "
+        "coefficients."
+    )
 
 
 def _is_whole(number: object) -> bool:

@@ -31,6 +31,7 @@ from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
 
+_COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
 KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
 
@@ -103,7 +104,7 @@ def fit_samples(
         wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
     n = len(wanted[named[0][0]])
     if (processes := current()).several:
-        processes.agree([named, n], "fitting")
+        _require_same_everywhere(wanted, weights, [named, n, intercept, ridge])
         share = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
         wanted = {site: vectors[share] for site, vectors in wanted.items()}
         weights = None if weights is None else weights[share]
@@ -128,6 +129,29 @@ def fit_samples(
             pairs_of_source, provenance,
         )  # fmt: skip
         yield from maps if there is None else (linear.to(wanted[source].device) for linear in maps)
+
+
+def _require_same_everywhere(
+    samples: Mapping[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]
+) -> None:
+    """Refuse to divide samples among processes of which one was given others, by a few of them."""
+    processes = current()
+    processes.agree([*arguments, sorted(samples), weights is not None], "fitting")
+    n = len(next(iter(samples.values())))
+    few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
+    ours = {site: vectors[few.to(vectors.device)].cpu() for site, vectors in samples.items()}
+    if weights is not None:
+        ours["weights"] = weights[few.to(weights.device)].cpu()
+    theirs = processes.share_tensors(ours, "some of the samples")
+    for site, values in ours.items():
+        # Each may have run the model itself, where sums are taken in another order.
+        slack = _ALIKE * float(theirs[site].abs().max())
+        if values.shape != theirs[site].shape or bool(((values - theirs[site]).abs() > slack).any()):
+            raise InputError(
+                f"Process {processes.rank} was given other samples of {site} than process 0. Expected all "
+                "samples in every process, as matlens.collect gives them: they are divided inside. Rows that "
+                "differ from process to process go through fit_stream(..., divided=True)."
+            )
 
 
 @checked

@@ -10,6 +10,7 @@ from matlens.errors import InputError
 from matlens.kinds.stacks import Stack, choose_stack, stack_of
 from matlens.loading.checkpoints import require_vocabulary
 from matlens.loading.configurations import require_supported
+from matlens.models.constants import remember_settings
 from matlens.models.identity import require_raw
 from matlens.models.sites import stack_hooks
 from matlens.models.tokenization import encode_text, require_tokenizer
@@ -78,6 +79,7 @@ def wrap(
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     require_finite_weights(bridge)
+    remember_settings(bridge)
     return bridge.eval()
 
 

@@ -79,8 +79,8 @@ class Anatomy:
         The kinds of sites inside a block that this model has.
     d_mlp
         Width of ``ffn_post``, 0 where there is none.
-    blocks_return_tuples
-        Whether a block's module returns its vectors as the first of several values.
+    blocks_return_tuples, n_returned
+        Whether a block's module returns its vectors as the first of several values, and of how many.
     hooks
         Every hook of the model, by each of its names.
     """
@@ -91,6 +91,7 @@ class Anatomy:
     kinds: tuple[str, ...]
     d_mlp: int = 0
     blocks_return_tuples: bool = False
+    n_returned: int = 1
     hooks: Mapping[str, Hook] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -251,8 +252,12 @@ def _examine(model: TransformerBridge) -> Anatomy:
             seen[hook.name] = value.detach()
 
     points = _points(model)
-    returned: list[type] = []
-    listening = model.blocks[0].register_forward_hook(lambda *call: returned.append(type(call[2])))
+    returned: list[int | None] = []  # how many values, where they are several
+
+    def count_returned(module: nn.Module, given: Any, value: Any) -> None:
+        returned.append(len(value) if isinstance(value, tuple) else None)
+
+    listening = model.blocks[0].register_forward_hook(count_returned)
     try:
         hooks = [(name, keep) for name in _open(model, points)]
         with torch.inference_mode(), reading(model, hooks):
@@ -267,13 +272,14 @@ def _examine(model: TransformerBridge) -> Anatomy:
         ) from error
     finally:
         listening.remove()
-    as_tuples = issubclass(returned[0], tuple)
     by_name = {
         name: hook
         for hook_name, names in points.items()
         for hook in [Hook(hook_name, names, *_carried(fired.get(hook_name, []), places))]
         for name in names
     }
+    n_returned = 1 if returned[0] is None else returned[0]
+    blocks = {"blocks_return_tuples": returned[0] is not None, "n_returned": n_returned, "hooks": by_name}
 
     for family in families:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
@@ -284,10 +290,8 @@ def _examine(model: TransformerBridge) -> Anatomy:
             ]
             d_mlp = _d_mlp(model, family, seen)
             kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, as_tuples, by_name)
-    return Anatomy(
-        STREAM_ONLY, n_layers, model.cfg.d_model, (), blocks_return_tuples=as_tuples, hooks=by_name
-    )  # fmt: skip
+            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, **blocks)
+    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), **blocks)
 
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:

@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from matlens.errors import InputError
+from matlens.models.constants import other_constants, remember_settings
 from matlens.models.hooks import LOCK, record_of
 from matlens.models.weights import parts_of, plain_parts
 from matlens.signatures import checked
@@ -38,6 +39,12 @@ _BUILDERS = (
     "accelerate.",
     "matlens.kinds.experts",
 )
+_HOOKS = {
+    "forward hook": "_forward_hooks",
+    "forward pre-hook": "_forward_pre_hooks",
+    "backward hook": "_backward_hooks",  # which change Jacobians, and what is trained through a model
+    "backward pre-hook": "_backward_pre_hooks",
+}
 _PROCESS = secrets.token_hex(3)
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _COUNT = itertools.count(1)
@@ -66,9 +73,10 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     Seen are replacements and coefficients of this library, by their numbers; hooks of others, on
     TransformerLens' hook points and on modules, and modules whose ``forward`` is another, by the function,
     which only this process can know again; parametrizations; modules of another class or with other settings
-    than those that the model's configuration makes, even where they hold no weights; adapters (of PEFT), and
-    whether they are on; and dropout that is on. What a hook does is not looked at: one that only reads is
-    named too.
+    than those that the model's configuration makes, even where they hold no weights; other numbers in buffers
+    that no checkpoint holds, as the frequencies of rotary embeddings; settings of the bridge that were
+    changed; adapters (of PEFT), and whether they are on; and dropout that is on. What a hook does is not
+    looked at: one that only reads is named too.
     """
     with LOCK:  # lists of hooks must not change while they are read
         present = record_of(model).present
@@ -80,6 +88,7 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
 def remember_parts(model: TransformerBridge) -> None:
     """Take the modules that a model has now, as it was loaded, for those of the plain model."""
     _parts_record(model).plain = parts_of(model.original_model, _class_name)
+    remember_settings(model)
 
 
 @contextmanager
@@ -135,14 +144,15 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     modules = list(_modules(model))
     for name, module in modules:
         of_points = set()
-        for handle in getattr(module, "fwd_hooks", ()):  # of a hook point of TransformerLens
+        points = (*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ()))
+        for handle in points:  # of a hook point of TransformerLens
             of_points.add(handle.hook.id)
             if id(handle.user_hook) not in ours and not _is_builders(handle.user_hook):
                 yield f"a hook {function_name(handle.user_hook, handle.hook.id)} at {name}"
-        for kind, hooks in (("", module._forward_hooks), ("pre-", module._forward_pre_hooks)):
-            for number, function in hooks.items():
+        for kind, of_kind in _HOOKS.items():
+            for number, function in getattr(module, of_kind).items():
                 if number not in of_points and id(function) not in ours and not _is_builders(function):
-                    yield f"a forward {kind}hook {function_name(function, number)} at {name}"
+                    yield f"a {kind} {function_name(function, number)} at {name}"
         forward = vars(module).get("forward")
         known = id(forward) in ours or _is_builders(forward) or _only_moves(module, forward)
         if forward is not None and not known:
@@ -151,10 +161,11 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
             yield f"a parametrization of {name}"
     for function in _replaced_methods(modules):
         yield f"another forward {function_name(function)} of a class"
-    everywhere = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+    everywhere = (getattr(torch_modules, f"_global{of_kind}") for of_kind in _HOOKS.values())
     for number, function in itertools.chain(*(hooks.items() for hooks in everywhere)):
         yield f"a hook {function_name(function, number)} at all modules"
     yield from _other_parts(model)
+    yield from other_constants(model)
     yield from _adapters(module for _, module in modules)
     if _drops_out(model, modules):
         yield "training mode, in which dropout makes every pass another"

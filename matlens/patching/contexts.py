@@ -124,7 +124,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
     for replacement in replacements:
         source, (target, before) = anatomy.hook(replacement.source), anatomy.written_at(replacement.target)
         if replacement.is_jump and replacement.blocks:
-            forwards |= skipping_forwards(model, replacement, anatomy.blocks_return_tuples)
+            forwards |= skipping_forwards(model, replacement, anatomy)
         elif source == target:
             writing.append((target, _mapping_hook(replacement, places)))
         else:

@@ -146,6 +146,13 @@ def _covered(anatomy: Anatomy, replacement: Replacement) -> tuple[int, int]:
 def _require_order(replacement: Replacement, anatomy: Anatomy) -> None:
     source, target = replacement.source, replacement.target
     first, last = anatomy.order(source), anatomy.write_order(target)
+    unread = next(
+        (hook for hook in map(anatomy.hook, (source, target)) if anatomy.hooks[hook].order < 0), None
+    )
+    if unread is not None:
+        raise InputError(
+            f"{replacement} cannot be replaced: the hook {unread} {anatomy.hooks[unread].carries}."
+        )
     if first > last:
         raise InputError(
             f"The replacement {replacement} runs backwards: a pass comes to {target} before {source}. "

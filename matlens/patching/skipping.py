@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Replacement, stand_in
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_RETURNED = 2  # values, at most, of a block that can be skipped: its vectors, and what its attention weighs
+_RETURNED_BY_T5 = 3  # vectors, and how far tokens lie apart, for its attention and for that to the encoder
+
 
 def skipping_forwards(
-    model: TransformerBridge, jump: Replacement, as_tuples: bool
+    model: TransformerBridge, jump: Replacement, anatomy: Anatomy
 ) -> dict[int, Callable[..., Any]]:
     """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
-    if all(hasattr(getattr(block, "original_component", None), "layer") for block in model.blocks):
-        return _skipping_forwards_of_t5(model, jump)
-    needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
-    kinds = {
-        type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
-    }
-    if kinds:
+    if reason := _reason_against(model, jump, anatomy):
         raise InputError(
-            f"{jump} skips blocks, and the blocks of this model cannot be skipped: TransformerLens runs them "
-            f"as {', '.join(sorted(kinds))}. Its layers can be collected, and their maps fitted and read out."
+            f"{jump} skips blocks, and the blocks of this model cannot be skipped: {reason}. Its layers can "
+            "be collected, and their maps fitted and read out."
         )
+    if all(map(_is_of_t5, model.blocks)):
+        return _skipping_forwards_of_t5(model, jump)
 
     def forward_of(layer: int) -> Callable[..., Any]:
         block = model.blocks[layer]
@@ -46,11 +46,35 @@ def skipping_forwards(
                 h = stand_in(jump, block.hook_in(h), h)
             if layer == jump.blocks[-1]:
                 h = block.hook_out(h)
-            return (h, None) if as_tuples else h
+            return (h, None)[: anatomy.n_returned] if anatomy.blocks_return_tuples else h
 
         return forward
 
     return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+def _reason_against(model: TransformerBridge, jump: Replacement, anatomy: Anatomy) -> str | None:
+    """Why what enters the blocks of a jump cannot be handed on in the place of what leaves them."""
+    ends = (anatomy.hooks[anatomy.hook(site)] for site in (jump.source, jump.target))
+    if unread := next((hook for hook in ends if not hook.shape), None):
+        return f"the hook {unread.name} {unread.carries}"
+    if all(map(_is_of_t5, model.blocks)):
+        first = model.blocks[0].original_component.layer[0]
+        known = anatomy.n_returned == _RETURNED_BY_T5 and hasattr(first, "SelfAttention")
+        return None if known else f"they return {anatomy.n_returned} values, and not what T5's do"
+    needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
+    kinds = {
+        type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
+    }
+    if kinds:
+        return f"TransformerLens runs them as {', '.join(sorted(kinds))}"
+    if anatomy.n_returned > _RETURNED:
+        return f"each returns {anatomy.n_returned} values, of which only the first, its vectors, is known"
+    return None
+
+
+def _is_of_t5(block: Any) -> bool:
+    return hasattr(getattr(block, "original_component", None), "layer")
 
 
 def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dict[int, Callable[..., Any]]:
@@ -103,7 +127,13 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
     for cache in given:
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        if isinstance(cache, Cache):
+        if not isinstance(cache, Cache):
+            continue
+        place = cache.layers[layer] if layer < len(cache.layers) else None
+        # Linear attention keeps a state, and no keys and values; it is asked whether there was a pass.
+        states = getattr(place, "has_previous_state", {})
+        states.update(dict.fromkeys(states, True))
+        if place is None or hasattr(place, "update"):
             nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
             cache.update(nothing, nothing, layer)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.0005, 0.05  # seconds between two looks at what the others have said
+_LOOKS = 4  # in which a process is seen to be silent, at least, before it counts as gone
 _LONGEST_WORD = 1000  # characters of what a process says about its end
 _GOES_ON = "Run the same command again, with any number of processes, and it goes on from what is written."
 
@@ -55,7 +56,8 @@ class Processes:
         self.rank = require_whole(rank, "The number of the process", least=0, most=self.size - 1)
         self._store, self._transport, self._patience = store, transport, patience
         self._number = 0
-        self._seen: dict[int, tuple[bytes, float]] = {}  # the last beat of each process, and when it came
+        # The last beat of each process, how long it has been silent since, and when that was looked at.
+        self._seen: dict[int, tuple[bytes, float, float]] = {}
 
     def __repr__(self) -> str:
         return f"Processes(rank={self.rank}, size={self.size})"
@@ -229,7 +231,7 @@ class Processes:
     def _hear(self, key: str, rank: int) -> str:
         """Wait for what a process says, as long as that process lives."""
         pause = _SHORTEST_LOOK
-        self._seen[rank] = b"", time.monotonic()
+        self._seen[rank] = b"", 0.0, time.monotonic()
         while not self._carefully(lambda: self._store.check([key]), rank):
             self._require_alive(rank, key)
             time.sleep(pause)
@@ -252,10 +254,12 @@ class Processes:
         sign = f"beat/{awaited}"
         there = self._carefully(lambda: self._store.check([sign]), awaited)
         beat = self._carefully(lambda: self._store.get(sign), awaited) if there else b""
-        last, since = self._seen[awaited]
-        if beat != last:
-            self._seen[awaited] = beat, time.monotonic()
-        elif time.monotonic() - since > self._patience:
+        last, silent, looked = self._seen[awaited]
+        # Of a pause in which this process itself was held up, and with it perhaps all of them, a part counts.
+        now = time.monotonic()
+        silent = 0.0 if beat != last else silent + min(now - looked, self._patience / _LOOKS)
+        self._seen[awaited] = beat, silent, now
+        if silent > self._patience:
             raise self._gone(awaited, f"nothing has been heard of it for {self._patience:g} seconds")
 
     def _gone(self, rank: int, reason: str) -> ProcessLost:

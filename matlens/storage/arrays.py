@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.storage.files import damaged, hash_file, open_regular
+from matlens.storage.files import damaged, hash_file, open_regular, write_bytes
 
 Record = Mapping[str, Any]
 _CHUNK = 4 * 2**20
@@ -233,3 +234,19 @@ def read_header(file: BinaryIO, path: Path) -> tuple[tuple[int, ...], np.dtype[A
     if (fortran and len(shape) > 1) or dtype.hasobject or dtype.kind not in "fiub":
         raise damaged(path, "holds an array in an order or of a kind that matlens does not write")
     return shape, dtype
+
+
+def array_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """What a ``.npy`` file of an array begins with, before its numbers."""
+    buffer = io.BytesIO()
+    described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(buffer, described)
+    return buffer.getvalue()
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write a ``.npy`` file, whole or not at all."""
+    # Not np.save to the path: when the disk is full, its error does not say so.
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    write_bytes(path, buffer.getbuffer())

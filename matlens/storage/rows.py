@@ -8,7 +8,6 @@ does so only with what is still there.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import stat
 import sys
@@ -22,12 +21,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 from torch import Tensor
 
 from matlens.processes.group import ProcessLost, alone, current
-from matlens.storage.arrays import StoredArray, StoredRows, require_record
-from matlens.storage.files import create, damaged, write_bytes
+from matlens.storage.arrays import StoredArray, StoredRows, array_header, require_record, write_array
+from matlens.storage.files import create, damaged
 from matlens.storage.folders import Workplace, make_config, read_config
 from matlens.storage.notes import Notes
 
@@ -56,10 +54,14 @@ class Column(NamedTuple):
         """Bytes of a row on disk."""
         return self.width * self.on_disk.itemsize
 
+    def header(self, n_rows: int) -> bytes:
+        """What the file of so many rows begins with."""
+        return array_header((n_rows, self.width), self.on_disk)
+
 
 def file_bytes(n_rows: int, column: Column) -> int:
     """Bytes of the file of a column with so many rows."""
-    return len(_header(n_rows, column)) + n_rows * column.row_bytes
+    return len(column.header(n_rows)) + n_rows * column.row_bytes
 
 
 Columns = Mapping[str, Column]
@@ -106,7 +108,7 @@ class RowFiles:
             print(f"{self._path(absent[0])} is gone, so all rows are made anew.", file=sys.stderr)
             self._notes.clear()
         for name, array in arrays.items():
-            _save(self._path(name), array)
+            write_array(self._path(name), array)
         self._files: dict[str, tuple[int, int]] = {}  # descriptor, and where rows start
         try:
             for name, column in columns.items():
@@ -153,7 +155,7 @@ class RowFiles:
         if not self._notes.records:
             self._files[name] = descriptor, _allocate(descriptor, self._n_rows, column)
             return
-        header, status = _header(self._n_rows, column), os.fstat(descriptor)
+        header, status = column.header(self._n_rows), os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise damaged(path, "is no plain file of its own")
         if status.st_size != len(header) + self._n_rows * column.row_bytes:
@@ -390,16 +392,9 @@ def _stored(config: Mapping[str, Any], folder: Path, name: str, finite: bool = T
     return StoredArray(folder / file, require_record(config, folder, file), finite=finite)
 
 
-def _save(path: Path, array: np.ndarray) -> None:
-    # Not np.save to the path: when the disk is full, its error does not say so.
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    write_bytes(path, buffer.getbuffer())
-
-
 def _allocate(descriptor: int, n_rows: int, column: Column) -> int:
     """Write a file's header and take room for all rows; returns where they start."""
-    header = _header(n_rows, column)
+    header = column.header(n_rows)
     _write_all(descriptor, header, 0)
     size = len(header) + n_rows * column.row_bytes
     if hasattr(os, "posix_fallocate"):
@@ -407,15 +402,6 @@ def _allocate(descriptor: int, n_rows: int, column: Column) -> int:
     else:
         os.truncate(descriptor, size)
     return len(header)
-
-
-def _header(n_rows: int, column: Column) -> bytes:
-    buffer = io.BytesIO()
-    description = {
-        "descr": npy.dtype_to_descr(column.on_disk), "fortran_order": False, "shape": (n_rows, column.width),
-    }  # fmt: skip
-    npy.write_array_header_1_0(buffer, description)
-    return buffer.getvalue()
 
 
 def _runs(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

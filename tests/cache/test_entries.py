@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from matlens.cache.entries import Cache, default_cache
 from matlens.errors import InputError
@@ -187,6 +189,18 @@ def test_a_place_that_cannot_be_written_is_no_error(
     assert "Nothing is kept" in capsys.readouterr().err
     assert cache.entries() == []
     assert cache.clear() == 0
+
+
+def test_a_library_that_cannot_write_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """safetensors says of a full disk, as of a folder that is not there, what is no OSError."""
+    cache = Cache(tmp_path)
+
+    def fill(folder: Path) -> None:
+        save_file({"x": torch.ones(2)}, folder / "nowhere" / "numbers.safetensors")
+
+    assert cache.keep("thing", KEY, fill) is None
+    assert "Nothing is kept" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_clearing_leaves_what_somebody_fills(tmp_path: Path) -> None:

@@ -202,6 +202,13 @@ def test_experts_with_output_biases_are_refused(small_model: Callable[[str], Any
         ValueVectors(model)
 
 
+def test_a_model_with_experts_in_some_layers_says_so(small_model: Callable[[str], Any]) -> None:
+    model = small_model("qwen3-moe-mixed")
+    assert "ffn_out" in Anatomy.from_model(model).kinds
+    with pytest.raises(InputError, match="known: that of layer 0 has no experts, and the others have"):
+        ValueVectors(model)
+
+
 def test_rows_are_those_of_the_matrix(small_model: Callable[[str], Any]) -> None:
     for name in MIXTURES:
         experts = mixture(small_model(name), 2)

@@ -138,6 +138,8 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "permanent": (lambda m: added_hook(m, doubled, permanent=True), "doubled"),
     "forward hook": (lambda m: torch_hook(mlp(m).register_forward_hook, doubled), "forward hook"),
     "pre-hook": (lambda m: torch_hook(mlp(m).register_forward_pre_hook, doubled), "forward pre-hook"),
+    "backward": (lambda m: m.hooks(bwd_hooks=[("blocks.1.hook_out", lambda g, hook: g)]), "lambda"),
+    "backward hook": (lambda m: torch_hook(mlp(m).register_full_backward_hook, doubled), "a backward hook"),
     "everywhere": (lambda m: torch_hook(register_module_forward_hook, lambda *_: None), "at all modules"),
     "forward": (lambda m: other_forward(mlp(m)), "another forward"),
     "method of a class": (lambda m: other_method(mlp(m)), "of a class"),

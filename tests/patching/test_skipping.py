@@ -6,13 +6,17 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, N_LAYERS, assert_near
-from handpatched import jump_part
+import transformers
+from conftest import ARCHITECTURES, D_MODEL, N_CTX, N_LAYERS, assert_near, make_tokenizer
+from handpatched import hand_vectors, jump_part
 from patched_models import SENTENCES, Models, linear, replacement, vectors
 
+import matlens
 from matlens import InputError
 from matlens.patching.contexts import patched
 
@@ -59,3 +63,50 @@ def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model:
                 with pytest.raises(InputError, match="cannot start or stop at layer 1: the jump"):
                     model(given, **asked)
         assert torch.equal(model(tokens, stop_at_layer=2), h2)
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (1, 2), (2, 3), (0, 3)])
+def test_blocks_of_linear_attention_are_skipped_as_others_are(
+    ends: tuple[int, int], small_model: Models, plain_model: Models
+) -> None:
+    """They keep a state in the place of keys and values, with which the next pass goes on."""
+    model, replaced = small_model("qwen3-next"), jump_part(*ends, bias=False)
+    with patched(model, [replacement(replaced)]):
+        ours = [found["logits"] for found in vectors(model)]
+        given = torch.tensor(SENTENCES[:1])
+        silent = {"stop_at_eos": False, "do_sample": False, "verbose": False, "return_type": "tokens"}
+        made = [model.generate(given, 6, use_past_kv_cache=cached, **silent) for cached in (True, False)]
+    by_hand = hand_vectors("qwen3-next", plain_model("qwen3-next"), [replaced], SENTENCES)
+    for our, their in zip(ours, by_hand, strict=True):
+        assert_near(our, their["logits"])
+    assert torch.equal(*made)
+
+
+OTHER_BLOCKS = {
+    "each returns 3 values": transformers.RwkvConfig(
+        vocab_size=60, hidden_size=D_MODEL, num_hidden_layers=2, attention_hidden_size=D_MODEL
+    ),
+    "hook blocks.[01].hook_out does not fire": transformers.OpenAIGPTConfig(
+        vocab_size=60, n_embd=D_MODEL, n_layer=2, n_head=4, n_positions=N_CTX
+    ),
+    "not what T5's do": transformers.LongT5Config(
+        vocab_size=60, d_model=D_MODEL, d_kv=8, d_ff=48, num_heads=4, num_layers=2, local_radius=4,
+        decoder_start_token_id=0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", OTHER_BLOCKS)
+def test_blocks_that_hand_on_something_else_are_refused(reason: str, tmp_path: Path) -> None:
+    config = OTHER_BLOCKS[reason]
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    auto: Any = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model = matlens.load(str(tmp_path), stack="encoder" if encoder_decoder else None, device="cpu")
+    with pytest.raises(InputError, match=reason), patched(model, [linear(jump_part(0, 1))]):
+        pass
+    if "fire" in reason:
+        examples = matlens.make_token_examples(model, [[3, 4, 5]])
+        with pytest.raises(InputError, match=r"h\.1, h\.2 cannot be collected of OpenAIGPT.* does not fire"):
+            matlens.collect(model, examples, progress=False)

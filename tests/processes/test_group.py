@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
-from matlens.linear.fitting import fit_stream
+from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
@@ -273,6 +274,73 @@ def test_a_slow_process_is_waited_for_and_an_error_reaches_all(tmp_path: Path) -
     outcomes = run_ranks(2, work, tmp_path / "a", patience=0.5)
     assert outcomes[1]["error"] == "The second has had enough."
     assert outcomes[0]["error"] == "Process 1 of 2 has failed: The second has had enough."
+
+
+def test_a_job_that_was_held_up_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """A scheduler stops all processes for longer than their patience, and none has given a sign meanwhile."""
+    patience = 1.0
+
+    def work(some: Processes) -> Any:
+        (tmp_path / f"{some.rank}.pid").write_text(str(os.getpid()))
+        some.wait("start")
+        if some.rank == 1:
+            time.sleep(0.6)
+        return [int(parts["x"]) for parts in some.gather({"x": torch.tensor(some.rank)}, "numbers")]
+
+    def hold_up() -> None:
+        places = [tmp_path / f"{rank}.pid" for rank in range(2)]
+        while not all(place.is_file() and place.read_text() for place in places):
+            time.sleep(0.02)
+        time.sleep(0.3)
+        numbers = [int(place.read_text()) for place in places]
+        for number in reversed(numbers):
+            os.kill(number, signal.SIGSTOP)
+        time.sleep(2.5 * patience)
+        os.kill(numbers[0], signal.SIGCONT)
+        time.sleep(0.2)
+        os.kill(numbers[1], signal.SIGCONT)
+
+    holder = threading.Thread(target=hold_up)
+    holder.start()
+    outcomes = run_ranks(2, work, tmp_path / "a", patience=patience)
+    holder.join()
+    assert [outcome.get("trace") for outcome in outcomes] == [None, None]
+    assert outcomes[0]["result"] == [0, 1]
+
+
+def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
+    def fitted(change: Callable[[dict[str, Any], int], Any]) -> Callable[[Processes], Any]:
+        def work(some: Processes) -> Any:
+            x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+            given = {"samples": {"h.0": x, "h.1": x + 1}, "pairs": [(0, 1)]}
+            change(given, some.rank)
+            return [linear.weight for linear in fit_samples(**given)]
+
+        return work
+
+    def other_rows(given: dict[str, Any], rank: int) -> None:
+        given["rows"] = torch.arange(50) % 2 == rank
+
+    def other_vectors(given: dict[str, Any], rank: int) -> None:
+        given["samples"]["h.1"] = given["samples"]["h.1"] * (rank + 1)
+
+    def other_weights(given: dict[str, Any], rank: int) -> None:
+        given["weights"] = torch.arange(50.0) + rank * torch.arange(50.0)
+
+    def other_penalty(given: dict[str, Any], rank: int) -> None:
+        given["ridge"] = float(rank)
+
+    for number, change in enumerate((other_rows, other_vectors, other_weights, other_penalty)):
+        outcomes = run_ranks(2, fitted(change), tmp_path / str(number), patience=5.0)
+        words = "other arguments" if change is other_penalty else "other samples"
+        assert f"Process 1 was given {words}" in outcomes[1]["error"], change
+        assert words in outcomes[0]["error"]
+
+    def slightly_other(given: dict[str, Any], rank: int) -> None:  # as another device would have it
+        given["samples"]["h.1"] = given["samples"]["h.1"] * (1 + 1e-6 * rank)
+
+    outcomes = run_ranks(2, fitted(slightly_other), tmp_path / "alike", patience=5.0)
+    assert torch.equal(outcomes[0]["result"][0], outcomes[1]["result"][0])
 
 
 def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:
