@@ -68,6 +68,20 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "falcon": lambda: transformers.FalconConfig(
         **_COMMON, hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4
     ),
+    # One after the other, and with distances in attention, which transformers counts twice where it is asked
+    # for attention's patterns.
+    "falcon-alibi": lambda: transformers.FalconConfig(
+        **_COMMON,
+        hidden_size=D_MODEL,
+        num_hidden_layers=N_LAYERS,
+        num_attention_heads=4,
+        alibi=True,
+        bias=True,
+        multi_query=False,
+        parallel_attn=False,
+    ),
+    # Its blocks give lists.
+    "gpt1": lambda: transformers.OpenAIGPTConfig(**_GPT),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
     "roberta": lambda: transformers.RobertaConfig(**_SIZES),
     # Mixtures of experts: the second has one that all tokens share, the third output biases.
@@ -141,7 +155,7 @@ LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"],
 LAYERS["qwen3-next"] = LAYERS["llama"]
 for _name in ("llama-sinks", "llama-deep", "llama-tied", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
-LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["gpt2"]
+LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["falcon-alibi"] = LAYERS["gpt2"]
 LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
 LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
 RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied

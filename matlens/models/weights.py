@@ -274,12 +274,19 @@ def plain_parts(model: TransformerBridge, class_name: Callable[[type], str]) -> 
     return None if plain is None else parts_of(plain, class_name)
 
 
-def plain_model(model: TransformerBridge) -> nn.Module | None:
-    """A model without weights as the configuration makes it; ``None`` where it does not make one alone."""
+def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Module | None:
+    """A model without weights as the configuration makes it; ``None`` where it does not make one alone.
+
+    A bridge asks for attention that gives its patterns; ``as_loaded`` is with the attention that transformers
+    itself takes when it loads the model.
+    """
     inner = model.original_model
     try:
+        config = copy.deepcopy(inner.config)
+        if as_loaded:
+            config.output_attentions, config._attn_implementation = False, None
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return type(inner)(copy.deepcopy(inner.config))
+            return type(inner)(config)
     except Exception:  # code that came with a model can ask for anything
         return None
 

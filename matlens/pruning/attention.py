@@ -19,7 +19,7 @@ from matlens.errors import InputError
 from matlens.progress import Bar
 from matlens.pruning.choices import Method
 from matlens.pruning.folding import Matrix, fold_block
-from matlens.pruning.layouts import Layout
+from matlens.pruning.layouts import ATTENTION, Layout
 from matlens.pruning.streams import TOLERANCE, Streams, full_block, tried_streams
 
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
@@ -37,7 +37,7 @@ def output_of(block: nn.Module) -> Any:
         module
         for path, module in block.named_modules()
         if path.rpartition(".")[2] in _OUTPUTS
-        and {"attn", "attention", "self_attn"} & set(path.split(".")[:-1])
+        and ATTENTION & set(path.split(".")[:-1])
         and getattr(module, "weight", torch.empty(0)).ndim == 2
     ]
     if len(writers) != 1:

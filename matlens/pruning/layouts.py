@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,8 @@ from matlens.signatures import checked
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+ATTENTION = frozenset({"attn", "attention", "self_attn", "self_attention"})
+"""Names of a block's attention."""
 _WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo", "proj")
 
 
@@ -85,7 +86,7 @@ def _writer_path(block: nn.Module, name: str) -> str:
         for path, module in block.named_modules()
         if path.rpartition(".")[2] in _WRITERS
         and getattr(module, "weight", torch.empty(0)).ndim == 2
-        and not {"attn", "attention", "self_attn"} & set(path.split("."))
+        and not ATTENTION & set(path.split("."))
     ]
     if len(paths) != 1:
         what = "more than one matrix" if paths else "no matrix"
@@ -107,7 +108,7 @@ def plain_copy(model: TransformerBridge) -> Any:
         The model's configuration does not make it, as where its weights are kept quantized.
     """
     source = model.original_model
-    copied: Any = plain_model(model)
+    copied: Any = plain_model(model, as_loaded=True)
     if copied is None:
         raise InputError(
             f"{model.cfg.model_name} cannot be built from its configuration alone. Expected a model of "
@@ -139,10 +140,7 @@ def plain_copy(model: TransformerBridge) -> Any:
         else:
             module._buffers[last] = state[name]
     copied.tie_weights()
-    # A bridge asks for attention patterns and keeps no cache; a plain model does not.
-    copied.config.output_attentions, copied.config.use_cache = False, True
-    with suppress(ValueError, ImportError):
-        copied.set_attn_implementation("sdpa")
+    copied.config.use_cache = True  # a bridge keeps none
     if getattr(source, "generation_config", None) is not None:
         copied.generation_config = copy.deepcopy(source.generation_config)
     return copied.eval()

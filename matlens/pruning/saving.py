@@ -36,16 +36,26 @@ _MODEL = "model"  # what is written before it is moved to its place
 
 
 def require_new(folder: Path) -> None:
-    """Refuse, before any work, a folder that a model could not be written into.
+    """Refuse, before any work, a folder that a model could not be put in the place of.
 
     Raises
     ------
     InputError
-        It holds files, is no folder, or cannot be made.
+        It holds files, is no folder or one that cannot be replaced, or cannot be made.
     """
+    expected = "Expected a new or empty folder for the pruned model"
     with system_errors(folder):
-        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(f"{folder} is not empty. Expected a new or empty folder for the pruned model.")
+        if os.path.lexists(folder):
+            if not folder.is_dir():
+                raise InputError(f"{folder} is no folder. {expected}.")
+            if any(folder.iterdir()):
+                raise InputError(f"{folder} is not empty. {expected}.")
+            if folder.samefile(os.curdir) or os.path.ismount(folder):
+                what = "a mounted disk" if os.path.ismount(folder) else "the folder that this runs in"
+                raise InputError(
+                    f"{folder} is {what}, and cannot be replaced by a finished one. {expected}, such as "
+                    f"{folder / 'pruned'}."
+                )
         require_writable(nearest_existing(folder))
 
 
@@ -53,8 +63,9 @@ def require_new(folder: Path) -> None:
 def reserved(folder: Path) -> Iterator[Path]:
     """Be the one that makes a new folder, which is there whole or not at all.
 
-    What is given is an empty folder beside it, to be filled and moved to its place. Another process that
-    wants the same waits, and then finds it made. What a killed one has left there is removed.
+    What is given is an empty folder beside it, to be filled and moved to its place; where that is a link, to
+    the place it leads to. Another process that wants the same waits, and then finds it made. What a killed
+    one has left there is removed.
 
     Raises
     ------
@@ -62,6 +73,7 @@ def reserved(folder: Path) -> Iterator[Path]:
         The folder holds files, is no folder, or cannot be made.
     """
     require_new(folder)
+    folder = _behind_links(folder)
     place = folder.with_name(f".{folder.name}.unfinished")
     work = place / _MODEL
     try:
@@ -114,10 +126,15 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         }
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
         write_json(work / BESIDE, sealed({**make_config("pruned model", request), "files": files}))
-        if folder.is_dir():
-            folder.rmdir()
-        work.replace(folder)
+        place = _behind_links(folder)
+        if place.is_dir():
+            place.rmdir()
+        work.replace(place)
     return folder
+
+
+def _behind_links(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
 
 
 def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:

@@ -92,7 +92,7 @@ class Streams:
                     calls.append((args[1:], rest))
 
                 def after(_: nn.Module, __: Any, output: Any, seen: Any = seen) -> None:
-                    self.rest = output[1:] if isinstance(output, tuple) else None
+                    self.rest = tuple(output[1:]) if isinstance(output, tuple | list) else None
                     seen.append(_first(output))
 
                 with ExitStack() as hooks:
@@ -192,7 +192,7 @@ class Giving(nn.Module):
 
 
 def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 def _in_full(value: Any) -> Any:

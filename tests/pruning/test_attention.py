@@ -19,9 +19,18 @@ from matlens.pruning.layouts import Layout
 from matlens.pruning.streams import Streams, whole_windows
 
 Models = Callable[[str], Any]
-ATTENTION = {"gpt2": "attn", "llama": "self_attn"}
-OUTPUTS = {"gpt2": "attn.c_proj", "llama": "self_attn.o_proj"}
-WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj"}
+# What of a block is turned to nothing; that of BLOOM adds the stream itself.
+ATTENTION = {
+    "gpt2": "attn", "llama": "self_attn", "bloom": "self_attention.dense", "falcon-alibi": "self_attention",
+}  # fmt: skip
+OUTPUTS = {
+    "gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "bloom": "self_attention.dense",
+    "falcon-alibi": "self_attention.dense",
+}  # fmt: skip
+WRITERS = {
+    "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "bloom": "mlp.dense_4h_to_h",
+    "falcon-alibi": "mlp.dense_4h_to_h",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +139,7 @@ def test_a_folder_says_what_is_gone(small_model: Models, windows: Models, tmp_pa
         assert_near(loaded(tokens).logits, pruned.model(tokens).logits, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["neox", "gptj"])
+@pytest.mark.parametrize("name", ["neox", "gptj", "falcon"])
 def test_blocks_side_by_side_are_refused(name: str, small_model: Models, windows: Models) -> None:
     with pytest.raises(InputError, match="side by side"):
         pruning.prune_attention(small_model(name), windows(name), [1], progress=False)

@@ -272,6 +272,6 @@ def test_a_model_without_some_weights_is_refused(
 ) -> None:
     more = pruning.plain_copy(small_model("llama"))
     more.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
-    monkeypatch.setattr("matlens.pruning.layouts.plain_model", lambda _: more)
+    monkeypatch.setattr("matlens.pruning.layouts.plain_model", lambda *_, **__: more)
     with pytest.raises(InputError, match="has no weights for more"):
         pruning.plain_copy(small_model("llama"))

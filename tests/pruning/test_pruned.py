@@ -18,10 +18,11 @@ from matlens.corpora import Corpus, make_windows
 from matlens.pruning.layouts import Layout
 
 Models = Callable[[str], Any]
-FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential", "falcon")
+FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential", "falcon", "falcon-alibi")
 WRITERS = {
     "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "neox": "mlp.dense_4h_to_h", "gptj": "mlp.fc_out",
     "neox-sequential": "mlp.dense_4h_to_h", "falcon": "mlp.dense_4h_to_h",
+    "falcon-alibi": "mlp.dense_4h_to_h",
 }  # fmt: skip
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
 
@@ -176,6 +177,18 @@ def test_what_stands_between_the_matrix_and_the_stream_is_named(
 ) -> None:
     with pytest.raises(InputError, match="stands between"):
         pruning.prune(small_model(name), windows(name), [1], progress=False)
+
+
+def test_blocks_that_give_lists_are_left_out(
+    small_model: Models, windows: Models, model_folder: Models
+) -> None:
+    """GPT-1 has norms behind, so nothing is folded."""
+    with pytest.raises(InputError, match="stands between"):
+        pruning.prune(small_model("gpt1"), windows("gpt1"), [1], progress=False)
+    pruned = pruning.prune(small_model("gpt1"), windows("gpt1"), [1], method="out", progress=False)
+    by_hand = transformers.AutoModelForCausalLM.from_pretrained(model_folder("gpt1")).eval()
+    del by_hand.transformer.h[1]
+    assert_near(logits(pruned.model), logits(by_hand), 1e-6)
 
 
 def test_a_masked_model_is_refused(small_model: Models, windows: Models) -> None:

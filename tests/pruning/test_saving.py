@@ -129,6 +129,36 @@ def test_folders_load_in_a_process_without_matlens(
     assert expected["bf16"]["dtype"] == "torch.bfloat16"
 
 
+def test_a_model_is_put_where_a_link_leads(pruned: pruning.Pruned, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    pruning.save_pruned(pruned, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "config.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "link"}
+
+
+def test_what_cannot_be_replaced_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for path, message in (
+        (Path(), "the folder that this runs in"),
+        (tmp_path, "not empty"),
+        (tmp_path / "file", "is no folder"),
+        (tmp_path / "nowhere", "is no folder"),
+    ):
+        with pytest.raises(InputError, match=message), reserved(path):
+            raise AssertionError("the work was begun")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "disk")
+    with pytest.raises(InputError, match=r"a mounted disk.*disk/pruned"), reserved(tmp_path / "disk"):
+        raise AssertionError("the work was begun")
+
+
 def test_a_folder_knows_its_files_and_has_one_writer(pruned: pruning.Pruned, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     left = tmp_path / ".model.unfinished" / "model"  # by a killed process
