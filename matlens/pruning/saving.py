@@ -157,17 +157,18 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
         f"`{visible(str(data.get('corpus', 'unnamed')))}`"
     )
     unless_out = "nothing was changed" if pruned.method == Method.out else changed
-    if pruned.blocks or not pruned.attention:
+    if pruned.blocks:
         where = "the block before each span"
         if pruned.method == Method.chain:
             where = "every block that stays, from the one before the first span on,"
-        lines[-1] += f" Without the blocks {spans or 'none'}; in {where} {unless_out}."
+        lines[-1] += f" Without the blocks {spans}; in {where} {unless_out}."
     if pruned.attention:
         lines[-1] += (
             f" The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its "
             f"output matrix is zero; in the block before each {unless_out}. It is still computed and cached."
         )
-    lines[-1] += " All other weights are as they were."
+    left_out = pruned.blocks or pruned.attention
+    lines[-1] += " All other weights are as they were." if left_out else " Nothing was left out or changed."
     if healed := details.get("healed"):
         lines += [
             "",

@@ -21,7 +21,7 @@ from conftest import WORDS
 import matlens
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
-from matlens.pruning.saving import reserved
+from matlens.pruning.saving import model_card, reserved
 from matlens.storage.verification import verify
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
@@ -99,6 +99,13 @@ def test_a_card_says_which_matrices_were_changed(
 ) -> None:
     made = replace(pruned, method=pruning.Method(method))
     assert said in (pruning.save_pruned(made, tmp_path / "model") / "README.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["chain", "out"])
+def test_a_card_of_the_same_model_says_so(method: str, pruned: pruning.Pruned) -> None:
+    card = model_card(replace(pruned, method=pruning.Method(method), blocks=()), None)
+    assert "Nothing was left out or changed." in card
+    assert "FFN" not in card
 
 
 def test_folders_load_in_a_process_without_matlens(
