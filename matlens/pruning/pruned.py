@@ -92,7 +92,8 @@ def prune(
         ``chain``, 0.1 for ``refit`` and 0 otherwise.
     heal
         On how many tokens of the text, at least, the changed matrices are then trained towards what the
-        whole model says, in updates of some 1,024; by default not at all. It takes some five times as long as reading so many tokens.
+        whole model says, in updates of some 1,024; by default not at all. It takes some five times as long
+        as reading so many tokens.
     seed
         Seed of the order in which texts are read then.
     progress

@@ -15,6 +15,7 @@ from matlens.pruning.choices import Method
 from matlens.signatures import checked
 from matlens.storage.arrays import describe_file
 from matlens.storage.files import (
+    library_errors,
     nearest_existing,
     require_writable,
     sealed,
@@ -115,8 +116,9 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     if table is not None:
         require_columns(table, ("corpus", "method", "metric", "value"), what="the table")
     with reserved(folder) as work, system_errors(folder):
-        pruned.model.save_pretrained(work)
-        pruned.tokenizer.save_pretrained(work)
+        with library_errors():
+            pruned.model.save_pretrained(work)
+            pruned.tokenizer.save_pretrained(work)
         write_text(work / CARD, model_card(pruned, table))
         request = {
             "blocks_left_out": list(pruned.blocks),

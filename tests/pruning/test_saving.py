@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -143,6 +144,23 @@ def test_a_model_is_put_where_a_link_leads(pruned: pruning.Pruned, tmp_path: Pat
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there" / "config.json").is_file()
     assert {path.name for path in tmp_path.iterdir()} == {"there", "link"}
+
+
+@pytest.mark.parametrize("room", [20_000, 800])
+def test_a_full_disk_is_told_and_nothing_is_left(
+    room: int, pruned: pruning.Pruned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library of the weights and that of the tokenizer have errors of their own for it."""
+    if room == 800:
+        monkeypatch.setattr(pruned.model, "save_pretrained", lambda _: None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(InputError, match="no room on the disk"):
+            pruning.save_pruned(pruned, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_replaced_is_refused_before_the_work(
