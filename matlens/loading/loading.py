@@ -179,10 +179,17 @@ def read_configuration(
 
 def _count_parameters(config: Any) -> int:
     """How many numbers a model of this configuration has, by one without memory; 0 where none is made."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    import transformers
 
-    masked = any("MaskedLM" in name for name in getattr(config, "architectures", None) or ())
-    kind: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    kinds = ["AutoModelForCausalLM", "AutoModelForImageClassification"]
+    if any("MaskedLM" in name for name in getattr(config, "architectures", None) or ()):
+        kinds.insert(0, "AutoModelForMaskedLM")
+    if getattr(config, "is_encoder_decoder", False):
+        kinds.insert(0, "AutoModelForSeq2SeqLM")
+    known = (getattr(transformers, kind) for kind in kinds)
+    kind = next(
+        (auto for auto in known if type(config) in auto._model_mapping), getattr(transformers, kinds[0])
+    )
     try:
         with torch.device("meta"):
             return sum(weight.numel() for weight in kind.from_config(config).parameters())

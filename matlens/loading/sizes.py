@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ from matlens.storage.files import read_json, write_json
 SIZES = "sizes"
 """What entries of sizes are called."""
 _FILE = "sizes.json"
+_LAYOUT = 2  # of what is kept; what was kept in another is not found
+# What configurations call the layers of a stack, the coefficients of an FFN, and experts.
+_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_WIDTHS = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED = ("n_shared_experts", "moe_num_shared_experts")
 _NAMES = ("n_layers", "d_model", "d_mlp", "d_vocab", "n_parameters")
 
 
@@ -27,6 +33,9 @@ def read_sizes(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> dict[str, int | None]:
     """Say how large a model is: ``n_layers, d_model, d_mlp, d_vocab`` and ``n_parameters``.
+
+    Of two stacks the layers of the longer are meant, of experts the coefficients of all together, and where
+    images are read the classes instead of a vocabulary.
 
     Reading a configuration and building a model without weights takes all of transformers, and seconds.
     So what they say is kept, by the content of the file that says it and the libraries that read it.
@@ -56,14 +65,31 @@ def read_sizes(
 
 
 def _said(config: Any, n_parameters: int) -> dict[str, int | None]:
-    said = {
-        "n_layers": getattr(config, "num_hidden_layers", None),
-        "d_model": getattr(config, "hidden_size", None),
-        "d_mlp": getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 0,
-        "d_vocab": getattr(config, "vocab_size", None),
+    pictures = hasattr(config, "image_size")  # whose vocabulary are classes
+    return {
+        "n_layers": max(_numbers(config, _LAYERS), default=None),
+        "d_model": next(_numbers(config, ("hidden_size",)), None),
+        "d_mlp": _coefficients(config),
+        "d_vocab": next(_numbers(config, ("num_labels",) if pictures else ("vocab_size",)), None),
         "n_parameters": n_parameters,
     }
-    return {key: value if type(value) is int else None for key, value in said.items()}
+
+
+def _coefficients(config: Any) -> int:
+    """How many coefficients an FFN has; in a mixture all experts together, with those that tokens share."""
+    width = next(_numbers(config, _WIDTHS), 0)
+    n_experts = next(_numbers(config, _EXPERTS), 1)
+    if n_experts == 1:
+        return width
+    of_expert = next(_numbers(config, ("moe_intermediate_size",)), width)
+    shared = of_expert * next(_numbers(config, _SHARED), 0)
+    return n_experts * of_expert + next(_numbers(config, ("shared_expert_intermediate_size",)), shared)
+
+
+def _numbers(config: Any, names: Sequence[str]) -> Iterator[int]:
+    """Numbers that a configuration gives under some names, 0 and what is no number left out."""
+    said = (getattr(config, name, None) for name in names)
+    return (number for number in said if type(number) is int and number > 0)
 
 
 def _key(cache: Cache, folder: str, file: str | None, commit: str | None) -> dict[str, Any] | None:
@@ -71,11 +97,12 @@ def _key(cache: Cache, folder: str, file: str | None, commit: str | None) -> dic
     if file and file.lower().endswith(CHECKPOINT):
         return None
     if commit:
-        return {"of": folder, "commit": commit, "software": software()}
+        return {"layout": _LAYOUT, "of": folder, "commit": commit, "software": software()}
     path = Path(folder, file or "config.json")
     if not os.path.isfile(path):  # a name on a hub that was not reached
         return None
-    return {"content": hash_contents(cache, [path])[path.name], "software": software()}
+    content = hash_contents(cache, [path])[path.name]
+    return {"layout": _LAYOUT, "content": content, "software": software()}
 
 
 def _kept(

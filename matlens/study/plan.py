@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from matlens.arguments import require_choice, require_kind, require_whole
 from matlens.errors import InputError
+from matlens.kinds.images import is_visual
 from matlens.linear.needs import (
     collected_fit_bytes,
     moments_bytes,
@@ -20,6 +21,7 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.samples import are_few
+from matlens.models.anatomy import Anatomy
 from matlens.signatures import checked
 from matlens.storage.rows import Column, file_bytes
 
@@ -77,11 +79,12 @@ class Shape:
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Shape:
         """The shape of a model that is loaded."""
-        config = model.cfg
-        weights = list(model.original_model.parameters())
+        config, weights = model.cfg, list(model.original_model.parameters())
+        classes = model.original_model.config.num_labels if is_visual(model) else config.d_vocab
         return cls(
-            n_layers=config.n_layers, d_model=config.d_model, d_mlp=config.d_mlp or 0,
-            d_vocab=config.d_vocab, n_parameters=sum(weight.numel() for weight in weights),
+            n_layers=config.n_layers, d_model=config.d_model,
+            d_mlp=Anatomy.from_model(model).d_mlp or config.d_mlp or 0,
+            d_vocab=classes, n_parameters=sum(weight.numel() for weight in weights),
             parameter_bytes=max((weight.element_size() for weight in weights), default=4),
         )  # fmt: skip
 
