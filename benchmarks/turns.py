@@ -70,7 +70,8 @@ class Measured:
         self._name, self._out, self._rows = f"speed_{name}", out, list[dict[str, Any]]()
         self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
         self._origin: dict[str, Any] = {
-            "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {}, "holdings": {},
+            "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
+            "holdings": {},
         }  # fmt: skip
 
     def add(
