@@ -2,8 +2,8 @@
 
 Each size runs in a process of its own, since a peak never goes back; all begin with what is imported. What
 writes to disk or keeps moments should grow by less than 5%; what keeps rows in memory by the rows alone.
-Where it grows more, a thread looks at the process while it works: how much is in use at most, and where the
-work is then. What the peak is above that, the allocator has kept of what was freed.
+A thread looks at the process while it works: how much is in use at most, and where the work is then. What the
+peak is above that and the libraries, the allocator has kept of what was freed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from matlens.patching import submodule_pairs
 _LAYERS, _WIDTH, _LENGTH = 6, 256, 24
 _SHARE = 0.05
 _LOOKED_AT_EVERY = 0.002  # seconds
+_PEAK, _IN_USE, _PLACE = "peak", "most that is in use of what was allocated", "where the work is then"
 
 
 def main(
@@ -53,25 +54,28 @@ def main(
     rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / 2**20
     for name in _MODES:
         sizes = sentences, 10 * sentences
-        small, large = (min(float(_apart(_peak, n, name)) for _ in range(rounds)) for n in sizes)
-        held = partial(_side_by_side, sizes, name)
+        seen = [[_parts(n, name) for _ in range(rounds)] for n in sizes]
+        small, large = (min(float(parts[_PEAK]) for parts in of_size) for of_size in seen)
+        held = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
             measured.add(f"{name}: growth / rows", (large - small) / rows, most=1 + _SHARE, held=held)
         else:
             measured.add(
                 f"{name}: peak of ten times the sentences / peak", large / small, most=1 + _SHARE, held=held
             )
+            used = [min(float(parts[_IN_USE]) for parts in of_size) for of_size in seen]
+            measured.add(f"{name}: in use at most, the same", used[1] / used[0], most=1 + _SHARE)
         measured.add(f"{name}: peak", small, unit="MiB")
     measured.write()
 
 
-def _apart(work: Callable[[int, str], object], sentences: int, mode: str) -> str:
-    """What a work says, in a process of its own."""
+def _parts(sentences: int, mode: str) -> dict[str, Any]:
+    """What memory goes into while a work is done in a process of its own."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         code = 1
         try:
-            os.write(writes, str(work(sentences, mode)).encode())
+            os.write(writes, json.dumps(_watched(sentences, mode)).encode())
             code = 0
         finally:
             os._exit(code)
@@ -80,7 +84,12 @@ def _apart(work: Callable[[int, str], object], sentences: int, mode: str) -> str
         answer = said.read()
     if os.waitpid(pid, 0)[1]:
         raise RuntimeError(f"{mode} of {sentences} sentences has failed.")
-    return answer
+    return dict(json.loads(answer))
+
+
+def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any]]:
+    """A line for each part, with what both sizes have of it."""
+    return [[part, small[part], large[part]] for part in small]
 
 
 def _collected(model: Any, examples: Any, **how: Any) -> None:
@@ -127,14 +136,6 @@ _MODES: dict[str, Callable[[Any, Any, Path], None]] = {
 }  # fmt: skip
 
 
-def _peak(sentences: int, mode: str) -> float:
-    """Most memory that the process has held, in MiB."""
-    model, examples = _prepared(sentences)
-    with tempfile.TemporaryDirectory() as folder:
-        _MODES[mode](model, examples, Path(folder) / "out")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def _prepared(sentences: int) -> tuple[Any, Examples]:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -161,27 +162,20 @@ class _Malloc(ctypes.Structure):
     ]  # fmt: skip
 
 
-def _side_by_side(sizes: tuple[int, int], mode: str) -> list[list[Any]]:
-    """What memory goes into at the peak: a line for each part, with MiB of each size."""
-    small, large = (dict(json.loads(_apart(_parts, n, mode))) for n in sizes)
-    return [[part, small[part], large[part]] for part in small]
-
-
-def _parts(sentences: int, mode: str) -> str:
-    """The parts of the most memory that is seen while a work is done, as JSON."""
+def _watched(sentences: int, mode: str) -> dict[str, Any]:
+    """Do a work while a thread looks at the process: MiB, and where the work was."""
     model, examples = _prepared(sentences)
-    before, peak, in_use, place = _resident(), 0.0, 0.0, ""
+    before, in_use, place = _resident(), 0.0, ""
     over, main = threading.Event(), threading.main_thread().ident
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Malloc
 
     def look() -> None:
-        nonlocal peak, in_use, place
+        nonlocal in_use, place
         while not over.is_set():
             said = library.mallinfo2()
             if (now := (said.uordblks + said.hblkhd) / 2**20) > in_use:
                 in_use, place = now, _place(sys._current_frames()[main or 0])
-            peak = max(peak, _resident())
             time.sleep(_LOOKED_AT_EVERY)
 
     watcher = threading.Thread(target=look)
@@ -192,11 +186,8 @@ def _parts(sentences: int, mode: str) -> str:
     finally:
         over.set()
         watcher.join()
-    parts: list[tuple[str, Any]] = [
-        ("libraries and model, before it begins", round(before)), ("peak", round(peak)),
-        ("most that is in use of what was allocated", round(in_use)), ("where the work is then", place),
-    ]  # fmt: skip
-    return json.dumps(parts)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"libraries and model, before it begins": before, _PEAK: most, _IN_USE: in_use, _PLACE: place}
 
 
 def _resident() -> float:

@@ -71,6 +71,7 @@ class Measured:
         self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
         self._origin: dict[str, Any] = {
             "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
+            "holdings": {},
         }  # fmt: skip
 
     def add(
