@@ -24,7 +24,7 @@ _before: list[tuple[Any, str]] = []  # switches that were turned, and what they 
 def is_reduced() -> bool:
     """Whether products would be of less precision than their factors, but for `own_precision`."""
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "backends") or getattr(_inside, "depth", 0):
+    if torch is None or not hasattr(torch, "backends") or getattr(_inside, "depth", False):
         return False
     return bool(_autocast(torch)) or _holders > 0 or any(_value(s) not in _EXACT for s in _switches(torch))
 
@@ -40,11 +40,11 @@ def own_precision() -> Iterator[None]:
         for device in _autocast(torch):
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_exact_products(torch))
-        _inside.depth = 1
+        _inside.depth = True
         try:
             yield
         finally:
-            _inside.depth = 0
+            _inside.depth = False
 
 
 @contextmanager
