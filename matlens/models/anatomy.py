@@ -279,7 +279,7 @@ def _examine(model: TransformerBridge) -> Anatomy:
         for name in names
     }
     n_returned = 1 if returned[0] is None else returned[0]
-    blocks = {"blocks_return_tuples": returned[0] is not None, "n_returned": n_returned, "hooks": by_name}
+    blocks: Any = {"blocks_return_tuples": returned[0] is not None, "n_returned": n_returned, "hooks": by_name}
 
     for family in families:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
