@@ -9,6 +9,7 @@ written with the cache.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import pandas as pd
@@ -42,7 +43,8 @@ def main(
     ] = None,
 ) -> None:
     """Leave blocks out in every way, and print how much of what ReplaceMe adds to the perplexity is gone."""
-    several = list(studies)
+    # A corpus that has too few sentences is split in the same proportion.
+    several = [replace(study, adjustable=("train", "validation")) for study in studies]
     model = several[0].model
     texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}
     table = pruning_table(

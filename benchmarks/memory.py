@@ -2,15 +2,24 @@
 
 Each size runs in a process of its own, since a peak never goes back; all begin with what is imported. What
 writes to disk or keeps moments should grow by less than 5%; what keeps rows in memory by the rows alone.
+A thread looks at the process while it works: how much is in use at most, and where the work is then. What the
+peak is above that and the libraries, the allocator has kept of what was freed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import resource
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,6 +39,8 @@ from matlens.patching import submodule_pairs
 
 _LAYERS, _WIDTH, _LENGTH = 6, 256, 24
 _SHARE = 0.05
+_LOOKED_AT_EVERY = 0.002  # seconds
+_PEAK, _IN_USE, _PLACE = "peak", "most that is in use of what was allocated", "where the work is then"
 
 
 def main(
@@ -42,31 +53,43 @@ def main(
     measured = Measured("memory", out, sentences=sentences, times=10, rounds=rounds)
     rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / 2**20
     for name in _MODES:
-        small, large = (min(_measured(n, name) for _ in range(rounds)) for n in (sentences, 10 * sentences))
+        sizes = sentences, 10 * sentences
+        seen = [[_parts(n, name) for _ in range(rounds)] for n in sizes]
+        small, large = (min(float(parts[_PEAK]) for parts in of_size) for of_size in seen)
+        held = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
-            measured.add(f"{name}: growth / rows", (large - small) / rows, most=1 + _SHARE)
+            measured.add(f"{name}: growth / rows", (large - small) / rows, most=1 + _SHARE, held=held)
         else:
-            measured.add(f"{name}: peak of ten times the sentences / peak", large / small, most=1 + _SHARE)
+            measured.add(
+                f"{name}: peak of ten times the sentences / peak", large / small, most=1 + _SHARE, held=held
+            )
+            used = [min(float(parts[_IN_USE]) for parts in of_size) for of_size in seen]
+            measured.add(f"{name}: in use at most, the same", used[1] / used[0], most=1 + _SHARE)
         measured.add(f"{name}: peak", small, unit="MiB")
     measured.write()
 
 
-def _measured(sentences: int, mode: str) -> float:
-    """The peak of a process of its own, in MiB."""
+def _parts(sentences: int, mode: str) -> dict[str, Any]:
+    """What memory goes into while a work is done in a process of its own."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         code = 1
         try:
-            os.write(writes, str(_peak(sentences, mode)).encode())
+            os.write(writes, json.dumps(_watched(sentences, mode)).encode())
             code = 0
         finally:
             os._exit(code)
     os.close(writes)
     with open(reads) as said:
-        peak = said.read()
+        answer = said.read()
     if os.waitpid(pid, 0)[1]:
         raise RuntimeError(f"{mode} of {sentences} sentences has failed.")
-    return float(peak)
+    return dict(json.loads(answer))
+
+
+def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any]]:
+    """A line for each part, with what both sizes have of it."""
+    return [[part, small[part], large[part]] for part in small]
 
 
 def _collected(model: Any, examples: Any, **how: Any) -> None:
@@ -113,7 +136,7 @@ _MODES: dict[str, Callable[[Any, Any, Path], None]] = {
 }  # fmt: skip
 
 
-def _peak(sentences: int, mode: str) -> float:
+def _prepared(sentences: int) -> tuple[Any, Examples]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000, hidden_size=_WIDTH, intermediate_size=512, num_hidden_layers=_LAYERS,
@@ -121,10 +144,65 @@ def _peak(sentences: int, mode: str) -> float:
     )  # fmt: skip
     model = build_bridge_from_module(LlamaForCausalLM(config).eval(), "LlamaForCausalLM", hf_config=config)
     tokens = np.random.default_rng(0).integers(3, 1000, sentences * _LENGTH)
-    examples = Examples(tokens, np.arange(sentences + 1) * _LENGTH, np.full(sentences, _LENGTH - 1))
-    with tempfile.TemporaryDirectory() as folder:
-        _MODES[mode](model, examples, Path(folder) / "out")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return model, Examples(tokens, np.arange(sentences + 1) * _LENGTH, np.full(sentences, _LENGTH - 1))
+
+
+# What memory goes into
+
+
+class _Malloc(ctypes.Structure):
+    """What glibc's allocator says of itself: bytes of its heap, of large blocks, in use and free."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+            "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _watched(sentences: int, mode: str) -> dict[str, Any]:
+    """Do a work while a thread looks at the process: MiB, and where the work was."""
+    model, examples = _prepared(sentences)
+    before, in_use, place = _resident(), 0.0, ""
+    over, main = threading.Event(), threading.main_thread().ident
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Malloc
+
+    def look() -> None:
+        nonlocal in_use, place
+        while not over.is_set():
+            said = library.mallinfo2()
+            if (now := (said.uordblks + said.hblkhd) / 2**20) > in_use:
+                in_use, place = now, _place(sys._current_frames()[main or 0])
+            time.sleep(_LOOKED_AT_EVERY)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _MODES[mode](model, examples, Path(folder) / "out")
+    finally:
+        over.set()
+        watcher.join()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"libraries and model, before it begins": before, _PEAK: most, _IN_USE: in_use, _PLACE: place}
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost function of this library that is under way."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "matlens" in path.parts:
+            return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
 
 
 if __name__ == "__main__":

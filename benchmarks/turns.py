@@ -71,6 +71,7 @@ class Measured:
         self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
         self._origin: dict[str, Any] = {
             "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
+            "holdings": {},
         }  # fmt: skip
 
     def add(
@@ -82,8 +83,9 @@ class Measured:
         most: float | None = None,
         least: float | None = None,
         profiled: Callable[[], object] | None = None,
+        held: Callable[[], list[list[Any]]] | None = None,
     ) -> None:
-        """Add a number, and where it misses its aim the profile of the work that is too slow.
+        """Add a number, and where it misses its aim the profile of the work that takes too much.
 
         Parameters
         ----------
@@ -92,7 +94,9 @@ class Measured:
         most, least
             The aim: at most or at least this.
         profiled
-            The work.
+            The work that is too slow.
+        held
+            Says what memory goes into, where too much is taken: lines of words and numbers.
         """
         bounds = [
             f"at {word} {bound:g}" for word, bound in (("least", least), ("most", most)) if bound is not None
@@ -107,6 +111,10 @@ class Measured:
         )
         if not reached and profiled is not None:
             self._origin["profiles"][what] = _profile(profiled)
+        if not reached and held is not None:
+            self._origin["holdings"][what] = lines = held()
+            for line in lines:
+                print("  ", *line, flush=True)
 
     def add_times(self, best: Mapping[str, float]) -> None:
         """Add the seconds of each work."""

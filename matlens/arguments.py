@@ -102,6 +102,51 @@ def require_rows(rows: Any, n: int, name: str = "rows", *, least: int = 1) -> No
         )
 
 
+def require_plain_arrays(value: Any, name: str) -> None:
+    """Refuse arrays whose numbers do not lie there one by one: torch and NumPy read others of them, or none.
+
+    Whatever is no array, or no dictionary with arrays in it, passes.
+
+    Raises
+    ------
+    InputError
+        A tensor is sparse, nested, quantised or on no device, or entries of a NumPy array are masked.
+    """
+    for item in value.values() if type(value) is dict else (value,):
+        is_array = hasattr(item, "ndim") and not isinstance(item, type)
+        way = _WAYS_TO_PLAIN.get(_storage(item)) if is_array else None
+        if way is not None:
+            raise InputError(f"{name} holds numbers that are {_storage(item)}. {way}")
+
+
+_WAYS_TO_PLAIN = {
+    "nested": "Give a list of tensors, or pad them.",
+    "sparse": "Give tensor.to_dense().",
+    "on no device": "Expected numbers that are there, as of tensors on cpu or cuda.",
+    "quantised": "Give tensor.dequantize().",
+    "of eight bits or fewer": "Give tensor.float().",
+    "partly masked": "Give an array without masked entries, such as array.compressed() or array.filled(0).",
+}
+
+
+def _storage(array: Any) -> str:
+    """What is unusual about how the numbers of an array lie; empty where nothing is."""
+    if type(array).__name__ == "MaskedArray":
+        import numpy as np
+
+        return "partly masked" if np.ma.is_masked(array) else ""
+    if getattr(array, "is_nested", False):
+        return "nested"
+    if not str(getattr(array, "layout", "strided")).endswith("strided"):
+        return "sparse"
+    if getattr(array, "is_meta", False):
+        return "on no device"
+    if getattr(array, "is_quantized", False):
+        return "quantised"
+    dtype = str(getattr(array, "dtype", ""))
+    return "of eight bits or fewer" if dtype.startswith(("torch.float8", "torch.float4")) else ""
+
+
 def require_kind(value: Any, kinds: type | tuple[type, ...], name: str, *, way: str) -> None:
     """Refuse an object of another kind.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from matlens.arguments import require_number, require_seed, require_whole, short
+from matlens.arguments import require_number, require_plain_arrays, require_seed, require_whole, short
 from matlens.arithmetic import is_reduced, own_precision
 from matlens.errors import InputError
 
@@ -86,6 +86,7 @@ def _checked_function(function: Any, name: str) -> Any:
             kinds.update(_kinds(function, signature))
         bound = signature.bind(*args, **kwargs)
         for parameter, value in bound.arguments.items():
+            require_plain_arrays(value, f"{parameter} of {name}")
             kind = kinds.get(parameter)
             if kind is not None and not kind.holds(value):
                 raise InputError(f"{parameter} of {name} {kind.complaint(value)}")

@@ -237,6 +237,38 @@ def test_classes_are_known_by_name_and_the_message_says_how_to_come_by_one() -> 
         of_other_kinds([1], matlens.MapSet())  # type: ignore[arg-type]
 
 
+@checked
+def of_any_numbers(x: Any, several: Mapping[str, Tensor] | None = None) -> None:
+    pass
+
+
+MATRIX = torch.eye(2)
+
+
+UNUSUAL: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "sparse": (Tensor.to_sparse, r"sparse\. Give tensor\.to_dense"),
+    "rows": (Tensor.to_sparse_csr, "sparse"),
+    "meta": (lambda x: x.to("meta"), "on no device"),
+    "quantised": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), r"quantised.*dequantize"),
+    "float8": (lambda x: x.to(torch.float8_e4m3fn), r"of eight bits or fewer.*float\(\)"),
+    "nested": (lambda x: torch.nested.nested_tensor([x[:1], x], layout=torch.jagged), "nested"),
+    "masked": (lambda x: np.ma.masked_equal(x.numpy(), 0), "partly masked"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_arrays_whose_numbers_do_not_lie_there_are_refused(kind: str) -> None:
+    make, message = UNUSUAL[kind]
+    array = make(MATRIX)
+    with pytest.raises(InputError, match=f"x of of_any_numbers holds numbers that are {message}"):
+        of_any_numbers(array)
+    with pytest.raises(InputError, match=f"several of of_any_numbers holds numbers that are {message}"):
+        of_any_numbers(3, {"h.0": MATRIX, "h.1": array})
+    of_any_numbers(MATRIX, {"h.0": MATRIX})
+    of_any_numbers(np.ma.array(MATRIX.numpy()))  # nothing in it is masked
+
+
 def test_calls_that_do_not_fit_the_signature_fail_as_they_do_everywhere() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         taking(unknown=1)  # type: ignore[call-arg]

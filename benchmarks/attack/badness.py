@@ -15,8 +15,9 @@ import torch
 
 from attack.world import World
 
-KIND, RANGE, HUGE, SHAPE, FINITE, EMPTY, OTHER, FILES = (
+KIND, STORAGE, RANGE, HUGE, SHAPE, FINITE, EMPTY, OTHER, FILES = (
     "wrong kinds",
+    "arrays of other kinds",
     "numbers out of range",
     "huge numbers",
     "wrong shapes and dtypes",
@@ -80,6 +81,16 @@ _PATHS = [
 ]
 
 
+def _stored(good: Callable[[World], torch.Tensor]) -> list[Bad]:
+    """Arrays whose numbers do not lie there one by one."""
+    return _made(
+        STORAGE,
+        sparse=lambda w: good(w).to_sparse(),
+        on_no_device=lambda w: good(w).to("meta"),
+        partly_masked=lambda w: np.ma.array(good(w).numpy(), mask=np.arange(good(w).numel()) % 2),
+    )
+
+
 def _tensors(good: Callable[[World], torch.Tensor]) -> list[Bad]:
     """What is bad for vectors, of which ``good`` gives some."""
 
@@ -102,6 +113,12 @@ def _tensors(good: Callable[[World], torch.Tensor]) -> list[Bad]:
             whole_numbers=lambda w: torch.ones_like(good(w), dtype=torch.int64),
             truth_values=lambda w: torch.ones_like(good(w), dtype=torch.bool),
             complex_numbers=lambda w: good(w).to(torch.complex64),
+        ),
+        *_stored(good),
+        *_made(
+            STORAGE,
+            quantised=lambda w: torch.quantize_per_tensor(good(w), 0.1, 0, torch.qint8),
+            eight_bits=lambda w: good(w).to(torch.float8_e4m3fn),
         ),
         *_made(FINITE, with_nan=spoilt(float("nan")), with_infinity=spoilt(float("inf"))),
         *_made(EMPTY, no_columns=lambda w: good(w)[..., :0]),
@@ -179,6 +196,7 @@ _WRITTEN_PATHS = [
 # A file is replaced, and so is a link: the link itself.
 _WRITTEN_FILES = [bad for bad in _WRITTEN_PATHS if bad.label not in ("a_text", "a_loop")]
 _MASKS = [
+    *_stored(lambda w: torch.ones(len(w.examples), dtype=torch.bool)),
     *_given(KIND, 3, "all", ["a"], {}),
     *_made(
         SHAPE,
@@ -321,6 +339,7 @@ KINDS: Mapping[str, list[Bad]] = {
     "marks": [bad for bad in _MASKS if bad.label != "none_true"],  # of which there may be none
     "weights": [bad for bad in _MASKS if bad.label != "numbers"],  # how much each counts, so numbers
     "where": [
+        *_stored(lambda _: torch.tensor([0, 1])),
         *_given(KIND, None, 3, "bogus", "", ["a"], {}, 2.5),
         *_made(
             SHAPE,
@@ -387,6 +406,7 @@ KINDS: Mapping[str, list[Bad]] = {
     "any vectors": _tensors(_vectors),
     "vector": _tensors(lambda w: _vectors(w)[0]),
     "ids": [
+        *_stored(lambda _: torch.full((3, 4), 5)),
         *_given(KIND, None, 3, "h", ["a"], {}),
         *_made(
             SHAPE,

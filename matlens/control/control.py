@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from matlens.arguments import require_choice, require_number, short
+from matlens.arguments import require_choice, require_number, require_plain_arrays, short
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
@@ -194,6 +194,7 @@ def _change(value: Any, vector: ValueVector) -> CoefficientChange:
 
 
 def _require_where(where: Any) -> None:
+    require_plain_arrays(where, "where")
     if isinstance(where, Tensor):
         positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
         if positions and bool((where >= 0).all()):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from matlens.arguments import require_kind, short
+from matlens.arguments import require_kind, require_plain_arrays, short
 from matlens.corpora.examples import LAST, Examples, end_to_end
 from matlens.corpora.readers import is_masked, require_model, require_readable, require_tokens
 from matlens.errors import InputError
@@ -213,6 +213,7 @@ def _rows(tokens: Any) -> list[np.ndarray]:
 
 
 def _array(values: Any) -> np.ndarray:
+    require_plain_arrays(values, "What is given of tokens")
     if isinstance(values, Tensor):
         if not values.is_floating_point() and not values.is_complex():
             return values.detach().cpu().numpy()
@@ -350,7 +351,7 @@ def _resolved(positions: np.ndarray, length: int, number: int) -> np.ndarray:
             f"The position {positions[outside.argmax()]} lies outside of sentence {number}, which has the "
             f"tokens 0 to {length - 1}; negative positions count from its end."
         )
-    resolved = np.where(positions < 0, positions + length, positions)
+    resolved = np.where(positions < 0, positions + length, positions).astype(np.int64)
     if len(np.unique(resolved)) < len(resolved):
         raise InputError(f"A position of sentence {number} is given twice: {positions.tolist()[:10]}.")
     return resolved

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_choice, require_kind, short
+from matlens.arguments import require_choice, require_kind, require_plain_arrays, short
 from matlens.errors import InputError
 from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
@@ -97,6 +97,7 @@ class Events(NamedTuple):
         if rows is None:
             return self
         require_kind(rows, Tensor, "rows", way="Give a truth value for each example.")
+        require_plain_arrays(rows, "rows")
         least = int(self.example.max()) + 1 if len(self.example) else 0
         if rows.dtype != torch.bool or rows.ndim != 1 or len(rows) < least:
             raise InputError(f"rows is {short(rows)}. Expected a truth value for each of the examples.")

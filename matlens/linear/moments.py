@@ -78,7 +78,7 @@ class Moments:
             Shapes do not fit, or a value is not finite, where the message names the site; or a weight is
             negative or not finite. Nothing is added then.
         """
-        blocks = [y] if isinstance(y, Tensor) else list(y)
+        x, blocks = x.detach(), [block.detach() for block in ([y] if isinstance(y, Tensor) else y)]
         fits = all(block.ndim == 2 for block in (x, *blocks))
         shape = (
             sum(block.shape[-1] for block in blocks if block.ndim),

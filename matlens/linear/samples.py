@@ -232,7 +232,7 @@ def require_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
             "'weights' holds a number that is negative or not finite. Expected numbers of at least 0, one "
             "for each sample."
         )
-    return in_float64(weights)
+    return in_float64(weights.detach())
 
 
 def are_few(n_samples: int, width: int) -> bool:

@@ -17,6 +17,7 @@ from matlens.linear.moments import Moments, require_finite
 from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.numerics.freed import give_back_freed
 from matlens.numerics.precision import in_float64
 from matlens.processes.group import current
 from matlens.signatures import checked
@@ -199,6 +200,8 @@ class PairMoments:
                 self._norms[source].append(in_float64(joined[source]).square().sum(1).cpu())
             for site in [site for site in joined if last_use[site] == source]:
                 del joined[site]
+        del waiting, joined
+        give_back_freed()
 
 
 def require_source(source: str, targets: Mapping[str, Sequence[str]]) -> None:

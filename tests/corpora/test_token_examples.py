@@ -238,8 +238,22 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "marks padding in sentence 1",
     ),
     "no marks": (RAGGED, {"positions": [[False, False], [True]]}, "marks no token of sentence 0"),
+    "sparse": (BATCH.to_sparse(), {}, r"sparse.*to_dense"),
+    "on no device": (BATCH.to("meta"), {}, "on no device"),
+    "partly masked": (np.ma.masked_equal(BATCH.numpy(), int(BATCH[1, 1])), {}, "partly masked"),
+    "masked positions": (BATCH, {"positions": np.ma.array([[0], [1]], mask=[[0], [1]])}, "partly masked"),
+    "a sparse mask": (BATCH, {"attention_mask": torch.ones(2, 2).to_sparse()}, "sparse"),
     "no name": (RAGGED, {"name": 3}, "The name is a int"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "i1", ">i4"])
+def test_whole_numbers_of_any_size_are_ids_and_positions(kind: str, small_model: Models) -> None:
+    ids, places = np.array([[5, 6, 7], [8, 9, 5]]), np.array([[2], [1]])
+    expected = make_token_examples(small_model("gpt2"), ids, positions=places)
+    made = make_token_examples(small_model("gpt2"), ids.astype(kind), positions=places.astype(kind))
+    assert made.fingerprint == expected.fingerprint
+    assert made.positions.dtype == np.int64
 
 
 @pytest.mark.refused

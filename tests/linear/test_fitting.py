@@ -532,6 +532,19 @@ def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
             torch.testing.assert_close(one.bias, other.bias)
 
 
+def test_samples_with_gradients_are_fitted_as_their_numbers() -> None:
+    generator = torch.Generator().manual_seed(5)
+    samples = {"h.0": torch.randn(20, 4, generator=generator), "h.1": torch.randn(20, 3, generator=generator)}
+    weights = torch.rand(20, generator=generator)
+    (plain,) = fit_samples(samples, [(0, 1)], weights=weights)
+    leaves = {site: values.clone().requires_grad_() for site, values in samples.items()}
+    (fitted,) = fit_samples(leaves, [(0, 1)], weights=weights.clone().requires_grad_())
+    assert torch.equal(fitted.weight, plain.weight)
+    assert not fitted.weight.requires_grad
+    moments = Moments(4, 3).update(leaves["h.0"], [leaves["h.1"]], weights=weights.requires_grad_())
+    assert torch.equal(moments.solve().weight, plain.weight)
+
+
 def test_fitting_leaves_the_samples_alone() -> None:
     before = {site: vectors.clone() for site, vectors in SITES.items()}
     list(fit_samples(SITES, PAIRS))
