@@ -16,7 +16,8 @@ from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.signatures import checked
-from matlens.storage.folders import reading_record
+from matlens.storage.files import damaged
+from matlens.storage.folders import CONFIG, reading_record
 from matlens.storage.rows import read_rows
 
 Positions = Literal["drawn", "all"]
@@ -98,4 +99,6 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         with reading_record(folder):
             provenance = Provenance.from_config(config)
             examples = Examples.from_arrays(arrays, provenance.data)
+            if provenance.examples not in (None, examples.fingerprint):
+                raise damaged(Path(folder) / CONFIG, "does not belong to the tokens and positions beside it")
             return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)

@@ -73,7 +73,7 @@ def _plain_buffers(model: TransformerBridge, there: dict[str, Tensor]) -> dict[s
     made: dict[str, Tensor] = {}
     quantized = getattr(model.original_model.config, "quantization_config", None) is not None
     plain = None if quantized else plain_model(model)
-    initialize = getattr(plain, "_init_weights", None)
+    initialize: Any = getattr(plain, "_init_weights", None)
     for path, module in () if plain is None or initialize is None else plain.named_modules():
         names = [name for name in module._non_persistent_buffers_set if f"{path}.{name}" in there]
         for name in names:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -132,7 +134,10 @@ def token_policy(model: TransformerBridge) -> TokenPolicy:
         return TokenPolicy(None, "no tokenizer")
     probes = [_outcome(model, text) for text in _PROBES]
     specials = [tokenizer.mask_token_id, tokenizer.unk_token_id]
-    content = json.dumps([probes, specials, _vocabulary_digest(tokenizer)], default=str)
+    parts = [probes, specials, _vocabulary_digest(tokenizer)]
+    if _says_little(probes, tokenizer.unk_token_id):
+        parts.append([_outcome(model, text) for text in _own_texts(tokenizer)])
+    content = json.dumps(parts, default=str)
     return TokenPolicy(hashlib.sha256(content.encode()).hexdigest()[:16], _words(model))
 
 
@@ -141,6 +146,31 @@ def _outcome(model: TransformerBridge, text: str) -> list[int] | str:
         return encode_text(model, text).ids
     except Exception as error:  # some tokenizers refuse characters, which is a way to treat them
         return type(error).__name__
+
+
+def _says_little(probes: list[list[int] | str], unknown: int | None) -> bool:
+    """Whether most tokens of the fixed texts are unknown, as in vocabularies of few words."""
+    ids = [number for outcome in probes if isinstance(outcome, list) for number in outcome]
+    return unknown is not None and 2 * ids.count(unknown) > len(ids)
+
+
+def _own_texts(tokenizer: Any) -> Iterator[str]:
+    """Texts of the vocabulary's own pieces, as they are and in capitals, which normalisers change."""
+    vocabulary = _vocabulary(tokenizer)
+    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+    sampled = [pieces[i * len(pieces) // _SAMPLED] for i in range(_SAMPLED)] if pieces else []
+    for piece, following in pairwise(dict.fromkeys(sampled)):
+        yield from (piece, piece.upper(), f"{piece} {following}", f"{piece}{following}")
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """All pieces and their ids, without what a bridge adds."""
+    vocabulary = dict(tokenizer.get_vocab())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or PLACEHOLDER not in backend.get_vocab(with_added_tokens=False):
+        # A bridge adds it where there is none, and so it tells nothing of the model.
+        vocabulary.pop(PLACEHOLDER, None)
+    return vocabulary
 
 
 def _words(model: TransformerBridge) -> str:
@@ -174,12 +204,7 @@ def _vocabulary_digest(tokenizer: Any) -> str:
     key = (size, sample)
     known = _READ.get(tokenizer)
     if known is None or known[0] != key:
-        vocabulary = dict(tokenizer.get_vocab())
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None or PLACEHOLDER not in backend.get_vocab(with_added_tokens=False):
-            # A bridge adds it where there is none, and so it tells nothing of the model.
-            vocabulary.pop(PLACEHOLDER, None)
-        pieces = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
+        pieces = sorted(_vocabulary(tokenizer).items(), key=lambda item: (item[1], item[0]))
         text = "\n".join(f"{number} {piece!r}" for piece, number in pieces)
         known = _READ[tokenizer] = (key, hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
     return known[1]

@@ -26,7 +26,7 @@ from matlens.pruning.attention import (
 )
 from matlens.pruning.choices import Choice, Method, usual_penalty
 from matlens.pruning.folding import REFITTED, Matrix, changed_by, fold_spans
-from matlens.pruning.healing import heal
+from matlens.pruning.healing import heal, tokens_read
 from matlens.pruning.layouts import Layout, plain_copy
 from matlens.pruning.spans import choose_blocks, greedy_order, read_count
 from matlens.pruning.streams import (
@@ -46,7 +46,7 @@ ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 
 
 class Healed(NamedTuple):
-    """What healing took, and the divergence from the whole model that is left, in nats."""
+    """Tokens that healing read, the divergence from the whole model that is left, in nats, and seconds."""
 
     n_tokens: int
     divergence: float
@@ -151,7 +151,7 @@ class Calibration:
         kept = [index for index in range(n_layers) if index not in set(blocks)]
         changed = changed_by(method, blocks, n_layers)
         divergence = heal(self.streams, pruned, kept, changed, n_tokens, seed=seed, progress=progress)
-        return Healed(n_tokens, divergence, time.monotonic() - began)
+        return Healed(tokens_read(self.streams, n_tokens), divergence, time.monotonic() - began)
 
     def without(
         self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True

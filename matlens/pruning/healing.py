@@ -42,7 +42,7 @@ def heal(
     folded
         Numbers, in the whole model, of the blocks whose output matrices were folded.
     n_tokens
-        How many tokens are read; the text as often as that takes.
+        How many tokens are read, at least: whole updates of some 1,024; the text as often as that takes.
     seed
         Seed of the order of the texts.
     rate
@@ -69,9 +69,8 @@ def heal(
         for parameter in layout.writer_of(layout.blocks[list(kept).index(index)]).parameters()
     ]
     before = [parameter.requires_grad for parameter in pruned.parameters()]
-    n_texts, length = streams.tokens.shape
-    size = max(1, _TOKENS // length)
-    updates = max(1, math.ceil(n_tokens / (size * length)))
+    n_texts = len(streams.tokens)
+    size, updates = _plan(streams, n_tokens)
     # Steps are smaller than half precision can tell, so they are taken in float32.
     stepped = [weight.detach().float() if weight.element_size() < 4 else weight for weight in weights]
     optimizer = torch.optim.Adam(stepped, lr=rate)
@@ -111,6 +110,19 @@ def heal(
             parameter.grad = None
     last = divergences[-max(1, updates // 10) :]
     return sum(last) / len(last)
+
+
+def tokens_read(streams: Streams, n_tokens: int) -> int:
+    """How many tokens are read where so many are asked for: whole updates."""
+    size, updates = _plan(streams, n_tokens)
+    return size * updates * streams.tokens.shape[1]
+
+
+def _plan(streams: Streams, n_tokens: int) -> tuple[int, int]:
+    """Texts of an update, and how many updates."""
+    length = streams.tokens.shape[1]
+    size = max(1, _TOKENS // length)
+    return size, max(1, math.ceil(n_tokens / (size * length)))
 
 
 def _order(n_texts: int, n: int, seed: int) -> Int[Tensor, " n"]:

@@ -91,8 +91,9 @@ def prune(
         How much the folded map is held near what the model has; by default 0.3 for
         ``chain``, 0.1 for ``refit`` and 0 otherwise.
     heal
-        On how many tokens of the text the changed matrices are then trained towards what the whole model
-        says; by default not at all. It takes some five times as long as reading so many tokens.
+        On how many tokens of the text, at least, the changed matrices are then trained towards what the
+        whole model says, in updates of some 1,024; by default not at all. It takes some five times as long
+        as reading so many tokens.
     seed
         Seed of the order in which texts are read then.
     progress

@@ -15,6 +15,7 @@ from matlens.pruning.choices import Method
 from matlens.signatures import checked
 from matlens.storage.arrays import describe_file
 from matlens.storage.files import (
+    library_errors,
     nearest_existing,
     require_writable,
     sealed,
@@ -115,8 +116,9 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     if table is not None:
         require_columns(table, ("corpus", "method", "metric", "value"), what="the table")
     with reserved(folder) as work, system_errors(folder):
-        pruned.model.save_pretrained(work)
-        pruned.tokenizer.save_pretrained(work)
+        with library_errors():
+            pruned.model.save_pretrained(work)
+            pruned.tokenizer.save_pretrained(work)
         write_text(work / CARD, model_card(pruned, table))
         request = {
             "blocks_left_out": list(pruned.blocks),
@@ -157,17 +159,18 @@ def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
         f"`{visible(str(data.get('corpus', 'unnamed')))}`"
     )
     unless_out = "nothing was changed" if pruned.method == Method.out else changed
-    if pruned.blocks or not pruned.attention:
+    if pruned.blocks:
         where = "the block before each span"
         if pruned.method == Method.chain:
             where = "every block that stays, from the one before the first span on,"
-        lines[-1] += f" Without the blocks {spans or 'none'}; in {where} {unless_out}."
+        lines[-1] += f" Without the blocks {spans}; in {where} {unless_out}."
     if pruned.attention:
         lines[-1] += (
             f" The attention of the blocks {', '.join(map(str, pruned.attention))} writes nothing: its "
             f"output matrix is zero; in the block before each {unless_out}. It is still computed and cached."
         )
-    lines[-1] += " All other weights are as they were."
+    left_out = pruned.blocks or pruned.attention
+    lines[-1] += " All other weights are as they were." if left_out else " Nothing was left out or changed."
     if healed := details.get("healed"):
         lines += [
             "",

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ _REFUSED = (
     errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
     errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EMFILE, errno.ENFILE, errno.ENOTEMPTY, errno.EBUSY,
 )  # fmt: skip
+_OF_THE_SYSTEM = re.compile(r"\(os error (\d{1,5})\)")
 _CHUNK = 4 * 2**20
 
 
@@ -44,6 +46,20 @@ def system_errors(path: str | Path) -> Iterator[None]:
                 f"{path} cannot be written: {error.strerror}. Expected a folder that you may write to."
             ) from error
         raise
+
+
+@contextmanager
+def library_errors() -> Iterator[None]:
+    """Turn what safetensors and tokenizers say of the system, in errors of their own, into the system's."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        number = _OF_THE_SYSTEM.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 # Writing

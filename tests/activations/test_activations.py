@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -20,6 +21,8 @@ from matlens import InputError, collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
+from matlens.storage.arrays import describe_file
+from matlens.storage.files import read_json, sealed, write_json
 
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
 
@@ -92,4 +95,18 @@ def test_a_damaged_collection_is_refused(
     collect(*llama, folder=folder, progress=False)
     damage(folder)
     with pytest.raises(InputError, match=re.escape(str(folder))):
+        Activations.load(folder)
+
+
+def test_tokens_that_the_record_does_not_know_are_refused(
+    llama: tuple[Any, Examples], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    collect(*llama, [0], folder=folder, progress=False)
+    tokens = np.load(folder / "tokens.npy")
+    np.save(folder / "tokens.npy", tokens[::-1].copy())  # with a record that fits the file
+    config = read_json(folder / "config.json")
+    config["files"]["tokens.npy"] = describe_file(folder / "tokens.npy")
+    write_json(folder / "config.json", sealed(config))
+    with pytest.raises(InputError, match="does not belong to the tokens and positions"):
         Activations.load(folder)

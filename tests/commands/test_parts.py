@@ -114,8 +114,8 @@ def test_healing_is_told(
     ]  # fmt: skip
     outcome = run_command(asked, capsys)
     assert outcome.code == 0, outcome.err
-    assert "Healed on 48 tokens" in outcome.out
-    assert "then trained on 48 tokens" in (tmp_path / "healed" / "README.md").read_text()
+    assert "Healed on 1,008 tokens" in outcome.out
+    assert "then trained on 1,008 tokens" in (tmp_path / "healed" / "README.md").read_text()
 
 
 def test_attention_is_left_out(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import WORDS, assert_near, make_sentences, make_tokenizer, save_with_ends
+from tokenizers import normalizers
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
@@ -75,6 +76,15 @@ def test_the_digest_tells_policies_and_vocabularies_apart(tmp_path: Path) -> Non
     other = matlens.load(str(tmp_path / "other"), device="cpu")
     assert token_policy(other).words == first.words
     assert token_policy(other).digest != first.digest
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.Replace("w3", "w9")], ids=str)
+def test_the_digest_tells_normalisers_of_few_words_apart(normalizer: Any, tmp_path: Path) -> None:
+    model = matlens.load(str(save_with_ends(tmp_path)), device="cpu")
+    before, ids = token_policy(model), encode_text(model, "W3 w3").ids
+    model.tokenizer.backend_tokenizer.normalizer = normalizer
+    assert encode_text(model, "W3 w3").ids != ids
+    assert token_policy(model).digest != before.digest
 
 
 def test_a_model_without_a_tokenizer_is_named(model_folder: Callable[[str], Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from conftest import WORDS
 import matlens
 from matlens import InputError, pruning, trials
 from matlens.corpora import Corpus, make_windows
-from matlens.pruning.saving import reserved
+from matlens.pruning.saving import model_card, reserved
 from matlens.storage.verification import verify
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
@@ -101,6 +102,13 @@ def test_a_card_says_which_matrices_were_changed(
     assert said in (pruning.save_pruned(made, tmp_path / "model") / "README.md").read_text()
 
 
+@pytest.mark.parametrize("method", ["chain", "out"])
+def test_a_card_of_the_same_model_says_so(method: str, pruned: pruning.Pruned) -> None:
+    card = model_card(replace(pruned, method=pruning.Method(method), blocks=()), None)
+    assert "Nothing was left out or changed." in card
+    assert "FFN" not in card
+
+
 def test_folders_load_in_a_process_without_matlens(
     small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -136,6 +144,23 @@ def test_a_model_is_put_where_a_link_leads(pruned: pruning.Pruned, tmp_path: Pat
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there" / "config.json").is_file()
     assert {path.name for path in tmp_path.iterdir()} == {"there", "link"}
+
+
+@pytest.mark.parametrize("room", [20_000, 800])
+def test_a_full_disk_is_told_and_nothing_is_left(
+    room: int, pruned: pruning.Pruned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library of the weights and that of the tokenizer have errors of their own for it."""
+    if room == 800:
+        monkeypatch.setattr(pruned.model, "save_pretrained", lambda _: None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(InputError, match="no room on the disk"):
+            pruning.save_pruned(pruned, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_replaced_is_refused_before_the_work(
