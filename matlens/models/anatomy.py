@@ -278,8 +278,8 @@ def _examine(model: TransformerBridge) -> Anatomy:
         for hook in [Hook(hook_name, names, *_carried(fired.get(hook_name, []), places))]
         for name in names
     }
-    n_returned = 1 if returned[0] is None else returned[0]
-    blocks = {"blocks_return_tuples": returned[0] is not None, "n_returned": n_returned, "hooks": by_name}
+    blocks: Any = {"hooks": by_name, "blocks_return_tuples": returned[0] is not None}
+    blocks["n_returned"] = returned[0] or 1
 
     for family in families:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
