@@ -69,6 +69,16 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     return weight
 
 
+def _tokenizer(model: TransformerBridge) -> Any:
+    """The tokenizer, without which no score has a word."""
+    if model.tokenizer is None:
+        raise InputError(
+            f"This {model.cfg.architecture} has no tokenizer, so what its value vectors score has no "
+            "words: it reads images, or was booted without one. Expected a model of text with its tokenizer."
+        )
+    return model.tokenizer
+
+
 @checked
 @dataclass(frozen=True, eq=False)
 class Projection:
@@ -100,7 +110,7 @@ class Projection:
         InputError
             The model has no unembedding.
         """
-        return cls(unembedding(model), model.tokenizer, identity=_identity(model))
+        return cls(unembedding(model), _tokenizer(model), identity=_identity(model))
 
     @classmethod
     def after_norm(cls, model: TransformerBridge) -> Projection:
@@ -115,7 +125,7 @@ class Projection:
         if not hasattr(model, "ln_final"):
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
         norm = float32_on(copy.deepcopy(model.ln_final.original_component), plain.device)
-        return cls(plain, model.tokenizer, norm, _identity(model))
+        return cls(plain, _tokenizer(model), norm, _identity(model))
 
     @classmethod
     def through_head(cls, model: TransformerBridge) -> Projection:

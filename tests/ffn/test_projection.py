@@ -58,6 +58,14 @@ def test_odds_change_by_the_exponential_of_the_score_where_the_readout_is_linear
     torch.testing.assert_close(after, scaled / scaled.sum(-1, keepdim=True), rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.parametrize("way", [Projection.from_model, Projection.after_norm])
+def test_a_model_without_words_is_refused(
+    way: Callable[[Any], Any], small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match="has no tokenizer, so what its value vectors score has no words"):
+        way(small_model("vit"))
+
+
 @pytest.mark.parametrize("held", [1, D_VOCAB * 5, 2**25])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_streamed_lists_are_those_of_all_scores_at_once(
