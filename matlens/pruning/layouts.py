@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.models.weights import plain_model
+from matlens.models.weights import plain_model, plain_state
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -114,13 +114,7 @@ def plain_copy(model: TransformerBridge) -> Any:
             f"{model.cfg.model_name} cannot be built from its configuration alone. Expected a model of "
             "transformers without code of its own."
         )
-    state = {
-        name.replace("_original_component.", ""): tensor.detach().clone()
-        for name, tensor in [
-            *source.named_parameters(remove_duplicate=False),
-            *source.named_buffers(remove_duplicate=False),
-        ]
-    }
+    state = {name: tensor.clone() for name, tensor in plain_state(model).items()}
     if len(devices := {tensor.device for tensor in state.values()}) > 1:
         raise InputError(
             f"{model.cfg.model_name} lies on the devices {', '.join(sorted(map(str, devices)))}, and a plain "
