@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import AutoTokenizer
 
 import matlens
 from matlens import InputError
-from matlens.kinds import bridging
 from matlens.models import ModelIdentity
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of
@@ -83,34 +81,6 @@ def test_a_bridge_of_ones_own_is_put_right(name: str, small_model: Models, model
         assert torch.equal(logits(model), logits(loaded))
         hooks = {name: hook for name, hook in Anatomy.from_model(model).hooks.items() if "resid_post" in name}
         assert [hook.carries for hook in hooks.values()] == N_LAYERS * ["carries vectors"]
-
-
-@pytest.mark.parametrize("name", FALCONS)
-def test_a_bridge_that_counts_twice_is_refused(
-    name: str, model_folder: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left_alone = types.FunctionType((lambda *_: None).__code__, vars(bridging), "count_once")
-    monkeypatch.setattr(bridging, "count_once", left_alone)
-    with pytest.raises(InputError, match="counts the distances between tokens"):
-        matlens.load(str(model_folder(name)), device="cpu")
-    with pytest.raises(InputError, match="counts the distances between tokens"):
-        matlens.wrap(boot(model_folder(name)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FALCONS)
-def test_half_precision_is_no_difference(
-    name: str, dtype: torch.dtype, model_folder: Models, plain_model: Models
-) -> None:
-    half = matlens.load(str(model_folder(name)), dtype=dtype, device="cpu")
-    assert_near(logits(half).float(), logits(plain_model(name)), 0.03)
-
-
-def test_a_bridge_with_a_hook_of_its_own_is_compared_no_more(model_folder: Models) -> None:
-    """What somebody hung on it changes its logits, and is named as a change."""
-    bridge = boot(model_folder(FALCONS[0]))
-    bridge.add_hook("blocks.1.hook_out", lambda h, hook: 2 * h)
-    assert len(changes_of(matlens.wrap(bridge))) == 1
 
 
 def test_blocks_that_give_lists_are_read_and_fitted(small_model: Models, plain_model: Models) -> None:
