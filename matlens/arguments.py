@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
@@ -205,7 +206,7 @@ def short(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if shape is not None and len(shape):
         return f"a {type(value).__name__} of the shape {tuple(shape)}"
-    return reprlib.repr(value)
+    return reprlib.repr(value.value if isinstance(value, Enum) else value)
 
 
 def _bounds(least: float | None, most: float | None) -> str:

@@ -35,6 +35,10 @@ _SIZES: dict[str, Any] = _COMMON | {
 }  # fmt: skip
 _GROUPED = _SIZES | {"num_key_value_heads": 2, "head_dim": 8}
 _GPT: dict[str, Any] = _COMMON | {"n_layer": N_LAYERS, "n_embd": D_MODEL, "n_head": 4, "n_positions": N_CTX}
+_FALCON_ALIBI: dict[str, Any] = _COMMON | {
+    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4,
+    "alibi": True, "bias": True,
+}  # fmt: skip
 _OPT = {key: value for key, value in _SIZES.items() if key != "intermediate_size"} | {"ffn_dim": 48}
 
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -54,7 +58,10 @@ FAMILY_OF = {
 ARCHITECTURES = tuple(CONFIGS)
 WIRINGS = tuple(FAMILY_OF)  # and two more, for tests of what follows from the wiring
 # Other kinds of models, whose wirings are among these.
-KINDS = {"roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm"}
+KINDS = {
+    "roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm",
+    "gpt1": "post-norm", "falcon-alibi": "pre-norm", "falcon-alibi-multi-query": "parallel",
+}  # fmt: skip
 # More models to save by name: other wirings, other read-outs.
 OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "neox-sequential": lambda: transformers.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
@@ -68,18 +75,12 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "falcon": lambda: transformers.FalconConfig(
         **_COMMON, hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4
     ),
-    # One after the other, and with distances in attention, which transformers counts twice where it is asked
-    # for attention's patterns.
+    # With distances in attention, which transformers counts twice where it is asked for attention's patterns;
+    # attention and FFN one after the other, and side by side.
     "falcon-alibi": lambda: transformers.FalconConfig(
-        **_COMMON,
-        hidden_size=D_MODEL,
-        num_hidden_layers=N_LAYERS,
-        num_attention_heads=4,
-        alibi=True,
-        bias=True,
-        multi_query=False,
-        parallel_attn=False,
+        **_FALCON_ALIBI, multi_query=False, parallel_attn=False
     ),
+    "falcon-alibi-multi-query": lambda: transformers.FalconConfig(**_FALCON_ALIBI, multi_query=True),
     # Its blocks give lists.
     "gpt1": lambda: transformers.OpenAIGPTConfig(**_GPT),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
@@ -155,7 +156,9 @@ LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"],
 LAYERS["qwen3-next"] = LAYERS["llama"]
 for _name in ("llama-sinks", "llama-deep", "llama-tied", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
-LAYERS["bloom"] = LAYERS["falcon"] = LAYERS["falcon-alibi"] = LAYERS["gpt2"]
+for _name in ("bloom", "falcon", "falcon-alibi", "falcon-alibi-multi-query"):
+    LAYERS[_name] = LAYERS["gpt2"]
+LAYERS["gpt1"] = ("transformer.h", "lm_head")
 LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
 LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
 RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
@@ -199,6 +202,15 @@ SITE_MODULES["olmo2"] = {
     **_ends(ln2_post="post_feedforward_layernorm"),
     "mid": ("mlp", "in"), "ffn_post": ("mlp.down_proj", "in"),
 }  # fmt: skip
+SITE_MODULES["gpt1"] = _ends(ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp") | {
+    "mid": ("mlp", "in"), "ffn_post": ("mlp.c_proj", "in"),
+}  # fmt: skip
+SITE_MODULES["falcon-alibi"] = _ends(
+    ln1="input_layernorm", attn="self_attention", ln2="post_attention_layernorm", ffn="mlp"
+) | {"mid": ("post_attention_layernorm", "in"), "ffn_post": ("mlp.dense_4h_to_h", "in")}
+SITE_MODULES["falcon-alibi-multi-query"] = _ends(ln1="input_layernorm", attn="self_attention", ffn="mlp") | {
+    "ffn_post": ("mlp.dense_4h_to_h", "in")
+}
 # No module of a plain mixture of experts begins or ends at its coefficients; tests/kinds compute them.
 APART = {"olmoe": ("ffn_post",), "qwen2-moe": ("ffn_post",)}
 for _name in ("olmoe", "qwen2-moe", "gpt-oss"):
@@ -341,7 +353,7 @@ def plain_vectors(
             seen[site] = (args[0] if args else kwargs["hidden_states"]).clone()
 
         def after(_: Any, __: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
+            value = output[0] if isinstance(output, tuple | list) else output
             scaled = site.split(".")[0] in SCALED_SITES.get(name, ())
             seen[site] = (RESIDUAL_MULTIPLIER if scaled else 1) * value
 

@@ -22,6 +22,8 @@ from conftest import (
 )
 from torch import Tensor
 
+TUPLES = ("gptj", "bloom", "falcon-alibi", "falcon-alibi-multi-query")  # whose blocks give more than vectors
+
 
 class Part(NamedTuple):
     """What is replaced and by which numbers.
@@ -93,7 +95,7 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
 
             def forward(h: Tensor, *_: Any, first: bool = layer == replaced.blocks[0], **__: Any) -> Any:
                 h = replaced.apply(h) if first else h
-                return (h, None) if name in ("gptj", "bloom") else h
+                return [h] if name == "gpt1" else (h, None) if name in TUPLES else h
 
             layers[layer].forward = forward
 
@@ -112,12 +114,12 @@ def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int 
             given[:] = [args[0] if args else kwargs["hidden_states"]]
 
         def after(_: Any, __: Any, output: Any) -> Any:
-            whole = output[0] if isinstance(output, tuple) else output
+            whole = output[0] if isinstance(output, tuple | list) else output
             chosen = _chosen(replaced.where, sentence, whole.shape[1])[:, None]
             scaled = replaced.target.split(".")[0] in SCALED_SITES.get(name, ())
             instead = replaced.apply(given[0]) / (RESIDUAL_MULTIPLIER if scaled else 1)
             whole = torch.where(chosen, instead, whole)
-            return (whole, *output[1:]) if isinstance(output, tuple) else whole
+            return type(output)([whole, *output[1:]]) if isinstance(output, tuple | list) else whole
 
         block = layers[layer]
         handles.append(block.get_submodule(path_in).register_forward_pre_hook(before, with_kwargs=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from enum import StrEnum
 
 import numpy as np
 import pytest
@@ -99,4 +100,5 @@ def test_long_values_are_cut():
     assert len(short("a" * 10**6)) < 60
     assert len(short(list(range(10**5)))) < 60
     assert short(torch.zeros(2, 3)) == "a Tensor of the shape (2, 3)"
+    assert short(StrEnum("Method", ["chain"]).chain) == "'chain'"
     assert short(10**100) == "a number of more than thirty digits"

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from matlens.arguments import require_kind
 from matlens.errors import InputError
+from matlens.kinds.bridging import amend, has_distances
 from matlens.kinds.stacks import Stack, choose_stack, stack_of
+from matlens.loading.agreement import require_plain_logits
 from matlens.loading.checkpoints import require_vocabulary
 from matlens.loading.configurations import require_supported
+from matlens.models.changes import changes_of
 from matlens.models.constants import remember_settings
 from matlens.models.identity import require_raw
 from matlens.models.sites import stack_hooks
@@ -54,12 +57,14 @@ def wrap(
     ------
     InputError
         It is no bridge of a decoder or masked-LM model, is in compatibility mode, has weights that are not
-        finite, or cannot put a BOS in front; or both options are given.
+        finite, does not compute what transformers does, or cannot put a BOS in front; or both options are
+        given.
     """
     from transformer_lens.model_bridge import TransformerBridge
 
     way = "Boot one with TransformerBridge.boot_transformers(), or load a model with matlens.load()."
     require_kind(bridge, TransformerBridge, "bridge", way=way)
+    amend(bridge)
     require_raw(bridge)
     there = stack_of(bridge)
     require_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or there)
@@ -79,8 +84,10 @@ def wrap(
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     require_finite_weights(bridge)
-    remember_settings(bridge)
-    return bridge.eval()
+    remember_settings(bridge.eval())
+    if has_distances(bridge) and not changes_of(bridge):
+        require_plain_logits(bridge)
+    return bridge
 
 
 def _set_bos(bridge: TransformerBridge, wanted: bool) -> None:

@@ -14,7 +14,9 @@ import torch
 from matlens.arguments import require_kind
 from matlens.cache.dequantized import kept_configuration, read_kept
 from matlens.errors import InputError
+from matlens.kinds.bridging import amend
 from matlens.kinds.stacks import Stack, choose_stack
+from matlens.loading.agreement import require_plain_logits
 from matlens.loading.bridges import follow_tokenizer, keeping_itself, wrap
 from matlens.loading.checkpoints import CompleteModel, read_gguf, read_tokenizer, read_wikilm_model
 from matlens.loading.configurations import configuration_of, is_visual_configuration, require_supported
@@ -112,8 +114,10 @@ def load(
     if tokenizer is not None:
         follow_tokenizer(model, tokenizer)
     require_finite_weights(model)
+    amend(model.eval())
+    require_plain_logits(model)
     remember_parts(model)
-    return model.eval()
+    return model
 
 
 @contextmanager

@@ -37,6 +37,7 @@ _BUILDERS = (
     "transformers.",
     "transformers_modules.",
     "accelerate.",
+    "matlens.kinds.bridging",
     "matlens.kinds.experts",
 )
 _HOOKS = {

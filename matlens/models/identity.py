@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from matlens.arguments import short
 from matlens.bounds import LAYERS
 from matlens.errors import InputError
+from matlens.kinds.bridging import is_amended
 from matlens.models.changes import changes_of, describe_changes
 from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
@@ -344,14 +345,20 @@ def _read_hooks(hooks: Any) -> dict[str, list[str]]:
 
 @checked
 def require_raw(model: TransformerBridge) -> None:
-    """Refuse a bridge in compatibility mode.
+    """Refuse a bridge in compatibility mode, or one that does not compute what the model in it does.
 
     Raises
     ------
     InputError
         Folded norms and centred weights change what the hooks carry: a map fitted on them would
-        belong to another model than the one that was published.
+        belong to another model than the one that was published. See `matlens.kinds.bridging` for the other.
     """
+    if not is_amended(model):
+        raise InputError(
+            "TransformerLens runs this model in another way than transformers does: it counts the distances "
+            "of Falcon's ALiBi twice, and lets tokens of OpenAI's first GPT see those behind them. Load it "
+            "with matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
+        )
     if model.compatibility_mode:
         raise InputError(
             "This bridge is in compatibility mode: its norms are folded and its weights centred, so "

@@ -294,6 +294,11 @@ class Readout:
         last = Anatomy.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
             truth = model(probe_images(model) if visual else tokens, return_type="logits")
+        if not seen:
+            raise InputError(
+                f"What the last block of {type(model.original_model).__name__} gives cannot be read: the "
+                f"hook {last} does not fire. Expected a model whose blocks give vectors to TransformerLens."
+            )
         require_finite(seen[0], f"h.{model.cfg.n_layers}")
         # Images are classified from their class token, the first.
         ours, self.d_vocab = self.logits(seen[0][:, 0] if visual else seen[0]), int(truth.shape[-1])

@@ -291,6 +291,13 @@ def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Modu
         return None
 
 
+def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
+    """All parameters and buffers of a model, by their names without a bridge; the model's own tensors."""
+    inner = model.original_model
+    named = (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False))
+    return {name.replace("_original_component.", ""): tensor.detach() for name, tensor in named}
+
+
 def parts_of(inner: nn.Module, class_name: Callable[[type], str]) -> dict[str, str]:
     """The class and the settings of every module by its place, but for what a bridge puts around them."""
     parts = {}

@@ -280,12 +280,14 @@ def cut_config(config: Any, kept: Sequence[int]) -> Any:
 
 
 def _require_enough(layout: Layout, tokens: Tensor, method: Method) -> None:
+    if method == Method.out:
+        return
     rows, columns = layout.weight_of(layout.blocks[0]).shape
     if method in REFITTED:
         least, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
     else:
         least, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"
-    if method != Method.out and tokens.numel() < least:
+    if tokens.numel() < least:
         raise InputError(
             f"The calibration text has {tokens.numel()} tokens in whole windows, and {what} is to be fitted. "
             f"Expected {least} at least, better ten times as many; method={other}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.models.weights import plain_model
+from matlens.models.weights import plain_model, plain_state
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -24,22 +25,20 @@ _WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo",
 
 @dataclass(frozen=True)
 class Layout:
-    """A plain model, the path of its list of blocks, and that of the FFN's output matrix in each block."""
+    """A plain model, and the path of its list of blocks."""
 
     model: Any
     path: str
-    writer: str
 
     @classmethod
     def from_model(cls, model: Any) -> Layout:
-        """Find both.
+        """Find the blocks.
 
         Raises
         ------
         InputError
-            The model predicts no next token, or its blocks or their output matrices are not found.
+            The model predicts no next token, or its blocks are not found.
         """
-        name = type(model).__name__
         n_layers = model.config.get_text_config().num_hidden_layers
         lists = [
             (path, module)
@@ -48,11 +47,21 @@ class Layout:
         ]
         if model.get_output_embeddings() is None or not lists:
             raise InputError(
-                f"{name} is no model that predicts the next token from a list of {n_layers} blocks: expected "
-                "a decoder such as GPT-2, Llama or GPT-NeoX."
+                f"{type(model).__name__} is no model that predicts the next token from a list of {n_layers} "
+                "blocks: expected a decoder such as GPT-2, Llama or GPT-NeoX."
             )
-        path, blocks = lists[0]
-        return cls(model, path, _writer_path(blocks[0], name))
+        return cls(model, lists[0][0])
+
+    @cached_property
+    def writer(self) -> str:
+        """The path, in each block, of the matrix that writes what its FFN adds to the stream.
+
+        Raises
+        ------
+        InputError
+            There is not one, as in a mixture of experts: blocks can be left out of it, but nothing folded.
+        """
+        return _writer_path(self.blocks[0], type(self.model).__name__)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -93,7 +102,8 @@ def _writer_path(block: nn.Module, name: str) -> str:
         raise InputError(
             f"The blocks of {name} have {what} that writes what their FFN adds to the stream "
             f"({', '.join(paths[:4]) or 'none of ' + ', '.join(_WRITERS)}). Expected one, as in GPT-2, "
-            "Llama, GPT-NeoX and GPT-J; FFNs of several experts cannot be folded into."
+            "Llama, GPT-NeoX and GPT-J; FFNs of several experts cannot be folded into. With method='out' "
+            "(--method out) blocks are left out alone, of such a model too."
         )
     return paths[0]
 
@@ -114,13 +124,7 @@ def plain_copy(model: TransformerBridge) -> Any:
             f"{model.cfg.model_name} cannot be built from its configuration alone. Expected a model of "
             "transformers without code of its own."
         )
-    state = {
-        name.replace("_original_component.", ""): tensor.detach().clone()
-        for name, tensor in [
-            *source.named_parameters(remove_duplicate=False),
-            *source.named_buffers(remove_duplicate=False),
-        ]
-    }
+    state = {name: tensor.clone() for name, tensor in plain_state(model).items()}
     if len(devices := {tensor.device for tensor in state.values()}) > 1:
         raise InputError(
             f"{model.cfg.model_name} lies on the devices {', '.join(sorted(map(str, devices)))}, and a plain "

@@ -75,6 +75,7 @@ def prune(
     ----------
     model
         A decoder whose FFNs write into the stream as it is: the kinds of GPT-2, Llama, GPT-NeoX and GPT-J.
+        By ``out`` blocks are left out of others too, such as mixtures of experts.
     windows
         Calibration text, see `matlens.corpora.make_windows`; windows that are shorter than the first are not
         read. A refitted matrix needs several times as many tokens as it has columns.
@@ -161,7 +162,13 @@ def prune_attention(
         The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
         or settings are not usable.
     """
-    method = Method(require_choice(method, [known for known in Method if known != Method.chain], "method"))
+    method = Method(require_choice(method, Method, "method"))
+    if method == Method.chain:
+        others = ", ".join(known for known in Method if known != Method.chain)
+        raise InputError(
+            "The method chain refits the FFNs behind blocks that are left out, and is not there for "
+            f"attention alone. Expected one of {others}."
+        )
     if penalty is not None:
         penalty = require_number(penalty, "penalty", least=0)
     wanted = read_wanted(attention, model.cfg.n_layers, "attentions")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, D_MODEL, N_CTX, N_LAYERS, assert_near, make_tokenizer
+from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_tokenizer
 from handpatched import hand_vectors, jump_part
 from patched_models import SENTENCES, Models, linear, replacement, vectors
 
@@ -86,9 +86,6 @@ OTHER_BLOCKS = {
     "each returns 3 values": transformers.RwkvConfig(
         vocab_size=60, hidden_size=D_MODEL, num_hidden_layers=2, attention_hidden_size=D_MODEL
     ),
-    "hook blocks.[01].hook_out does not fire": transformers.OpenAIGPTConfig(
-        vocab_size=60, n_embd=D_MODEL, n_layer=2, n_head=4, n_positions=N_CTX
-    ),
     "not what T5's do": transformers.LongT5Config(
         vocab_size=60, d_model=D_MODEL, d_kv=8, d_ff=48, num_heads=4, num_layers=2, local_radius=4,
         decoder_start_token_id=0,
@@ -106,7 +103,19 @@ def test_blocks_that_hand_on_something_else_are_refused(reason: str, tmp_path: P
     model = matlens.load(str(tmp_path), stack="encoder" if encoder_decoder else None, device="cpu")
     with pytest.raises(InputError, match=reason), patched(model, [linear(jump_part(0, 1))]):
         pass
-    if "fire" in reason:
-        examples = matlens.make_token_examples(model, [[3, 4, 5]])
-        with pytest.raises(InputError, match=r"h\.1, h\.2 cannot be collected of OpenAIGPT.* does not fire"):
-            matlens.collect(model, examples, progress=False)
+
+
+def test_blocks_of_which_no_hook_sees_what_they_give_are_refused(
+    model_folder: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of OpenAI's first GPT as a bridge runs them: they give lists."""
+    monkeypatch.setattr("matlens.kinds.bridging._FIRST_GPT", "no module")
+    model = matlens.load(str(model_folder("gpt1")), device="cpu")
+    reason = "hook blocks.[01].hook_out does not fire"
+    with pytest.raises(InputError, match=reason), patched(model, [linear(jump_part(0, 1))]):
+        pass
+    examples = matlens.make_token_examples(model, [[3, 4, 5]])
+    with pytest.raises(InputError, match=r"h\.1, h\.2, h\.3 cannot be collected of OpenAIGPT.* not fire"):
+        matlens.collect(model, examples, progress=False)
+    with pytest.raises(InputError, match=r"last block of OpenAIGPT.* hook blocks\.2\.hook_out does not fire"):
+        matlens.Readout(model)

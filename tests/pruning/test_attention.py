@@ -15,6 +15,7 @@ from conftest import LAYERS, WORDS, assert_near
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.pruning.attention import choose_attention
+from matlens.pruning.choices import Method
 from matlens.pruning.layouts import Layout
 from matlens.pruning.streams import Streams, whole_windows
 
@@ -153,3 +154,11 @@ def test_plans_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         pruning.prune_attention(small_model("llama"), windows("llama"), attention, progress=False)
+
+
+@pytest.mark.parametrize("method", ["chain", Method.chain])
+def test_chain_is_refused_in_words(method: str, small_model: Models, windows: Models) -> None:
+    with pytest.raises(
+        InputError, match=r"method chain .* Expected one of out, magnitude, replaceme, refit\."
+    ):
+        pruning.prune_attention(small_model("llama"), windows("llama"), [1], method=method, progress=False)

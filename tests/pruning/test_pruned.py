@@ -191,6 +191,24 @@ def test_blocks_that_give_lists_are_left_out(
     assert_near(logits(pruned.model), logits(by_hand), 1e-6)
 
 
+@pytest.mark.parametrize("name", ["olmoe", "gpt-oss"])
+def test_blocks_are_left_out_of_mixtures_of_experts(
+    name: str, small_model: Models, windows: Models, model_folder: Models, tmp_path: Path
+) -> None:
+    """Nothing can be folded into one, and `out` folds nothing."""
+    with pytest.raises(InputError, match=r"several experts cannot be folded into.* With method='out'"):
+        pruning.prune(small_model(name), windows(name), [1], progress=False)
+    pruned = pruning.prune(small_model(name), windows(name), 1, method="out", progress=False)
+    by_hand = transformers.AutoModelForCausalLM.from_pretrained(model_folder(name)).eval()
+    (gone,) = pruned.blocks
+    del by_hand.model.layers[gone]
+    assert_near(logits(pruned.model), logits(by_hand), 1e-6)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        pruning.save_pruned(pruned, tmp_path / "model")
+    )
+    assert_near(logits(loaded.eval()), logits(pruned.model), 1e-6)
+
+
 def test_a_masked_model_is_refused(small_model: Models, windows: Models) -> None:
     with pytest.raises(InputError, match="masked tokens"):
         pruning.prune(small_model("bert"), windows("llama"), 1, progress=False)
