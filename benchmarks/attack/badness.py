@@ -87,7 +87,7 @@ def _stored(good: Callable[[World], torch.Tensor]) -> list[Bad]:
         STORAGE,
         sparse=lambda w: good(w).to_sparse(),
         on_no_device=lambda w: good(w).to("meta"),
-        partly_masked=lambda w: np.ma.array(good(w).numpy(), mask=np.arange(good(w).numel()) % 2),
+        partly_masked=lambda w: np.ma.array(good(w).numpy(), mask=np.arange(good(w).numel()) % 2 == 1),
     )
 
 
