@@ -37,7 +37,7 @@ def is_amended(model: Any) -> bool:
 
 def has_distances(model: Any) -> bool:
     """Whether attention's mask holds the distances between tokens, which the bridge could count twice."""
-    return any(type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES for block in model.blocks)
+    return any(type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES for block in _blocks(model))
 
 
 def count_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -61,9 +61,14 @@ def give_tuple(module: Any, args: Any, output: Any) -> Any:
     return (module.hook_out(output[0]), *output[1:]) if isinstance(output, list) else None
 
 
+def _blocks(model: Any) -> Any:
+    """The blocks of a bridge; an encoder-decoder, which has them by stack, has none of these kinds."""
+    return getattr(model, "blocks", ())
+
+
 def _unamended(model: Any) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     """Modules that have still to be put right, and the hook that does it."""
-    for block in model.blocks:
+    for block in _blocks(model):
         attention: Any = getattr(block, "attn", None)
         hooks: list[tuple[Any, Callable[..., Any]]] = []
         if type(attention).__name__ == _WITH_DISTANCES:
