@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 import matlens
 from matlens import InputError
+from matlens.kinds import bridging
 from matlens.models import ModelIdentity
 from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of
@@ -103,3 +104,12 @@ def test_a_mask_hides_what_is_behind_a_token(
     assert_near(ours, plain)
     apart = float((logits(boot(model_folder("gpt1"))) - plain).abs().max())
     assert apart > 1e-3 * float(plain.abs().max())
+
+
+def test_distances_that_no_mask_holds_stay() -> None:
+    """With as many axes as blocks add themselves, they are not in the mask yet."""
+    given = {"alibi": torch.ones(8, 1, 5), "attention_mask": None}
+    assert bridging.count_once(torch.nn.Identity(), (), given) is None
+    assert bridging.count_once(torch.nn.Identity(), (), {"alibi": None}) is None
+    _, taken = bridging.count_once(torch.nn.Identity(), (), given | {"alibi": torch.ones(2, 4, 1, 5)})
+    assert taken == {"alibi": None, "attention_mask": None}
