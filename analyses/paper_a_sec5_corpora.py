@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import typer
@@ -42,9 +42,7 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="From every how many layers there are maps.")] = 1,
 ) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
-    # A corpus that has too few sentences is split in the same proportion.
-    how: dict[str, Any] = {"adjustable": ("train", "validation"), "positions": positions.value}
-    by_corpus = {study.corpus.name: replace(study, **how) for study in studies}
+    by_corpus = {study.corpus.name: replace(study, positions=positions.value) for study in studies}
     if positions is not PositionChoice.drawn:  # beside what others have collected at drawn positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
     samples = {name: study.stream[0] for name, study in by_corpus.items()}

@@ -9,7 +9,7 @@ written with the cache.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Annotated
 
 import pandas as pd
@@ -28,7 +28,7 @@ SIZES = (3, 6, 9)
 
 
 def main(
-    studies: list[Study],
+    studies: Iterator[Study],
     report: Report,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Windows that maps are fitted on.")] = 120,
@@ -43,8 +43,7 @@ def main(
     ] = None,
 ) -> None:
     """Leave blocks out in every way, and print how much of what ReplaceMe adds to the perplexity is gone."""
-    # A corpus that has too few sentences is split in the same proportion.
-    several = [replace(study, adjustable=("train", "validation")) for study in studies]
+    several = list(studies)
     model = several[0].model
     texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}
     table = pruning_table(

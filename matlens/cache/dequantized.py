@@ -36,7 +36,7 @@ class _Another(Exception):
 class _Unreadable(Exception):
     """The file itself cannot be read."""
 
-    def __init__(self, cause: OSError) -> None:
+    def __init__(self, cause: Exception) -> None:
         super().__init__()
         self.cause = cause
 
@@ -70,24 +70,21 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         nonlocal loaded
         try:
             tokenizer, model = read(path, torch.float32)
-        except OSError as error:  # which says nothing of the cache
+        except Exception as error:  # which says nothing of the cache
             raise _Unreadable(error) from error
         loaded = tokenizer, model
-        try:
-            _write(folder, tokenizer, model)
-            again = _load(folder, torch.float32)
-        except Exception as error:  # other libraries write, each of which says in another way that it cannot
-            raise OSError(str(error)) from error
+        _write(folder, tokenizer, model)
+        again = _load(folder, torch.float32)
         _require_equal((tokenizer, model), again)
         loaded = again
 
     about = {"what": path.name, "of": str(path.absolute())}
     try:
         entry = cache.keep(MODEL, key, fill, about=about)
-    except _Another:
-        entry = None
     except _Unreadable as error:
         raise error.cause from None
+    except Exception:  # other libraries cannot write it, or read it back, or not as it was
+        entry = None
     if loaded is None and entry is not None:  # another process has filled it meanwhile
         return _load(entry.folder, dtype) if entry.damage() is None else read(path, dtype)
     if loaded is not None and dtype == torch.float32:

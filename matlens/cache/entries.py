@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from matlens.arguments import short
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
 from matlens.storage.files import (
     hash_file,
+    library_errors,
     open_regular,
     read_json,
     require_seal,
@@ -156,8 +155,8 @@ class Cache:
         kind, key
             What sort of thing it is, and all that it is made from.
         fill
-            Writes the entry's files into the folder that it is given; an ``OSError`` or a ``SafetensorError``
-            says that they cannot be written.
+            Writes the entry's files into the folder that it is given; an ``OSError``, or what a library says
+            in an error of its own of the system, says that they cannot be written.
         about
             What people are shown of it.
 
@@ -168,11 +167,10 @@ class Cache:
         """
         name = _name(kind, key)
         try:
-            with self._alone(name):
+            with self._alone(name), library_errors():
                 return self._find(name, False) or self._fill(name, kind, fill, about or {})
-        except (OSError, SafetensorError) as error:  # which is what safetensors says of a full disk
-            reason = getattr(error, "strerror", None) or error
-            self._tell(f"Nothing is kept in the cache {self.root}: {reason}.")
+        except OSError as error:
+            self._tell(f"Nothing is kept in the cache {self.root}: {error.strerror or error}.")
             return None
 
     def _fill(

@@ -105,7 +105,7 @@ def run_study(
         ``work(study, report, ...)`` or ``work(studies, report, ...)``; its docstring is the script's help.
     model, corpus
         Which are studied unless others are named; several where the option can be given several times, None
-        where there is none.
+        where there is none. Of several corpora one may be smaller: it is split in the same proportion.
     train, val
         Sentences that maps are fitted and evaluated on; None where the analysis takes the corpus whole.
     sentences, fewest
@@ -132,6 +132,7 @@ def run_study(
     if figures:
         shared["title"] = options.Title, None
     several = "studies" in inspect.signature(work).parameters
+    beside = corpus is not None and not isinstance(corpus, str)
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
@@ -141,6 +142,8 @@ def run_study(
             sizes = sizes_of(1, chosen["sentences"], default_val=sentences)
         elif "train" in chosen:
             sizes = sizes_of(chosen["train"], chosen["val"], default_train=train or 1, default_val=val)
+        if sizes and beside:
+            sizes["adjustable"] = ("train", "validation")
         for name in _listed(chosen.get("model")):  # before any corpus is read
             ModelOptions(name, chosen["device"]).check()
         studies = _studies(chosen, sizes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -191,16 +192,31 @@ def test_a_place_that_cannot_be_written_is_no_error(
     assert cache.clear() == 0
 
 
-def test_a_library_that_cannot_write_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """safetensors says of a full disk, as of a folder that is not there, what is no OSError."""
-    cache = Cache(tmp_path)
+def numbers_where_no_folder_is(folder: Path) -> None:
+    save_file({"x": torch.ones(2)}, folder / "nowhere" / "numbers.safetensors")
 
-    def fill(folder: Path) -> None:
-        save_file({"x": torch.ones(2)}, folder / "nowhere" / "numbers.safetensors")
 
-    assert cache.keep("thing", KEY, fill) is None
-    assert "Nothing is kept" in capsys.readouterr().err
+def words_where_no_folder_is(folder: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "nowhere" / "words"))
+
+
+@pytest.mark.parametrize("fill", [numbers_where_no_folder_is, words_where_no_folder_is])
+def test_a_library_that_cannot_write_is_no_error(
+    fill: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a full disk, as of a folder that is not there, libraries say what is no OSError, each another."""
+    assert Cache(tmp_path).keep("thing", KEY, fill) is None
+    expected = f"Nothing is kept in the cache {tmp_path}: No such file or directory.\n"
+    assert capsys.readouterr().err == expected
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_an_error_that_is_not_the_systems_comes_through(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        raise ValueError("a defect")
+
+    with pytest.raises(ValueError, match="a defect"):
+        Cache(tmp_path).keep("thing", KEY, fill)
 
 
 def test_clearing_leaves_what_somebody_fills(tmp_path: Path) -> None:

@@ -68,6 +68,19 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
     assert seen[0][0] is seen[1][0] is not seen[2][0]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_beside_other_corpora_one_may_be_smaller(several: bool, words: Path, tmp_path: Path) -> None:
+    """Sizes that the user gives are kept for one corpus; of several, those of each are what it has."""
+    seen: list[tuple[str, ...]] = []
+
+    def work(studies: Iterator[Study], report: Report) -> None:
+        seen.extend(study.adjustable for study in studies)
+
+    options = ["--corpus", words, "--train", 40, "--val", 20, "--out", tmp_path]
+    run(work, *options, model=None, corpus=["a", "b"] if several else "a")
+    assert seen == ([("train", "validation")] if several else [()])
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
