@@ -8,6 +8,7 @@ which layers its entries are. Who reads it says so, and it is checked against pa
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 VECTORS, TOKENS = "hidden_states", "token_ids"
 # By how much of a vector two engines may differ, whose sums are in another order in that precision.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+_EXCEPTIONS = 0.1  # of a prompt's vectors in half precision: what is an attention sink here may be none there
+_TOGETHER = 256  # prompts whose embeddings are compared at once
 
 
 class _Prompt(NamedTuple):
@@ -81,7 +84,7 @@ def read_exported(
         Where to keep the rows, as in `collect`; by default in memory.
     n_checked
         How many prompts, the shortest ones, the model is run on to see that the entries are what they are
-        said to be.
+        said to be. Where what enters the first block is among them, that is compared in all prompts.
     name
         What the prompts are called in tables, where others have the name of a corpus.
     progress
@@ -91,8 +94,8 @@ def read_exported(
     ------
     InputError
         There are no files; a file is damaged, of another shape, width or precision, or holds a number that is
-        not finite; there are not as many entries as said; or an entry is another site than said, where the
-        message says which it is.
+        not finite or a vector of nothing but zeros; there are not as many entries as said; an entry is
+        another site than said, where the message says which it is; or the vectors of some tokens are others.
     """
     require_model(model)
     require_raw(model)
@@ -110,6 +113,7 @@ def read_exported(
     _require_precision(model, prompts)
     examples = _examples(model, prompts, name)
     _require_sites(model, prompts, sites, n_checked)
+    _require_tokens(model, prompts, sites)
     columns = {site: Column(anatomy.width(site)) for site in named}
     provenance = Provenance(
         ModelIdentity.from_model(model), {**examples.provenance, "engine": "another"}, examples.fingerprint,
@@ -130,7 +134,7 @@ def read_exported(
                 bar.update()
 
     config, rows = keep_rows(
-        HOLDS, {"provenance": provenance.to_json()}, columns,
+        HOLDS, {"provenance": provenance.to_json(), "files": _stamp(prompts)}, columns,
         len(examples.tokens) if positions == "all" else len(examples), batches,
         folder=folder, arrays=examples.arrays,
     )  # fmt: skip
@@ -141,6 +145,15 @@ def _examples(model: TransformerBridge, prompts: Sequence[_Prompt], name: str = 
     """What the engine has read, all of it tokens: an end of text at the end of a prompt is no padding."""
     tokens = [prompt.tokens for prompt in prompts]
     return make_token_examples(model, tokens, attention_mask=[[1] * len(each) for each in tokens], name=name)
+
+
+def _stamp(prompts: Sequence[_Prompt]) -> str:
+    """What tells whether files were written anew since they were read."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        status = prompt.path.stat()
+        digest.update(f"{prompt.path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def _files(source: Path) -> list[Path]:
@@ -213,7 +226,18 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
                 f"Entry {entry} of {prompt.path}, {site}, holds a number that is not finite. Engines have "
                 "left such where they read memory that was never written: have the file written anew."
             )
+        if site is not None and _after_a_block(site) and not bool(vectors[:, entry].any(dim=1).all()):
+            raise InputError(
+                f"Entry {entry} of {prompt.path}, {site}, holds a vector of nothing but zeros, which no "
+                "block gives. Did the engine take the beginning of the prompt from a cache? Have the file "
+                "written anew without."
+            )
     return {site: vectors[:, entry].contiguous() for entry, site in enumerate(sites) if site is not None}
+
+
+def _after_a_block(site: str) -> bool:
+    """Whether a site is the stream behind a block; the embedding of a token can be zero."""
+    return site.startswith("h.") and site != "h.0"
 
 
 # Which layers the entries are
@@ -233,11 +257,15 @@ def _require_sites(
             theirs.setdefault(site, []).append(vectors)
     for site, parts in theirs.items():
         distances = {
-            name: max(map(_distance, parts, ours.split(examples.lengths.tolist())))
+            name: max(map(_typical_distance, parts, ours.split(examples.lengths.tolist())))
             for name, ours in known.items()
         }
         nearest = min(distances, key=lambda name: distances[name])
         if nearest == site and distances[site] <= _TOLERANCES[chosen[0].dtype]:
+            for prompt, part, ours in zip(
+                chosen, parts, known[site].split(examples.lengths.tolist()), strict=True
+            ):
+                _require_near(prompt, sites.index(site), site, part, ours)
             continue
         like = f", and is nearest to {nearest} ({distances[nearest]:.2g})" if nearest != site else ""
         raise InputError(
@@ -261,8 +289,45 @@ def _known_sites(model: TransformerBridge, examples: Examples, sites: Sequence[s
     return known
 
 
-def _distance(theirs: Tensor, ours: Tensor) -> float:
+def _require_tokens(
+    model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]
+) -> None:
+    """Compare what enters the first block, which costs next to nothing, in all prompts."""
+    first = str(Anatomy.from_model(model).stream[0])
+    if first not in sites:
+        return
+    entry = sites.index(first)
+    for start in range(0, len(prompts), _TOGETHER):
+        some = prompts[start : start + _TOGETHER]
+        examples = _examples(model, some)
+        ours = collect(model, examples, [first], positions="all", progress=False)[first]
+        for prompt, of_prompt in zip(some, ours.split(examples.lengths.tolist()), strict=True):
+            with _opened(prompt.path) as file:
+                theirs = file.get_slice(VECTORS)[:, entry].float()
+            _require_near(prompt, entry, first, theirs, of_prompt)
+
+
+def _require_near(prompt: _Prompt, entry: int, site: str, theirs: Tensor, ours: Tensor) -> None:
+    """Refuse a prompt of which some vectors are not those of the model, though most may be."""
+    distances = _distances(theirs, ours)
+    allowed = 0 if prompt.dtype == torch.float32 else max(int(_EXCEPTIONS * len(distances)), 1)
+    far = torch.nonzero(distances > _TOLERANCES[prompt.dtype]).flatten().tolist()
+    if len(far) > min(allowed, len(distances) - 1):
+        raise InputError(
+            f"Entry {entry} of {prompt.path}, {site}, is not what the model has there at {len(far)} of "
+            f"{len(distances)} tokens, the first of them number {far[0]}: it differs by "
+            f"{float(distances[far[0]]):.2g} of the vector's length. Were other tokens run than {TOKENS} "
+            "says, or are these vectors of another prompt?"
+        )
+
+
+def _typical_distance(theirs: Tensor, ours: Tensor) -> float:
     """By how much of its length a vector typically differs; the median, because of attention sinks."""
+    return float(_distances(theirs, ours).median())
+
+
+def _distances(theirs: Tensor, ours: Tensor) -> Tensor:
+    """By how much of its length each vector differs."""
     if theirs.shape != ours.shape:
-        return float("inf")
-    return float(((theirs - ours).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-30)).median())
+        return torch.full((len(theirs),), float("inf"))
+    return (theirs - ours).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-30)

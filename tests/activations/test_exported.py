@@ -42,6 +42,14 @@ def hidden(model_folder: Callable[[str], Path]) -> list[tuple[torch.Tensor, ...]
     return made
 
 
+def by_the_model(model: Any, tokens: list[int], layers: list[int]) -> dict[str, torch.Tensor]:
+    """A prompt's file as an engine without fault would write it."""
+    example = matlens.make_token_examples(model, [tokens], attention_mask=[[1] * len(tokens)])
+    vectors = matlens.collect(model, example, [*set(layers)], positions="all", progress=False)
+    states = torch.stack([vectors[layer] for layer in layers], 1).to(model.cfg.dtype)
+    return {"token_ids": torch.tensor(tokens), "hidden_states": states}
+
+
 Write = Callable[..., Path]
 
 
@@ -103,12 +111,7 @@ def test_an_end_of_text_that_the_engine_has_read_is_no_padding(model: Any, tmp_p
     end = model.tokenizer.pad_token_id
     prompts = [[5, 6, end], [7, 8, end], [end, end, 9]]
     for number, tokens in enumerate(prompts):
-        example = matlens.make_token_examples(model, [tokens], attention_mask=[[1] * 3])
-        vectors = matlens.collect(model, example, [0, 3], positions="all", progress=False)
-        states = torch.stack([vectors[0], vectors[3]], 1)
-        save_file(
-            {"token_ids": torch.tensor(tokens), "hidden_states": states}, tmp_path / f"{number}.safetensors"
-        )
+        save_file(by_the_model(model, tokens, [0, 3]), tmp_path / f"{number}.safetensors")
     rows = read_exported(model, tmp_path, [0, 3], progress=False)
     assert rows.examples.tokens.tolist() == [token for tokens in prompts for token in tokens]
 
@@ -145,6 +148,23 @@ def _others(tensors: dict[str, torch.Tensor]) -> None:
     tensors["hidden_states"] = tensors["hidden_states"].roll(1, 2)
 
 
+def _of_another_prompt(tensors: dict[str, torch.Tensor]) -> None:
+    """As if the tokens of the file were not those that were run: all entries stay where they were."""
+    tensors["token_ids"] = tensors["token_ids"] + 1
+
+
+def _without_the_first(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"].roll(1, 0)
+
+
+def _from_a_cache(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"][0, :2] = 0
+
+
+def _other_at_one_token(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"][2, 0] *= 1.2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -156,6 +176,11 @@ def _others(tensors: dict[str, torch.Tensor]) -> None:
         (_unknown, "is 1009, and the model has the tokens 0 to 59"),
         (_nameless, "has no tensor hidden_states"),
         (_others, "and is not"),
+        (_from_a_cache, r"Entry 0 of .*h.1, holds a vector of nothing but zeros.*cache"),
+        (
+            _other_at_one_token,
+            r"Entry 0 of .*h.1, is not .* at 1 of 3 tokens, .*number 2: it differs by 0.2 ",
+        ),
     ],
 )
 def test_what_is_damaged_or_of_another_model_is_refused(
@@ -163,6 +188,50 @@ def test_what_is_damaged_or_of_another_model_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         read_exported(model, written(change), ENTRIES, progress=False)
+
+
+@pytest.mark.parametrize("change", [_of_another_prompt, _without_the_first])
+def test_embeddings_are_compared_in_all_prompts(
+    change: Callable[[dict[str, torch.Tensor]], None], model: Any, written: Write
+) -> None:
+    """The second prompt is not among those that the model is run on; batches of prompts end before it."""
+    folder = written(change)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matlens.activations.exported._TOGETHER", 1)
+        for name in ("a", "b"):  # two shorter ones
+            save_file(by_the_model(model, [5, 6], [1, 3, 0, 0]), folder / f"{name}.safetensors")
+        with pytest.raises(InputError, match=r"Entry 2 of .*cmpl-1.safetensors, h.0, is not what"):
+            read_exported(model, folder, ENTRIES, progress=False)
+
+
+def test_in_half_precision_one_vector_may_be_another(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What is an attention sink here may be none there; a tenth of a prompt, or one vector of a short one."""
+    half = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
+    tensors = by_the_model(half, PROMPTS[2], [1, 3])
+    for n_others in (1, 2):
+        tensors["hidden_states"][n_others, 0] *= 1.5
+        save_file(tensors, tmp_path / "a.safetensors")
+        if n_others == 1:
+            assert read_exported(half, tmp_path, [1, 3], progress=False).n_rows == 6
+    with pytest.raises(InputError, match=r"h.1, is not what the model has there at 2 of 6 tokens"):
+        read_exported(half, tmp_path, [1, 3], progress=False)
+
+
+def test_rows_of_files_that_were_written_anew_are_not_those_of_before(
+    model: Any, written: Write, tmp_path: Path
+) -> None:
+    folder, rows = written(), tmp_path / "rows"
+    before = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
+    again = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
+    assert torch.equal(before[1], again[1])
+    path = folder / "cmpl-2.safetensors"
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"belongs to another job \(files"):
+        read_exported(model, folder, ENTRIES, folder=rows, progress=False)
 
 
 def test_a_file_that_was_cut_short_is_refused(model: Any, written: Write, tmp_path: Path) -> None:
