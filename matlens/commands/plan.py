@@ -31,7 +31,7 @@ def plan(
     val: Annotated[int, typer.Option(min=0, help="Sentences that they are evaluated on.")] = 3000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sentence.")] = 30,
     positions: Annotated[
-        PositionChoice, typer.Option(help="drawn or all, as in 'matlens run'.")
+        PositionChoice, typer.Option(help="drawn, all or auto, as in 'matlens run'.")
     ] = PositionChoice.drawn,
     keep_rows: KeepRows = False,
     pairs: Annotated[str, typer.Option(help="all or last, as in 'matlens run'.")] = "all",
@@ -42,6 +42,7 @@ def plan(
 ) -> None:
     """Say what memory, disk and operations each step takes, and which maps fit, before anything runs."""
     from matlens.arguments import require_choice
+    from matlens.linear.samples import are_few
     from matlens.study.plan import PAIRS, Shape, plan_study
     from matlens.study.room import free_disk, free_memory, in_words
 
@@ -65,7 +66,9 @@ def plan(
             parameter_bytes=_BYTES[dtype],
         )
     kinds: tuple[Any, ...] = tuple(PAIRS)
-    everywhere: Any = "all" if positions is PositionChoice.all else "drawn"
+    few = are_few(sentences, shape.d_model)
+    of_few = positions is PositionChoice.auto and few
+    everywhere: Any = "all" if positions is PositionChoice.all or of_few else "drawn"
     plans = {
         which: plan_study(
             shape, sentences, val, positions=everywhere, pairs=which, train_tokens=tokens * sentences,
@@ -101,6 +104,12 @@ def plan(
         print_line(
             "Collecting keeps moments, and on disk the state that a killed run goes on from; --keep-rows "
             "keeps the vectors instead."
+        )
+    if everywhere == "drawn" and few:
+        print_line(
+            f"{sentences:,} sentences are few for {shape.d_model:,} dimensions: unless it is told "
+            "--positions drawn, 'matlens run' takes all of their tokens where the model predicts the next one. "
+            "--positions auto plans that."
         )
     print_line(
         f"{'' if free is None else in_words(free) + ' of memory and '}{in_words(disk)} of disk are free here."

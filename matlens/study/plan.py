@@ -272,7 +272,12 @@ def plan_study(
         fits = (
             Need("collect", collecting, on_train + on_validation, passing),
             Need("fit from collected vectors", of_rows, maps, summing + solving),
-            Need("fit while vectors pass by", streamed(written=False), maps, summing + solving),
+            Need(
+                "fit while vectors pass by",
+                collecting + streamed(written=False),
+                maps,
+                2 * of_block * run + summing + solving,
+            ),
         )
     read = n_layers * n_validation * 2 * shape.d_vocab * d  # of all maps onto the last layer, and identities
     return Plan(shape, (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.folders import CONFIG
 
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Files of a group's limit and of what it has taken, and how its counts begin that include groups inside.
+_SECOND_VERSION = "memory.max", "memory.current", ""
+_FIRST_VERSION = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+
 
 @checked
 def in_words(n_bytes: int) -> str:
@@ -37,20 +42,37 @@ def in_words(n_bytes: int) -> str:
 
 @checked
 def free_memory() -> int | None:
-    """Bytes that this machine has left, as Linux counts them and as its limit for the process's group says.
+    """Bytes that this machine has left, as Linux counts them and as the limits of the process's groups say.
 
-    ``None`` where that is not known.
+    What is kept of files goes when memory is needed, and counts as left. ``None`` where nothing is known.
     """
     left = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 left.append(1024 * int(line.split()[1]))
-    group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        most = int((group / "memory.max").read_text())
-        left.append(most - int((group / "memory.current").read_text()))
+        left.extend(_left_in_groups())
     return max(min(left), 0) if left else None
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What each of the groups leaves that the process is in, one inside the other: a container, a job."""
+    for line in _OWN_GROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, used, prefix = _FIRST_VERSION if controllers else _SECOND_VERSION
+        top = _GROUPS / "memory" if controllers else _GROUPS
+        place = top / path.lstrip("/")
+        for folder in (place, *place.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit
+                most = int((folder / limit).read_text())
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                of_files = sum(int(counts.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+                yield most - int((folder / used).read_text()) + of_files
+            if folder == top:
+                break
 
 
 @checked

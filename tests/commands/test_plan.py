@@ -57,6 +57,21 @@ def test_all_positions_are_planned_as_they_are_run(
         assert ("--keep-rows keeps the vectors" in " ".join(printed.split())) is not kept
 
 
+def test_few_sentences_are_planned_as_they_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """'matlens run' takes all positions of sentences that are fewer than twice the width."""
+    note = "100 sentences are few for 64 dimensions: unless it is told --positions drawn, 'matlens run' takes"
+    arguments = ["plan", "--layers", "3", "--width", "64", "--sentences"]
+    for n, positions, planned, told in (
+        (100, "auto", "all", False),
+        (100, "drawn", "drawn", True),
+        (128, "auto", "drawn", False),
+        (128, "drawn", "drawn", False),
+    ):
+        printed = run_command([*arguments, n, "--positions", positions], capsys, width=200).out
+        assert f"{planned} positions" in printed
+        assert (note in " ".join(printed.split())) is told
+
+
 def test_a_models_configuration_is_enough(
     capsys: pytest.CaptureFixture[str], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

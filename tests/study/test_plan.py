@@ -158,6 +158,14 @@ def test_a_model_of_eight_billion_parameters() -> None:
     assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
+def test_a_fit_while_vectors_pass_by_runs_the_model() -> None:
+    """Beside what is kept of the vectors it takes what collecting them takes."""
+    plan = module.plan_study(BIG, 10_000)
+    passing, collected = plan["fit while vectors pass by"], plan["fit from collected vectors"]
+    assert passing.memory >= plan["collect"].memory + plan.moments
+    assert passing.operations == plan["collect"].operations + collected.operations
+
+
 def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable[[str], Path]) -> None:
     for wrong in ({"n_layers": 0}, {"d_model": -3}, {"d_vocab": 10**12}, {"parameter_bytes": 0}):
         with pytest.raises(InputError, match=next(iter(wrong))):

@@ -167,3 +167,37 @@ def test_free_memory_is_some_of_what_there_is() -> None:
     free = free_memory()
     assert free is not None
     assert 0 < free < total
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "names", "prefix"),
+    [
+        ("", "0:", ("memory.max", "memory.current"), ""),
+        ("memory", "7:cpu:/x\n9:memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)
+def test_free_memory_is_what_the_limits_of_containers_and_jobs_leave(
+    top: str, own: str, names: tuple[str, str], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least that any group leaves; files, which go when memory is needed, do not count as taken."""
+    job = tmp_path / "groups" / top / "jobs" / "job_7"
+    job.mkdir(parents=True)
+    (tmp_path / "own").write_text(f"{own}:/jobs/job_7\n")
+    monkeypatch.setattr(module, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(module, "_OWN_GROUPS", tmp_path / "own")
+    for folder, limit in ((job, 9_000_000), (job.parent, 5_000_000)):
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text("4000000\n")
+        (folder / "memory.stat").write_text(
+            f"anon 3\ninactive_file 1\n{prefix}inactive_file 2000000\n{prefix}active_file 1000000\n"
+        )
+        assert free_memory() == limit - 1_000_000
+    (job.parent / names[0]).write_text("max\n")
+    assert free_memory() == 8_000_000
+    (job / names[1]).write_text("99000000\n")
+    assert free_memory() == 0
+    (tmp_path / "own").write_text(f"{own}:/what/the/host/calls/it\n")  # a container sees its own as the top
+    for name in (*names, "memory.stat"):
+        (tmp_path / "groups" / top / name).write_text((job.parent / name).read_text())
+    (tmp_path / "groups" / top / names[0]).write_text("4500000\n")
+    assert free_memory() == 3_500_000
