@@ -108,8 +108,8 @@ def plan(
     if everywhere == "drawn" and few:
         print_line(
             f"{sentences:,} sentences are few for {shape.d_model:,} dimensions: unless it is told "
-            "--positions drawn, 'matlens run' takes all of their tokens where the model predicts the next one. "
-            "--positions auto plans that."
+            "--positions drawn, 'matlens run' takes all of their tokens where the model predicts the next "
+            "one. --positions auto plans that."
         )
     print_line(
         f"{'' if free is None else in_words(free) + ' of memory and '}{in_words(disk)} of disk are free here."
