@@ -39,6 +39,11 @@ _FALCON_ALIBI: dict[str, Any] = _COMMON | {
     "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4,
     "alibi": True, "bias": True,
 }  # fmt: skip
+# As falcon-40b: groups of heads, each with a key and a value.
+_FALCON_NEW: dict[str, Any] = _COMMON | {
+    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4, "num_kv_heads": 2,
+    "new_decoder_architecture": True,
+}  # fmt: skip
 _OPT = {key: value for key, value in _SIZES.items() if key != "intermediate_size"} | {"ffn_dim": 48}
 
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -61,6 +66,7 @@ WIRINGS = tuple(FAMILY_OF)  # and two more, for tests of what follows from the w
 KINDS = {
     "roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm",
     "gpt1": "post-norm", "falcon-alibi": "pre-norm", "falcon-alibi-multi-query": "parallel",
+    "falcon-new": "parallel", "falcon-new-one-norm": "parallel",
 }  # fmt: skip
 # More models to save by name: other wirings, other read-outs.
 OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -81,6 +87,11 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **_FALCON_ALIBI, multi_query=False, parallel_attn=False
     ),
     "falcon-alibi-multi-query": lambda: transformers.FalconConfig(**_FALCON_ALIBI, multi_query=True),
+    "falcon-new": lambda: transformers.FalconConfig(**_FALCON_NEW),
+    # As falcon-11B.
+    "falcon-new-one-norm": lambda: transformers.FalconConfig(
+        **_FALCON_NEW, num_ln_in_parallel_attn=1, bias=True, multi_query=False
+    ),
     # Its blocks give lists.
     "gpt1": lambda: transformers.OpenAIGPTConfig(**_GPT),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
@@ -156,7 +167,7 @@ LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"],
 LAYERS["qwen3-next"] = LAYERS["llama"]
 for _name in ("llama-sinks", "llama-deep", "llama-tied", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
     LAYERS[_name] = LAYERS["llama"]
-for _name in ("bloom", "falcon", "falcon-alibi", "falcon-alibi-multi-query"):
+for _name in ("bloom", *(_name for _name in OTHER_CONFIGS if _name.startswith("falcon"))):
     LAYERS[_name] = LAYERS["gpt2"]
 LAYERS["gpt1"] = ("transformer.h", "lm_head")
 LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
@@ -209,6 +220,10 @@ SITE_MODULES["falcon-alibi"] = _ends(
     ln1="input_layernorm", attn="self_attention", ln2="post_attention_layernorm", ffn="mlp"
 ) | {"mid": ("post_attention_layernorm", "in"), "ffn_post": ("mlp.dense_4h_to_h", "in")}
 SITE_MODULES["falcon-alibi-multi-query"] = _ends(ln1="input_layernorm", attn="self_attention", ffn="mlp") | {
+    "ffn_post": ("mlp.dense_4h_to_h", "in")
+}
+SITE_MODULES["falcon-new-one-norm"] = SITE_MODULES["falcon-alibi-multi-query"]
+SITE_MODULES["falcon-new"] = _ends(ln1="ln_attn", attn="self_attention", ln2="ln_mlp", ffn="mlp") | {
     "ffn_post": ("mlp.dense_4h_to_h", "in")
 }
 # No module of a plain mixture of experts begins or ends at its coefficients; tests/kinds compute them.

@@ -22,7 +22,9 @@ from conftest import (
 )
 from torch import Tensor
 
-TUPLES = ("gptj", "bloom", "falcon-alibi", "falcon-alibi-multi-query")  # whose blocks give more than vectors
+TUPLES = (  # whose blocks give more than vectors
+    "gptj", "bloom", "falcon-alibi", "falcon-alibi-multi-query", "falcon-new", "falcon-new-one-norm",
+)  # fmt: skip
 
 
 class Part(NamedTuple):

@@ -40,6 +40,15 @@ def has_distances(model: Any) -> bool:
     return any(type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES for block in _blocks(model))
 
 
+def may_differ(model: Any) -> str:
+    """Why a bridge may compute something else than its model, in words; empty where nothing is known."""
+    if has_distances(model):
+        return "attention counts the distances between tokens (ALiBi) in another way"
+    if getattr(model.original_model.config, "new_decoder_architecture", False):
+        return "attention takes queries, keys and values from other rows of the matrix that holds them all"
+    return ""
+
+
 def count_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Take the distances from attention where the mask holds them: then they have an axis more."""
     alibi = kwargs.get("alibi")

@@ -8,7 +8,7 @@ import torch
 from torch.func import functional_call
 
 from matlens.errors import InputError
-from matlens.kinds.bridging import has_distances
+from matlens.kinds.bridging import may_differ
 from matlens.models.weights import plain_model, plain_state
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ _ROUNDING = 8  # times the precision of the numbers, of the length of all logits
 def require_plain_logits(model: TransformerBridge) -> None:
     """Refuse a bridge that does not compute what transformers does when it loads the model.
 
-    It is shown by a pass of each over a few tokens, where attention counts the distances between tokens.
+    It is shown by a pass of each over a few tokens, for kinds of models whose bridges are known to differ.
 
     Raises
     ------
     InputError
         The logits differ by more than rounding.
     """
-    if not has_distances(model):
+    reason = may_differ(model)
+    if not reason:
         return
     inner = model.original_model
     # Code that came with a model asks for anything, and quantized weights are not those that it is made with.
@@ -49,7 +50,7 @@ def require_plain_logits(model: TransformerBridge) -> None:
     if not bool((logits.float() - truth.float()).norm() <= slack * truth.float().norm()):
         raise InputError(
             f"TransformerLens does not compute {model.cfg.model_name} as transformers does: the logits of a "
-            "few tokens differ, since attention counts the distances between tokens (ALiBi) in another way. "
-            "So nothing that is measured here would be of the published model. Please report it, with the "
-            "versions of transformers and transformer_lens."
+            f"few tokens differ, since {reason}. So nothing that is measured here would be of the published "
+            "model. Load it with matlens.load(name); if this is said of such a model, please report it, with "
+            "the versions of transformers and transformer_lens."
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from matlens.arguments import require_kind
 from matlens.errors import InputError
-from matlens.kinds.bridging import amend, has_distances
+from matlens.kinds.bridging import amend
 from matlens.kinds.stacks import Stack, choose_stack, stack_of
 from matlens.loading.agreement import require_plain_logits
 from matlens.loading.checkpoints import require_vocabulary
@@ -85,7 +85,7 @@ def wrap(
         _set_bos(bridge, prepend_bos)
     require_finite_weights(bridge)
     remember_settings(bridge.eval())
-    if has_distances(bridge) and not changes_of(bridge):
+    if not changes_of(bridge):
         require_plain_logits(bridge)
     return bridge
 

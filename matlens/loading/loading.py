@@ -103,7 +103,9 @@ def load(
                 None if is_visual_configuration(folder, options) else read_tokenizer(name, folder, options)
             )
         boot |= {**options, "model_class": CompleteModel}
-    with _reading(name, folder, "file" if file else "checkpoint"):
+    from matlens.kinds.falcon import newer_falcons
+
+    with _reading(name, folder, "file" if file else "checkpoint"), newer_falcons():
         model = TransformerBridge.boot_transformers(
             folder, tokenizer=tokenizer and keeping_itself(tokenizer), **boot
         )
