@@ -32,7 +32,7 @@ from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, out
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
-from matlens.models.weights import float32_on
+from matlens.models.weights import float32_on, rows_of_linear
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
 _MOST_RANDOM = 10**5  # vectors that are drawn at once
-_PROBES = 5  # value vectors of each layer that the layer itself is asked for
 
 
 @checked
@@ -149,7 +148,7 @@ class ValueVectors:
                 ModelIdentity.from_model(model).of_weights,
                 torch.device(model.cfg.device),
                 shape,
-                [None if module is None else _matrix(module, shape) for module in modules],
+                [None if module is None else rows_of_linear(module, shape) for module in modules],
                 [getattr(module, "bias", None) for module in modules],
                 [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else [],
                 mixtures,
@@ -360,13 +359,12 @@ class ValueVectors:
 
 def _reason_for_none(model: TransformerBridge, anatomy: Anatomy) -> str:
     said = f"The FFNs of {model.cfg.architecture} have no value vectors that are known"
-    without = [str(layer) for layer in range(anatomy.n_layers) if mixture(model, layer) is None]
+    without = [layer for layer in range(anatomy.n_layers) if mixture(model, layer) is None]
     if 0 < len(without) < anatomy.n_layers:
         return (
-            f"{said}: {'those' if without[1:] else 'that'} of layer{'s' if without[1:] else ''} "
-            f"{', '.join(without)} {'have' if without[1:] else 'has'} no experts, and the others have, so "
-            "their numbers of coefficients differ. Expected FFNs of one kind in all layers. They can "
-            "be mapped and replaced all the same."
+            f"{said}: some layers have experts and some a plain FFN (layer {', '.join(map(str, without))}), "
+            "so their numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be "
+            "mapped and replaced all the same."
         )
     return (
         f"{said} (its blocks are {anatomy.family.name}): their output is not seen to be one matrix times "
@@ -382,29 +380,3 @@ def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:
     if isinstance(names, str | ValueVector):
         raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
     return names
-
-
-@torch.inference_mode()
-def _matrix(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
-    """A linear layer's weights with a row for each input, however it keeps them (Linear, Conv1D).
-
-    Which way round they are is asked of the layer: a coefficient of 1 alone has to give that row and the
-    bias. So weights that are packed, or changed on the way by an adapter, are not mistaken for the matrix.
-    """
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
-        probed = torch.linspace(0, shape[0] - 1, _PROBES).long()
-        coefficients = torch.zeros(_PROBES, shape[0], dtype=weight.dtype)
-        coefficients[torch.arange(_PROBES), probed] = 1
-        outputs = module(coefficients.to(weight.device)).float()
-        for matrix in (weight.detach().T, weight.detach()):
-            if matrix.shape != shape:
-                continue
-            rows, constant = matrix[probed.to(weight.device)].float(), 0.0 if bias is None else bias.float()
-            slack = 4 * torch.finfo(weight.dtype).eps * (rows.abs() + abs(constant))
-            if bool(((outputs - rows - constant).abs() <= slack).all()):
-                return matrix
-    raise InputError(
-        f"The output layer of the FFNs ({type(module).__name__}) is not a plain matrix of {shape[0]} x "
-        f"{shape[1]}, so its value vectors cannot be read. Load the model without quantisation or adapters."
-    )

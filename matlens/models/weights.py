@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.arguments import require_kind
@@ -40,6 +41,7 @@ _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.in
 FINGERPRINTS, _FILE = "fingerprints", "rounded.json"  # entries of the cache, and the file in each
 _LARGE = 2**24  # numbers of a model from which on they are kept
 _RUN = 2**20  # values that share a checksum, of at most two words each
+_PROBES = 5  # rows of a matrix that its layer itself is asked for
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
 
@@ -52,6 +54,32 @@ def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
         if "_hf_hook" in vars(part):  # of accelerate, which brings what comes in to where the module was
             vars(part).pop("forward", None)
     return copied.to(device, torch.float32)
+
+
+@torch.inference_mode()
+def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
+    """A linear layer's weights with a row for each input, however it keeps them (Linear, Conv1D).
+
+    Which way round they are is asked of the layer: a coefficient of 1 alone has to give that row and the
+    bias. So weights that are packed, or changed on the way by an adapter, are not mistaken for the matrix.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
+        probed = torch.linspace(0, shape[0] - 1, _PROBES).long()
+        coefficients = torch.zeros(_PROBES, shape[0], dtype=weight.dtype)
+        coefficients[torch.arange(_PROBES), probed] = 1
+        outputs = module(coefficients.to(weight.device)).float()
+        for matrix in (weight.detach().T, weight.detach()):
+            if matrix.shape != shape:
+                continue
+            rows, constant = matrix[probed.to(weight.device)].float(), 0.0 if bias is None else bias.float()
+            slack = 4 * torch.finfo(weight.dtype).eps * (rows.abs() + abs(constant))
+            if bool(((outputs - rows - constant).abs() <= slack).all()):
+                return matrix
+    raise InputError(
+        f"The output layer of the FFNs ({type(module).__name__}) is not a plain matrix of {shape[0]} x "
+        f"{shape[1]}, so its value vectors cannot be read. Load the model without quantisation or adapters."
+    )
 
 
 def fingerprint(model: TransformerBridge) -> str:
