@@ -37,12 +37,24 @@ _EXPERTS = _GROUPED | {
     "num_local_experts": 4,
     "moe_intermediate_size": 16,
 }
+_DEEPSEEK = (
+    _EXPERTS
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16}
+    | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"num_key_value_heads": 4}  # there are no groups in latent attention
+)
+_STACKS = _SIZES | {
+    "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 0,
+}  # fmt: skip
 _PICTURES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
     "image_size": 12, "patch_size": 4, "num_labels": 5,
 }  # fmt: skip
-# What each type's configuration takes, besides the defaults of its own.
+# What each type's configuration takes, besides the defaults of its own; a type whose settings wire its blocks
+# in several ways has a row for each, named by the type and a word.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "openai-gpt": _SIZES,
     "gpt2": _SIZES,
     "gpt_bigcode": _SIZES,
     "gpt_neo": _SIZES | {"attention_types": [[["global"], 3]]},
@@ -51,6 +63,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "opt": _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "bloom": _SIZES,
     "falcon": _SIZES | {"new_decoder_architecture": False},
+    "falcon alibi": _SIZES | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "falcon new": _SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "codegen": _SIZES | {"rotary_dim": 4},
     "xglm": _SIZES | {"ffn_dim": 48},
     "llama": _GROUPED,
@@ -78,35 +92,47 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "apertus": _GROUPED,
     "arcee": _GROUPED,
     "seed_oss": _GROUPED,
+    "ministral3": _GROUPED,
+    "hunyuan_v1_dense": _GROUPED,
+    "vaultgemma": _GROUPED,
+    "ernie4_5": _GROUPED,
+    "qwen3_next": _EXPERTS
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "lfm2": _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 48},
     "granitemoe": _EXPERTS | {"residual_multiplier": 0.5},
     "phimoe": _EXPERTS,
-    "deepseek_v3": _EXPERTS
-    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16}
-    | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK | {"first_k_dense_replace": 1},
+    "glm4_moe": _EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "lfm2_moe": _EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "llama4_text": _EXPERTS | {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
+    "flex_olmo": _EXPERTS,
     "mixtral": _EXPERTS,
     "olmoe": _EXPERTS,
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "gpt_oss": _EXPERTS,
     "mamba": _SIZES,
+    "rwkv": _SIZES | {"attention_hidden_size": 32},
     "bert": _NARROW,
     "roberta": _NARROW,
     "distilbert": _SIZES | {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48},
     "electra": _NARROW,
     "albert": _NARROW | {"embedding_size": 32},
-    "bart": _SIZES
-    | {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 0},
+    "ernie": _NARROW,
+    **dict.fromkeys(("bart", "mbart", "m2m_100", "pegasus", "blenderbot", "marian"), _STACKS),
     "mt5": _SIZES | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4},
     "vit": _PICTURES,
     "deit": _PICTURES,
     "t5": _SIZES | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4},
 }
-ENCODER_DECODERS = ("t5", "mt5", "bart")  # a row for each of their stacks
-_CLASSES = (
+_CLASSES = (  # the first that has the type: BART and its kin are in several
+    "AutoModelForSeq2SeqLM",
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
     "AutoModelForImageClassification",
 )
 
@@ -123,7 +149,7 @@ def main(
     chosen = model_type or list(CONFIGURATIONS)
     rows = []
     for name in Bar(chosen, unit="architecture", desc="trying"):
-        stacks: tuple[Any, ...] = STACKS if name in ENCODER_DECODERS else (None,)
+        stacks: tuple[Any, ...] = STACKS if small_configuration(name).is_encoder_decoder else (None,)
         for stack in stacks:
             with tempfile.TemporaryDirectory() as folder:
                 row = attempt(name, Path(folder), study.seed, stack)
@@ -142,20 +168,34 @@ def attempt(name: str, folder: Path, seed: int, stack: Stack | None = None) -> d
     return offered | {feature: offered[feature] or "yes" for feature in FEATURES}
 
 
+def small_configuration(name: str) -> Any:
+    """The configuration of a row's model.
+
+    Raises
+    ------
+    InputError
+        transformers has no such model type.
+    """
+    try:
+        return transformers.AutoConfig.for_model(name.split()[0], **CONFIGURATIONS.get(name, _GROUPED))
+    except (ValueError, IndexError) as error:
+        raise _unknown(name) from error
+
+
+def _unknown(name: str) -> InputError:
+    return InputError(
+        f"{name!r} is not a model type of transformers that has a language model. Expected one such as "
+        "'llama'."
+    )
+
+
 def save_small_model(name: str, folder: Path, seed: int) -> None:
     """Write a small model with random weights and a tokenizer of whole words."""
-    try:
-        configuration = transformers.AutoConfig.for_model(name, **CONFIGURATIONS.get(name, _GROUPED))
-        auto = next(
-            getattr(transformers, kind)
-            for kind in _CLASSES
-            if type(configuration) in getattr(transformers, kind)._model_mapping
-        )
-    except (ValueError, StopIteration) as error:
-        raise InputError(
-            f"{name!r} is not a model type of transformers that has a language model. Expected one such as "
-            "'llama'."
-        ) from error
+    configuration = small_configuration(name)
+    known = (getattr(transformers, kind) for kind in _CLASSES)
+    auto = next((kind for kind in known if type(configuration) in kind._model_mapping), None)
+    if auto is None:
+        raise _unknown(name)
     configuration.architectures = configuration.architectures or []  # some classes look into the list
     torch.manual_seed(seed)
     auto.from_config(configuration).save_pretrained(folder)

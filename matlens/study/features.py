@@ -98,7 +98,15 @@ def _examples(model: TransformerBridge, probe: Tensor) -> Examples:
 
 
 def _pairs_of(anatomy: Anatomy, name: str) -> list[tuple[str, str]]:
-    return submodule_pairs(anatomy, name.split("_")[1:])
+    parts = name.split("_")[1:]
+    pairs = submodule_pairs(anatomy, parts)
+    if not pairs:
+        raise InputError(
+            f"Not every block of this model has a module for {' and '.join(parts)} whose input and output "
+            "are known: some have another one in its place, such as linear attention or a convolution. "
+            f"The sites of all its blocks are {', '.join(anatomy.kinds)}."
+        )
+    return pairs
 
 
 def _refusal(attempt: Callable[[], Any]) -> str:

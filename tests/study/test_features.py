@@ -61,6 +61,17 @@ def test_blocks_that_cannot_be_skipped_are_named(tmp_path: Path) -> None:
     assert "SSMBlockBridge" in SCRIPT["attempt"]("mamba", tmp_path, 0)["mat"]
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_blocks_without_attention_are_the_reason_why_it_is_not_replaced(name: str, tmp_path: Path) -> None:
+    """Linear attention and convolutions stand in its place in some layers."""
+    row = SCRIPT["attempt"](name, tmp_path, 0)
+    assert {feature: row[feature] for feature in FEATURES if feature != "mat_attn"} == dict.fromkeys(
+        set(FEATURES) - {"mat_attn"}, "yes"
+    )
+    assert "attn" not in row["sites"]
+    assert "Not every block of this model has a module for attn" in row["mat_attn"]
+
+
 def test_a_type_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'encodec' is not a model type"):
         SCRIPT["save_small_model"]("encodec", tmp_path, 0)
