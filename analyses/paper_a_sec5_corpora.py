@@ -10,7 +10,7 @@ matrices, a row for each corpus that maps were fitted on and a column for each t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated
 
@@ -22,11 +22,13 @@ from rich.text import Text
 
 from matlens import plots
 from matlens.cli import PositionChoice, Report, run_study
-from matlens.errors import printable
+from matlens.corpora import Corpus
+from matlens.errors import InputError, printable
 from matlens.linearity import fit_equally_many, transfer_losses, transfer_means, transfer_quality
 from matlens.study import Study, origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
+_SHARED = 0.01  # of validation sentences that may be among another corpus' training sentences
 _SIDE_BY_SIDE = 2  # corpora whose layers are drawn beside each other
 
 
@@ -45,6 +47,7 @@ def main(
     by_corpus = {study.corpus.name: replace(study, positions=positions.value) for study in studies}
     if positions is not PositionChoice.drawn:  # beside what others have collected at drawn positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
+    shared = shared_sentences({name: study.parts for name, study in by_corpus.items()})
     samples = {name: study.stream[0] for name, study in by_corpus.items()}
     maps = fit_equally_many(samples, every=every)
     validations = {name: study.validation for name, study in by_corpus.items()}
@@ -55,11 +58,36 @@ def main(
         "studies": {name: origin_of(maps[name], validations[name]) for name in maps},
         "n_fitted": min(of_corpus.n_rows for of_corpus in samples.values()),
         "positions": positions.value,
+        "validation_sentences_fitted_on": shared,
     }
     few = len(by_corpus) <= _SIDE_BY_SIDE
     report.write(NAME, table, origin, plots.across_corpora(table) if few else None)
     means = transfer_means(table)
     report.write(MATRIX, means, origin, None if few else plots.transfer_heatmaps(means))
+
+
+def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, dict[str, int]]:
+    """How many validation sentences of each corpus are among those that maps of another are fitted on.
+
+    Raises
+    ------
+    InputError
+        They are so many that the maps would be judged on what they were fitted on.
+    """
+    shared: dict[str, dict[str, int]] = {}
+    for fitted, (train, _) in parts.items():
+        seen = set(train.sentences)
+        for tested, (_, validation) in parts.items():
+            n = sum(sentence in seen for sentence in validation.sentences)
+            shared.setdefault(fitted, {})[tested] = n
+            if n > _SHARED * len(validation):
+                raise InputError(
+                    f"{n:,} of the {len(validation):,} validation sentences of {printable(tested)} are "
+                    f"among the training sentences of {printable(fitted)}: its maps would be judged on what "
+                    "they were fitted on. Expected corpora that share next to none. Take those of one out "
+                    "of the other."
+                )
+    return shared
 
 
 def show(losses: pd.DataFrame) -> None:

@@ -311,6 +311,26 @@ def test_a_small_corpus_sets_how_many_sentences_all_maps_are_fitted_on(
     assert "+0.0%" in capsys.readouterr().out
 
 
+def test_corpora_that_share_sentences_are_refused(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In another order they are split in another way: maps of one would be judged on what they have seen."""
+    lines = (corpora / "words.txt").read_text().splitlines()
+    (tmp_path / "backwards.txt").write_text("\n".join(lines[::-1]))
+    options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", *sizes()]
+    with pytest.raises(SystemExit):
+        run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "backwards.txt", "--out", tmp_path / "a")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "validation sentences of" in said
+    assert "its maps would be judged on what they were fitted on" in said
+    assert not list((tmp_path / "a").rglob("*.csv"))
+    (tmp_path / "twin.txt").write_text("\n".join(lines))  # split alike, so that no sentence is on both sides
+    run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "twin.txt", "--out", tmp_path / "b")
+    origin = json.loads((tmp_path / "b" / "paper_a_sec5_corpora.json").read_text())
+    shared = origin["validation_sentences_fitted_on"]
+    assert {n for of_fit in shared.values() for n in of_fit.values()} == {0}
+
+
 def test_three_corpora_are_a_matrix(
     corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
