@@ -147,7 +147,7 @@ def _require_order(replacement: Replacement, anatomy: Anatomy) -> None:
     source, target = replacement.source, replacement.target
     first, last = anatomy.order(source), anatomy.write_order(target)
     unread = next(
-        (hook for hook in map(anatomy.hook, (source, target)) if anatomy.hooks[hook].order < 0), None
+        (hook for hook in map(anatomy.hook, (source, target)) if not anatomy.hooks[hook].shape), None
     )
     if unread is not None:
         raise InputError(

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS
+from conftest import D_MODEL, N_LAYERS, make_tokenizer
 from handpatched import Part, jump_part, part, submodule_part
 from patched_models import Models, hook_counts, linear, replacement, vectors
+from transformers import LEDConfig, LEDForConditionalGeneration
 
 import matlens
 from matlens import InputError, LinearMap, MapSet
@@ -183,3 +184,25 @@ def test_a_model_in_compatibility_mode_is_refused(model_folder: Callable[[str], 
     ):
         pytest.fail("not refused")
     assert hook_counts(model) == before
+
+
+def test_blocks_that_carry_more_places_than_tokens_are_refused(tmp_path: Path) -> None:
+    """The encoder of LED fills sentences up to its window, before its blocks."""
+    sizes = {"vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "pad_token_id": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "attention_window": [16, 16]}
+    torch.manual_seed(0)
+    LEDForConditionalGeneration(
+        LEDConfig(
+            **sizes, **heads, encoder_ffn_dim=48, decoder_ffn_dim=48, max_encoder_position_embeddings=48
+        )
+    ).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model = matlens.load(str(tmp_path), device="cpu", stack="encoder")
+    stand_in = LinearMap(torch.eye(32), None, "ffn_in.0", "ffn_out.0")
+    with (
+        pytest.raises(
+            InputError, match=r"cannot be replaced: the hook .* carries a tensor \[batch, 16, 32\]"
+        ),
+        patched(model, [stand_in]),
+    ):
+        pass
