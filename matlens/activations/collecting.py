@@ -53,12 +53,15 @@ class Rows:
         By site, in float32.
     changes
         What is changed in the model that they are of, see `changes_of`; ``()`` for the plain model.
+    divided
+        Whether these are of one of several processes that each have batches of their own.
     """
 
     index: Int[np.ndarray, " n"]
     places: Int[np.ndarray, " n"]
     vectors: dict[str, Float[Tensor, "n d"]]
     changes: tuple[str, ...] = ()
+    divided: bool = False
 
 
 @checked
@@ -226,7 +229,8 @@ def _stream(
                 batch = turn[processes.rank]
                 at, index = _places(examples, batch, positions)
                 with unchanged(model, changes), own_precision():
-                    rows = Rows(index, at[1].numpy(), _run(model, batch, hooks, at), changes)
+                    vectors = _run(model, batch, hooks, at)
+                rows = Rows(index, at[1].numpy(), vectors, changes, processes.several)
                 for name, values in rows.vectors.items():
                     require_finite(values, name)
             yield rows

@@ -265,14 +265,30 @@ def fit_stream(
     Raises
     ------
     InputError
-        As in `fit_samples`; or the batches are of a model with other changes than the provenance says.
+        As in `fit_samples`; or the batches are of a model with other changes than the provenance says, or
+        are divided among processes otherwise than ``divided`` says.
     """
     ridge = require_ridge(ridge)
     kept = PairMoments(pairs, split=split)
     named = [(source, target) for source, targets in kept.targets.items() for target in targets]
-    for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance):
+    as_told = _require_division(batches, divided)
+    for vectors, of_batch in chosen_of_batches(as_told, rows, weights, provenance):
         kept.update(vectors, weights=of_batch)
     if divided:
         kept = gathered(kept)
     maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps
+
+
+def _require_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:
+    """Refuse batches that would be counted by every process, or those of one process for all samples."""
+    several = current().several
+    for batch in batches:
+        if several and getattr(batch, "divided", divided) != divided:
+            whose = "these are all samples" if divided else "these are batches of this process alone"
+            raise InputError(
+                f"fit_stream has divided={divided} in one of several processes, and {whose}. "
+                "Expected the same of both: stream(..., divided=True) with fit_stream(..., divided=True), or "
+                "neither."
+            )
+        yield batch

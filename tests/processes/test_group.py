@@ -367,3 +367,23 @@ def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert some.share([1, 2], "numbers") == [1, 2]
         assert some.gather({"x": torch.ones(2)}, "ones")[0]["x"].sum() == 2
         assert current().size == 1
+
+
+@pytest.mark.parametrize("stream_divides", [False, True])
+def test_a_stream_and_a_fit_that_divide_otherwise_are_refused(
+    stream_divides: bool, model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    """Each sample would count once for every process, or maps of a part would pass for those of all."""
+
+    def work(_: Processes) -> Any:
+        rows = stream(
+            model, examples, ["h.0", "h.3"], batch_tokens=BATCH, progress=False, divided=stream_divides
+        )
+        return list(fit_stream(rows, [("h.0", "h.3")], ridge=0.5, divided=not stream_divides))
+
+    for outcome in run_ranks(2, work, tmp_path / "a", patience=5.0):
+        assert "Expected the same of both: stream(..., divided=True)" in outcome.get("error", "none")
+    (alone_fitted,) = work(Processes())
+    rows = stream(model, examples, ["h.0", "h.3"], batch_tokens=BATCH, progress=False)
+    (expected,) = fit_stream(rows, [("h.0", "h.3")], ridge=0.5)
+    assert torch.equal(alone_fitted.weight, expected.weight)
