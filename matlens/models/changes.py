@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from matlens.errors import InputError
 from matlens.models.constants import other_constants, remember_settings
 from matlens.models.hooks import LOCK, record_of
-from matlens.models.weights import parts_of, plain_parts
+from matlens.models.weights import modules_below, parts_of, plain_parts
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -144,21 +144,20 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     """Hooks that somebody else has hung on a model, and other ways to change what its modules do."""
     modules = list(_modules(model))
     for name, module in modules:
-        of_points = set()
-        points = (*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ()))
-        for handle in points:  # of a hook point of TransformerLens
+        of_points, own = set(), vars(module)  # not getattr, which is slow where a module has no such name
+        for handle in (*own.get("fwd_hooks", ()), *own.get("bwd_hooks", ())):  # of TransformerLens' hook points
             of_points.add(handle.hook.id)
             if id(handle.user_hook) not in ours and not _is_builders(handle.user_hook):
                 yield f"a hook {function_name(handle.user_hook, handle.hook.id)} at {name}"
         for kind, of_kind in _HOOKS.items():
-            for number, function in getattr(module, of_kind).items():
+            for number, function in own[of_kind].items():
                 if number not in of_points and id(function) not in ours and not _is_builders(function):
                     yield f"a {kind} {function_name(function, number)} at {name}"
-        forward = vars(module).get("forward")
-        known = id(forward) in ours or _is_builders(forward) or _only_moves(module, forward)
-        if forward is not None and not known:
+        forward = own.get("forward")
+        known = forward is None or id(forward) in ours or _is_builders(forward) or _only_moves(module, forward)
+        if not known:
             yield f"another forward {function_name(forward)} of {name}"
-        if parametrize.is_parametrized(module):
+        if "parametrizations" in module._modules and parametrize.is_parametrized(module):
             yield f"a parametrization of {name}"
     for function in _replaced_methods(modules):
         yield f"another forward {function_name(function)} of a class"
@@ -178,7 +177,7 @@ def _other_parts(model: TransformerBridge) -> tuple[str, ...]:
     # Reading every place takes long; this is the same where nothing has been put elsewhere.
     seen = [
         (type(module), *(value for value in vars(module).values() if type(value) in (float, str)))
-        for module in inner.modules()
+        for _, module in modules_below("", inner)
     ]
     if record.plain is None:
         record.plain = plain_parts(model, _class_name) or parts_of(inner, _class_name)
@@ -216,30 +215,12 @@ def _adapters(modules: Iterable[nn.Module]) -> Iterator[str]:
 def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a bridge and of the model in it, once."""
     seen: set[int] = set()
-    yield from _named_modules("", model, seen)
+    yield from ((place or "the bridge", module) for place, module in modules_below("", model, seen))
     for point in model.hook_points():
         if id(point) not in seen:
             seen.add(id(point))
             yield point.name or "a hook point", point
-    yield from _named_modules("original_model", model.original_model, seen)
-
-
-def _named_modules(top: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules below one that are not seen yet, in the order of `nn.Module.named_modules` and much faster.
-
-    That one hands every module up through a generator for each module above it.
-    """
-    waiting = [(top, module)]
-    while waiting:
-        name, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield name or "the bridge", module
-        below = [
-            (f"{name}.{part}" if name else part, inner) for part, inner in module._modules.items() if inner
-        ]
-        waiting += reversed(below)
+    yield from modules_below("original_model", model.original_model, seen)
 
 
 def _is_builders(function: Any) -> bool:

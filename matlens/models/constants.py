@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from matlens.models.weights import plain_model
+from matlens.models.weights import modules_below, plain_model
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -58,7 +58,7 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
 
 def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint does not hold, by their places in the model without a bridge."""
-    for path, module in inner.named_modules():
+    for path, module in modules_below("", inner):
         names = module._non_persistent_buffers_set
         if names and not any(kind in str(vars(module).get("rope_type")) for kind in _CHANGING):
             place = ".".join(part for part in path.split(".") if part != "_original_component")
