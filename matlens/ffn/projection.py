@@ -169,9 +169,13 @@ class Projection:
         InputError
             The vectors are of another width, or not finite.
         """
+        return self._inputs(vectors) @ self.unembedding.T
+
+    def _inputs(self, vectors: Tensor) -> Tensor:
+        """What is multiplied with the unembedding."""
         require_vectors(vectors, self.unembedding.shape[1])
         inputs = vectors.to(self.unembedding.device, torch.float32)
-        return (self.norm(inputs) if self.norm is not None else inputs) @ self.unembedding.T
+        return self.norm(inputs) if self.norm is not None else inputs
 
     def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
         """The ``k`` tokens with the largest scores for each vector: what it promotes.
@@ -209,7 +213,15 @@ class Projection:
         require_vectors(vectors, self.unembedding.shape[1], n_axes=2)
         if not len(vectors):
             raise InputError("There are no vectors. Expected at least one.")
-        scores, ids = zip(*(pick(self.scores(block)) for block in self.blocks(vectors)), strict=True)
+        blocks = self.blocks(vectors)
+        # One place for the scores of all blocks: to get memory anew for each takes longer than to order them.
+        with torch.inference_mode():
+            held = self.unembedding.new_empty(len(blocks[0]), len(self.unembedding))
+            picked = [
+                pick(torch.matmul(self._inputs(block), self.unembedding.T, out=held[: len(block)]))
+                for block in blocks
+            ]
+        scores, ids = zip(*picked, strict=True)
         return TopTokens(torch.cat(ids).cpu(), torch.cat(scores).cpu())
 
 

@@ -144,8 +144,10 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     """Hooks that somebody else has hung on a model, and other ways to change what its modules do."""
     modules = list(_modules(model))
     for name, module in modules:
-        of_points, own = set(), vars(module)  # not getattr, which is slow where a module has no such name
-        for handle in (*own.get("fwd_hooks", ()), *own.get("bwd_hooks", ())):  # of TransformerLens' hook points
+        # Not getattr, which takes long where a module has no such name.
+        of_points, own = set(), vars(module)
+        # A hook point of TransformerLens has lists of its own.
+        for handle in (*own.get("fwd_hooks", ()), *own.get("bwd_hooks", ())):
             of_points.add(handle.hook.id)
             if id(handle.user_hook) not in ours and not _is_builders(handle.user_hook):
                 yield f"a hook {function_name(handle.user_hook, handle.hook.id)} at {name}"
@@ -153,12 +155,13 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
             for number, function in own[of_kind].items():
                 if number not in of_points and id(function) not in ours and not _is_builders(function):
                     yield f"a {kind} {function_name(function, number)} at {name}"
-        forward = own.get("forward")
-        known = forward is None or id(forward) in ours or _is_builders(forward) or _only_moves(module, forward)
-        if not known:
-            yield f"another forward {function_name(forward)} of {name}"
         if "parametrizations" in module._modules and parametrize.is_parametrized(module):
             yield f"a parametrization of {name}"
+        forward = own.get("forward")
+        if forward is None or id(forward) in ours or _is_builders(forward):
+            continue
+        if not _only_moves(module, forward):
+            yield f"another forward {function_name(forward)} of {name}"
     for function in _replaced_methods(modules):
         yield f"another forward {function_name(function)} of a class"
     everywhere = (getattr(torch_modules, f"_global{of_kind}") for of_kind in _HOOKS.values())

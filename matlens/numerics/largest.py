@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_GROUPS = 1024  # of the numbers of a row: each with every 1024th
 _FEW = 16  # numbers in a group that are not worth it
 
 
@@ -17,12 +18,15 @@ def largest(scores: Float[Tensor, "n m"], k: int) -> tuple[Float[Tensor, "n k"],
     numbers any may be taken.
     """
     n, m = scores.shape
-    whole = m // _GROUPS * _GROUPS
-    if whole < _FEW * _GROUPS or 4 * k > _GROUPS:
+    # As many groups as there are numbers in k of them, or up to twice as many.
+    n_groups = 2 ** math.ceil(math.log2(max(k * m, 1)) / 2)
+    whole = m // n_groups * n_groups
+    if whole < _FEW * n_groups or 4 * k > n_groups:
         top = scores.topk(k)
         return top.values, top.indices
-    groups = scores[:, :whole].unflatten(1, (-1, _GROUPS)).amax(1).topk(k).indices
-    steps = torch.arange(0, whole, _GROUPS, device=scores.device)
+    # A group has every n_groups-th number of a row.
+    groups = scores[:, :whole].unflatten(1, (-1, n_groups)).amax(1).topk(k).indices
+    steps = torch.arange(0, whole, n_groups, device=scores.device)
     rest = torch.arange(whole, m, device=scores.device).expand(n, -1)
     places = torch.cat([(groups[:, :, None] + steps).flatten(1), rest], 1)
     values, order = scores.gather(1, places).topk(k)

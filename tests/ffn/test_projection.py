@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_tokenizer
 from plain_values import D_VOCAB, all_plain_values, plain_norm, plain_unembedding, plain_values
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from matlens import InputError
 from matlens.ffn import projection
@@ -92,16 +92,20 @@ def test_all_scores_are_never_held(
 ) -> None:
     monkeypatch.setattr(projection, "_SCORES", D_VOCAB * 5)
     sizes: list[int] = []
-    usual = Projection.scores
 
-    def watched(self: Projection, vectors: Tensor) -> Tensor:
-        scores = usual(self, vectors)
-        sizes.append(scores.numel())
-        return scores
+    class Products(TorchDispatchMode):
+        """Keeps the sizes of all products of matrices."""
 
-    monkeypatch.setattr(Projection, "scores", watched)
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if any(name in str(function) for name in ("mm", "matmul")):
+                sizes.append(result.numel())
+            return result
+
     model = small_model("llama")
-    top_tokens_of_all(ValueVectors(model), Projection.from_model(model), progress=False)
+    values, read = ValueVectors(model), Projection.from_model(model)
+    with Products():
+        top_tokens_of_all(values, read, progress=False)
     assert max(sizes) == 5 * D_VOCAB
     assert sum(sizes) == N_LAYERS * 48 * D_VOCAB
 

@@ -16,8 +16,10 @@ def check(scores: Tensor, k: int) -> None:
     assert all(len(set(row)) == k for row in places.tolist())
 
 
-@pytest.mark.parametrize("m", [5, 1000, 16 * 1024 - 1, 16 * 1024, 16 * 1024 + 7, 20 * 1024 + 1023])
-@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize(
+    "m", [30, 255, 256, 1000, 3 * 2**10, 5 * 2**10 + 511, 2**14 - 1, 2**14, 2**14 + 7, 21503]
+)
+@pytest.mark.parametrize("k", [1, 5, 30])
 def test_they_are_those_of_topk(m: int, k: int) -> None:
     generator = torch.Generator().manual_seed(m)
     check(torch.randn(7, m, generator=generator), k)
@@ -26,7 +28,7 @@ def test_they_are_those_of_topk(m: int, k: int) -> None:
 
 def test_many_of_one_group_and_of_what_is_left_over_are_found() -> None:
     scores = torch.zeros(2, 17 * 1024 + 5)
-    scores[0, 3::1024] = torch.arange(1.0, 19.0)  # 18, all in the fourth group and behind
+    scores[0, 3::1024] = torch.arange(1.0, 19.0)  # 18, all in the fourth of 1,024 groups and behind
     scores[1, -5:] = torch.arange(1.0, 6.0)
     check(scores[:1], 18)
     values, places = largest(scores, 5)
