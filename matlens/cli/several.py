@@ -15,7 +15,7 @@ from matlens.cli.printing import report_errors, run_app
 from matlens.processes.group import Processes, alone, current
 from matlens.processes.joining import joined, started_by_many
 
-_FAILED = 2
+_FAILED, _INTERRUPTED = 2, 130
 _HEARING = 5.0  # seconds after which a process whose error nobody has heard of prints it itself
 
 
@@ -68,10 +68,15 @@ def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoRet
 
     def work() -> Any:
         with joined() as processes:
+            code = None
             if processes.leads:
                 with nullcontext() if divides else alone():
-                    return run()
-            return _quietly(run, processes) if divides else None
+                    code = run()
+            elif divides:
+                code = _quietly(run, processes)
+            if code == _INTERRUPTED:  # which the command line makes of it: the others have to know
+                raise KeyboardInterrupt("interrupted")
+            return code
 
     report_errors(work)
     sys.exit(0)

@@ -127,6 +127,27 @@ class Processes:
         self.gather({}, what)
         self.share(True, what)
 
+    def finish(self) -> None:
+        """Wait at the end until every process has come there; the leading one comes last.
+
+        Each says first that it has ended, so that none of those that are still at work waits for it.
+
+        Raises
+        ------
+        InputError
+            A process is gone, has failed, or waits for one that has ended.
+        """
+        if not self.several:
+            return
+        self.leave(None)
+        if self.leads:
+            for rank in range(1, self.size):
+                if words := json.loads(self._hear(f"left/{rank}", rank, ending=True)):
+                    raise self._failed(rank, words)
+            self._say("end", "")
+        else:
+            self._hear("end", 0, ending=True)
+
     # Tensors
 
     def gather(self, parts: Mapping[str, Tensor], what: str) -> list[dict[str, Tensor]]:
@@ -228,24 +249,24 @@ class Processes:
     def _say(self, key: str, text: str) -> None:
         self._carefully(lambda: self._store.set(key, text), 0)
 
-    def _hear(self, key: str, rank: int) -> str:
-        """Wait for what a process says, as long as that process lives."""
+    def _hear(self, key: str, rank: int, *, ending: bool = False) -> str:
+        """Wait for what a process says, as long as that process lives; at the end it may have ended too."""
         pause = _SHORTEST_LOOK
         self._seen[rank] = b"", 0.0, time.monotonic()
         while not self._carefully(lambda: self._store.check([key]), rank):
-            self._require_alive(rank, key)
+            self._require_alive(rank, key, ending)
             time.sleep(pause)
             pause = min(1.3 * pause, _LONGEST_LOOK)
         text: bytes = self._carefully(lambda: self._store.get(key), rank)
         return text.decode()
 
-    def _require_alive(self, awaited: int, key: str) -> None:
+    def _require_alive(self, awaited: int, key: str, ending: bool) -> None:
         for rank in range(self.size):
             words = self._carefully(partial(self.word_of, rank), rank) if rank != self.rank else None
             if words:
-                raise ProcessLost(f"Process {rank} of {self.size} has failed: {words}")
+                raise self._failed(rank, words)
             # What it said last may have come since.
-            ended = words is not None and rank == awaited
+            ended = words is not None and rank == awaited and not ending
             if ended and not self._carefully(lambda: self._store.check([key]), rank):
                 raise ProcessLost(
                     f"Process {rank} of {self.size} has ended while process {self.rank} was waiting for it. "
@@ -261,6 +282,9 @@ class Processes:
         self._seen[awaited] = beat, silent, now
         if silent > self._patience:
             raise self._gone(awaited, f"nothing has been heard of it for {self._patience:g} seconds")
+
+    def _failed(self, rank: int, words: str) -> ProcessLost:
+        return ProcessLost(f"Process {rank} of {self.size} has failed: {words}")
 
     def _gone(self, rank: int, reason: str) -> ProcessLost:
         return ProcessLost(

@@ -85,7 +85,7 @@ def joined(*, patience: float = PATIENCE) -> Iterator[Processes]:
         with _beating(processes), using(processes):
             try:
                 yield processes
-                processes.wait("end")
+                processes.finish()
             except BaseException as error:
                 failure = error
                 raise

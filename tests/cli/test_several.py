@@ -20,6 +20,7 @@ from several import run_ranks
 from matlens.cli.scripts import Report, run_study
 from matlens.cli.several import agreed, leading
 from matlens.commands import app
+from matlens.linear.sums import PairMoments
 from matlens.processes.group import Processes, current
 from matlens.processes.joining import joined
 from matlens.study.study import Study
@@ -144,3 +145,39 @@ def test_what_one_process_does_alone_the_others_wait_for(tmp_path: Path) -> None
     with joined(), leading("nobody waits") as leads:
         assert leads
         assert agreed(lambda: 3, "a number") == 3
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interruption_of_one_process_ends_all(
+    interrupted: int,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Ctrl-C does, or whoever ends one of them gently; the folder goes on."""
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    options = [
+        "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
+        "--val", 10, "--device", "cpu", "--positions", "all", "--pairs", "last", "--out", tmp_path / "out",
+    ]  # fmt: skip
+    update, calls = PairMoments.update, []
+
+    def stopped(self: PairMoments, *given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and current().rank == interrupted:
+            raise KeyboardInterrupt
+        return update(self, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairMoments, "update", stopped)
+        outcomes = run_ranks(
+            2, of_a_command(*options, "--batch-tokens", 20), tmp_path / "outcomes", join=False
+        )
+    codes = [outcome["result"][0] for outcome in outcomes]
+    assert codes[interrupted] == 130
+    assert codes[1 - interrupted] == 2
+    said = "Interrupted. Run the same command again" if interrupted == 0 else "Process 1 of 2 has failed"
+    assert said in outcomes[0]["result"][2]
+    monkeypatch.setattr("matlens.study.results.plot_results", lambda *_, **__: [])
+    assert run_command([*options, "--batch-tokens", 20], capsys).code == 0

@@ -387,3 +387,22 @@ def test_a_stream_and_a_fit_that_divide_otherwise_are_refused(
     rows = stream(model, examples, ["h.0", "h.3"], batch_tokens=BATCH, progress=False)
     (expected,) = fit_stream(rows, [("h.0", "h.3")], ridge=0.5)
     assert torch.equal(alone_fitted.weight, expected.weight)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_process_that_ends_early_is_not_waited_for(early: int, tmp_path: Path) -> None:
+    """It waits for the others at the end, and lives; they must not wait for it in the middle for ever."""
+
+    def work(some: Processes) -> None:
+        some.wait("start")
+        if some.rank == early:
+            return
+        for number in range(3):
+            some.share(number, f"step {number}")  # who leads says this, and does not wait
+        some.wait("the middle")
+
+    outcomes = run_ranks(2, work, tmp_path / "a", patience=30.0)
+    assert f"Process {early} of 2 has ended while process {1 - early} was waiting for it" in outcomes[
+        1 - early
+    ].get("error", "none")
+    assert "has failed" in outcomes[early].get("error", "none")
