@@ -21,7 +21,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens.arguments import require_number, require_whole, short
+from matlens.arguments import require_number, require_whole
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
@@ -207,8 +207,6 @@ class Clusters:
             A name does not exist in this model, or the clusters are those of another.
         """
         self.provenance.require_same(values.identity, ours="the clusters")
-        if isinstance(names, str):
-            raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
         vectors = [values.resolve(name) for name in names]
         rows = [vector.layer * values.d_mlp + values.column(vector) for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))

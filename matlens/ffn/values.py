@@ -321,7 +321,7 @@ class ValueVectors:
         InputError
             There are no names, or one does not exist in this model.
         """
-        values = [self.resolve(name) for name in _listed(names)]
+        values = [self.resolve(name) for name in names]
         if not values:
             raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
         return torch.stack([self._reaching(v.layer, self._row(v)) for v in values])
@@ -374,9 +374,3 @@ def _reason_for_none(model: TransformerBridge, anatomy: Anatomy) -> str:
 
 def _is_whole(number: object) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool)
-
-
-def _listed(names: Iterable[ValueName]) -> Iterable[ValueName]:
-    if isinstance(names, str | ValueVector):
-        raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
-    return names

@@ -391,6 +391,9 @@ def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> Non
             clusters.members(wrong)
     with pytest.raises(InputError, match="Index 48 of L0D48 is out of range"):
         clusters.holding(values, ["L0D48"])
+    for one in ("L0D4", values.at(4)):
+        with pytest.raises(InputError, match="Expected a list"):
+            clusters.holding(values, one)
 
 
 def test_clusters_of_another_model_are_refused(small_model: Callable[[str], Any]) -> None:

@@ -66,6 +66,9 @@ def test_ranges_are_those_of_the_model(name: str, small_model: Callable[[str], A
             values.resolve(wrong)
     with pytest.raises(InputError, match="No value vectors are named"):
         values.vectors([])
+    for one in ("L0D4", values.at(4)):
+        with pytest.raises(InputError, match="Expected a list"):
+            values.vectors(one)
 
 
 # Weights
