@@ -1,27 +1,15 @@
 """How the peak memory grows when there are ten times more sentences, in every way of going over them.
 
-Each size runs in a process of its own, since a peak never goes back; all begin with what is imported. What
-writes to disk or keeps moments should grow by less than 5%; what keeps rows in memory by the rows alone.
-A thread looks at the process while it works: how much is in use at most, and where the work is then. What the
-peak is above that and the libraries, the allocator has kept of what was freed. Where the peak grows, it is
-measured again with glibc told to give large blocks back at once, as ``MALLOC_MMAP_THRESHOLD_`` in the
-environment tells it, and what this costs in time.
+Each size runs in a process of its own; all begin with what is imported. What writes to disk or keeps moments
+should grow by less than 5%; what keeps rows in memory by the rows alone. Where the peak grows, it is measured
+again with glibc told to give large blocks back at once, and what this costs in time.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
-import resource
-import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,6 +18,7 @@ import typer
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Measured, Out
+from watched import IN_USE, MIB, PEAK, SECONDS, TAKEN, Work, in_a_process
 
 from matlens import collect
 from matlens.activations import stream, stream_moments
@@ -41,10 +30,6 @@ from matlens.patching import submodule_pairs
 
 _LAYERS, _WIDTH, _LENGTH = 6, 256, 24
 _SHARE = 0.05
-_LOOKED_AT_EVERY = 0.002  # seconds
-_PEAK, _IN_USE, _PLACE = "peak", "most that is in use of what was allocated", "where the work is then"
-_SECONDS = "seconds of the processor"
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**20  # of glibc's mallopt; bytes
 
 
 def main(
@@ -55,11 +40,11 @@ def main(
     """Measure the growth of the peak in each mode."""
     torch.set_num_threads(1)  # threads do not survive a fork
     measured = Measured("memory", out, sentences=sentences, times=10, rounds=rounds)
-    rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / 2**20
+    rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / MIB
     for name in _MODES:
         sizes = sentences, 10 * sentences
         seen = [[_parts(n, name) for _ in range(rounds)] for n in sizes]
-        small, large = (_least(of_size, _PEAK) for of_size in seen)
+        small, large = (_least(of_size, PEAK) for of_size in seen)
         held = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
             measured.add(f"{name}: growth / rows", (large - small) / rows, most=1 + _SHARE, held=held)
@@ -67,12 +52,12 @@ def main(
             measured.add(
                 f"{name}: peak of ten times the sentences / peak", large / small, most=1 + _SHARE, held=held
             )
-            used = [_least(of_size, _IN_USE) for of_size in seen]
+            used = [_least(of_size, IN_USE) for of_size in seen]
             measured.add(f"{name}: in use at most, the same", used[1] / used[0], most=1 + _SHARE)
             if large > (1 + _SHARE) * small:
                 given = [[_parts(n, name, gives_back=True) for _ in range(rounds)] for n in sizes]
-                peaks = [_least(of_size, _PEAK) for of_size in given]
-                seconds = [_least(of_size[1], _SECONDS) for of_size in (seen, given)]
+                peaks = [_least(of_size, PEAK) for of_size in given]
+                seconds = [_least(of_size[1], SECONDS) for of_size in (seen, given)]
                 measured.add(f"{name}, large blocks given back: peak, the same", peaks[1] / peaks[0])
                 measured.add(f"{name}, large blocks given back: time / time", seconds[1] / seconds[0])
         measured.add(f"{name}: peak", small, unit="MiB")
@@ -85,28 +70,17 @@ def _least(of_size: list[dict[str, Any]], part: str) -> float:
 
 
 def _parts(sentences: int, mode: str, *, gives_back: bool = False) -> dict[str, Any]:
-    """What memory goes into while a work is done in a process of its own."""
-    reads, writes = os.pipe()
-    if not (pid := os.fork()):
-        code = 1
-        try:
-            if gives_back:
-                ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
-            os.write(writes, json.dumps(_watched(sentences, mode)).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writes)
-    with open(reads) as said:
-        answer = said.read()
-    if os.waitpid(pid, 0)[1]:
-        raise RuntimeError(f"{mode} of {sentences} sentences has failed.")
-    return dict(json.loads(answer))
+    """What memory goes into while a mode is done in a process of its own."""
+
+    def prepare(folder: Path) -> Work:
+        return partial(_MODES[mode], *_prepared(sentences), folder / "out")
+
+    return in_a_process(prepare, gives_back=gives_back)
 
 
 def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any]]:
     """A line for each part, with what both sizes have of it."""
-    return [[part, small[part], large[part]] for part in small if part != _SECONDS]
+    return [[part, small[part], large[part]] for part in small if part not in (SECONDS, TAKEN)]
 
 
 def _collected(model: Any, examples: Any, **how: Any) -> None:
@@ -162,69 +136,6 @@ def _prepared(sentences: int) -> tuple[Any, Examples]:
     model = build_bridge_from_module(LlamaForCausalLM(config).eval(), "LlamaForCausalLM", hf_config=config)
     tokens = np.random.default_rng(0).integers(3, 1000, sentences * _LENGTH)
     return model, Examples(tokens, np.arange(sentences + 1) * _LENGTH, np.full(sentences, _LENGTH - 1))
-
-
-# What memory goes into
-
-
-class _Malloc(ctypes.Structure):
-    """What glibc's allocator says of itself: bytes of its heap, of large blocks, in use and free."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-            "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def _watched(sentences: int, mode: str) -> dict[str, Any]:
-    """Do a work while a thread looks at the process: MiB, and where the work was."""
-    model, examples = _prepared(sentences)
-    before, in_use, place = _resident(), 0.0, ""
-    over, main = threading.Event(), threading.main_thread().ident
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = _Malloc
-
-    def look() -> None:
-        nonlocal in_use, place
-        while not over.is_set():
-            said = library.mallinfo2()
-            if (now := (said.uordblks + said.hblkhd) / 2**20) > in_use:
-                in_use, place = now, _place(sys._current_frames()[main or 0])
-            time.sleep(_LOOKED_AT_EVERY)
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    start = time.process_time()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _MODES[mode](model, examples, Path(folder) / "out")
-        seconds = time.process_time() - start
-    finally:
-        over.set()
-        watcher.join()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {
-        "libraries and model, before it begins": before, _PEAK: most, _IN_USE: in_use, _PLACE: place,
-        _SECONDS: seconds,
-    }  # fmt: skip
-
-
-def _resident() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost function of this library that is under way."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if "matlens" in path.parts:
-            return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
-        frame = frame.f_back
-    return ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""What `matlens plan` counts for each step of a study, against what the step has in use at most.
+
+Every step runs on SmolLM2 in a process of its own. Fits on collected vectors are planned to a tenth; steps
+that run the model may take less than is planned, and not more than a tenth more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import typer
+from turns import Measured, Out
+from watched import MIB, TAKEN, Work, in_a_process
+
+import matlens
+from matlens.activations import stream
+from matlens.ffn import Trace
+from matlens.linear import fit_stream
+from matlens.loading import SMOLLM2
+from matlens.study import Shape, collect_parts, fit_maps, plan_study
+from matlens.study.parts import sum_parts
+
+Pairs = Literal["last", "all"]
+
+
+class _Step(NamedTuple):
+    """A step as the plan calls it, what goes before it, and how it is done in a folder."""
+
+    planned: str
+    options: dict[str, Any]
+    before: str | None
+    work: Callable[[Any, Any, Path, Pairs], object]
+    exact: bool = False
+
+
+def _pass_by(model: Any, parts: Any, folder: Path, pairs: Pairs) -> None:
+    examples, last = matlens.make_examples(model, parts[0]), model.cfg.n_layers
+    wanted = [(i, j) for i in range(last) for j in range(i + 1, last + 1) if pairs == "all" or j == last]
+    sites = [f"h.{layer}" for layer in range(last + 1)]
+    for _ in fit_stream(stream(model, examples, sites, positions="all", progress=False), wanted):
+        pass
+
+
+_ALL = {"positions": "all"}
+_STEPS = {
+    "collecting, drawn positions": _Step(
+        "collect", {}, None,
+        lambda model, parts, folder, _: collect_parts(model, parts, folder, progress=False),
+    ),
+    "collecting, all positions, vectors kept": _Step(
+        "collect", _ALL | {"keep_rows": True}, None,
+        lambda model, parts, folder, _: collect_parts(model, parts, folder, positions="all", progress=False),
+    ),
+    "collecting, all positions, moments kept": _Step(
+        "collect", _ALL, None,
+        lambda model, parts, folder, pairs: sum_parts(model, parts, folder, pairs=pairs, progress=False),
+    ),
+    "fitting on collected vectors, drawn positions": _Step(
+        "fit from collected vectors", {}, "collecting, drawn positions",
+        lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
+    ),
+    "fitting on collected vectors, all positions": _Step(
+        "fit from collected vectors", _ALL | {"keep_rows": True}, "collecting, all positions, vectors kept",
+        lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
+    ),
+    "fitting on moments": _Step(
+        "fit from moments", _ALL, "collecting, all positions, moments kept",
+        lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False),
+    ),
+    "fitting while vectors pass by": _Step("fit while vectors pass by", _ALL, None, _pass_by),
+    "tracing": _Step(
+        "trace updates", {}, None,
+        lambda model, parts, folder, _: Trace.run(
+            model, matlens.make_examples(model, parts[1]), folder=folder / "trace", progress=False
+        ),
+    ),
+}  # fmt: skip
+
+
+def main(
+    sentences: Annotated[int, typer.Option(help="Sentences that maps are fitted on.")] = 300,
+    val: Annotated[int, typer.Option(help="Sentences that are traced.")] = 100,
+    pairs: Annotated[str, typer.Option(help="Maps onto the last layer, or between all.")] = "last",
+    model: Annotated[str, typer.Option(help="What matlens.load reads.")] = SMOLLM2,
+    out: Out = None,
+) -> None:
+    """Measure memory and disk of each step as ratios to what is planned."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    chosen: Pairs = "all" if pairs == "all" else "last"
+    loaded = matlens.load(model, device="cpu")
+    parts = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=val)
+    tokens = len(matlens.make_examples(loaded, parts[0]).tokens)
+    shape = Shape.from_model(loaded)
+    measured = Measured(
+        "planning", out, model=model, corpus="wikipedia-sample", sentences=sentences, validation=val,
+        pairs=chosen, tokens=tokens,
+    )  # fmt: skip
+    for name, step in _STEPS.items():
+        options = {"pairs": chosen, "train_tokens": tokens, **step.options}
+        need = plan_study(shape, sentences, val, **options)[step.planned]
+
+        def prepare(folder: Path, step: _Step = step) -> Work:
+            if step.before is not None:
+                _STEPS[step.before].work(loaded, parts, folder, chosen)
+            return lambda: step.work(loaded, parts, folder, chosen)
+
+        taken = in_a_process(prepare)[TAKEN]
+        measured.add(f"{name}: planned", need.memory / MIB, unit="MiB")
+        least = 0.9 if step.exact else None
+        measured.add(f"{name}: in use / planned", taken * MIB / need.memory, least=least, most=1.1)
+    measured.write()
+
+
+if __name__ == "__main__":
+    typer.run(main)
