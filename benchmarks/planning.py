@@ -70,7 +70,9 @@ _STEPS = {
         "fit from moments", _ALL, "collecting, all positions, moments kept",
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False),
     ),
-    "fitting while vectors pass by": _Step("fit while vectors pass by", _ALL, None, _pass_by),
+    "fitting while vectors pass by": _Step(
+        "fit while vectors pass by", _ALL | {"keep_rows": True}, None, _pass_by
+    ),
     "tracing": _Step(
         "trace updates", {}, None,
         lambda model, parts, folder, _: Trace.run(
