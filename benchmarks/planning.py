@@ -16,12 +16,11 @@ from turns import Measured, Out
 from watched import MIB, TAKEN, Work, in_a_process
 
 import matlens
-from matlens.activations import stream
+from matlens.activations import stream, stream_moments
 from matlens.ffn import Trace
 from matlens.linear import fit_stream
 from matlens.loading import SMOLLM2
 from matlens.study import Shape, collect_parts, fit_maps, plan_study
-from matlens.study.parts import sum_parts
 
 Pairs = Literal["last", "all"]
 
@@ -56,7 +55,9 @@ _STEPS = {
     ),
     "collecting, all positions, moments kept": _Step(
         "collect", _ALL, None,
-        lambda model, parts, folder, pairs: sum_parts(model, parts, folder, pairs=pairs, progress=False),
+        lambda model, parts, folder, pairs: stream_moments(
+            model, matlens.make_examples(model, parts[0]), folder / "moments", pairs=pairs, progress=False
+        ),
     ),
     "fitting on collected vectors, drawn positions": _Step(
         "fit from collected vectors", {}, "collecting, drawn positions",
