@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bridged import TOKENS, boot, logits
 from conftest import N_LAYERS, assert_near, load_plain
-from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
 
 import matlens
@@ -22,21 +21,6 @@ from matlens.models.changes import changes_of
 
 Models = Callable[[str], Any]
 FALCONS = ("falcon-alibi", "falcon-alibi-multi-query")
-TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [9, 5, 2, 2, 44, 31, 6, 1, 1, 1]])
-MASK = torch.tensor([[1] * 10, [1] * 7 + [0] * 3])
-
-
-def boot(folder: Path) -> TransformerBridge:
-    return TransformerBridge.boot_transformers(str(folder), device="cpu")
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    """Of a batch in which one text is shorter, at the tokens of both."""
-    given = {"attention_mask": MASK}
-    if isinstance(model, TransformerBridge):
-        return model(TOKENS, return_type="logits", **given)[MASK.bool()]
-    return model(TOKENS, **given).logits[MASK.bool()]
 
 
 @pytest.mark.parametrize("name", FALCONS)

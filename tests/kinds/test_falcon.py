@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from bridged import TOKENS, boot, logits
 from conftest import assert_near, make_tokenizer
 from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
-from transformer_lens.model_bridge import TransformerBridge
 from transformers import FalconConfig, FalconForCausalLM
 
 import matlens
@@ -18,22 +18,6 @@ from matlens import InputError
 from matlens.models.anatomy import Anatomy
 
 Models = Callable[[str], Any]
-TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [9, 5, 2, 2, 44, 31, 6, 1, 1, 1]])
-MASK = torch.tensor([[1] * 10, [1] * 7 + [0] * 3])
-
-
-def boot(folder: Path) -> TransformerBridge:
-    return TransformerBridge.boot_transformers(str(folder), device="cpu")
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    """Of a batch in which one text is shorter, at the tokens of both."""
-    given = {"attention_mask": MASK}
-    if isinstance(model, TransformerBridge):
-        return model(TOKENS, return_type="logits", **given)[MASK.bool()]
-    return model(TOKENS, **given).logits[MASK.bool()]
-
 
 NEWER = {
     "groups": {"num_kv_heads": 2},
