@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from matlens.cache.contents import hash_contents
-from matlens.cache.entries import Cache, default_cache
+from matlens.cache.entries import Cache, default_cache, tell
 
 MODEL = "model"
 """What entries of whole models are called."""
@@ -31,6 +31,9 @@ Reader = Callable[[Path, torch.dtype], tuple[Any, Any]]
 
 class _Another(Exception):
     """What is read back is not what was written."""
+
+    def __str__(self) -> str:
+        return "what is read back is not what was written"
 
 
 class _Unreadable(Exception):
@@ -83,8 +86,10 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         entry = cache.keep(MODEL, key, fill, about=about)
     except _Unreadable as error:
         raise error.cause from None
-    except Exception:  # other libraries cannot write it, or read it back, or not as it was
+    except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
         entry = None
+        reason = f"{type(error).__name__}: {error}" if not isinstance(error, _Another) else str(error)
+        tell(f"Nothing is kept of {path.name} in the cache {cache.root}: {reason}.")
     if loaded is None and entry is not None:  # another process has filled it meanwhile
         return _load(entry.folder, dtype) if entry.damage() is None else read(path, dtype)
     if loaded is not None and dtype == torch.float32:

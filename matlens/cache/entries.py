@@ -170,7 +170,7 @@ class Cache:
             with self._alone(name), library_errors():
                 return self._find(name, False) or self._fill(name, kind, fill, about or {})
         except OSError as error:
-            self._tell(f"Nothing is kept in the cache {self.root}: {error.strerror or error}.")
+            tell(f"Nothing is kept in the cache {self.root}: {error.strerror or error}.")
             return None
 
     def _fill(
@@ -215,7 +215,7 @@ class Cache:
         folder = Path(folder)
         if folder.parent != self.root / _ENTRIES or not _ENTRY.fullmatch(folder.name):
             raise InputError(f"{folder} is no entry of the cache {self.root}. Expected the folder of one.")
-        self._tell(f"An entry of the cache is damaged and made anew: {folder.name}, {damage}.")
+        tell(f"An entry of the cache is damaged and made anew: {folder.name}, {damage}.")
         with suppress(OSError):
             _remove(folder)
 
@@ -293,9 +293,10 @@ class Cache:
         """Whether some process may be filling an entry."""
         return (self.root / _LOCKS / name / LOCK).exists() and _is_locked(self.root / _LOCKS / name / LOCK)
 
-    @staticmethod
-    def _tell(message: str) -> None:
-        print(printable(message, most=500), file=sys.stderr, flush=True)
+
+def tell(message: str) -> None:
+    """Say what the cache does, beside what a command prints."""
+    print(printable(message, most=500), file=sys.stderr, flush=True)
 
 
 @checked

@@ -12,7 +12,6 @@ from matlens.kinds.stacks import Stack, choose_stack, stack_of
 from matlens.loading.agreement import require_plain_logits
 from matlens.loading.checkpoints import require_vocabulary
 from matlens.loading.configurations import require_supported
-from matlens.models.changes import changes_of
 from matlens.models.constants import remember_settings
 from matlens.models.identity import require_raw
 from matlens.models.sites import stack_hooks
@@ -85,8 +84,7 @@ def wrap(
         _set_bos(bridge, prepend_bos)
     require_finite_weights(bridge)
     remember_settings(bridge.eval())
-    if not changes_of(bridge):
-        require_plain_logits(bridge)
+    require_plain_logits(bridge)
     return bridge
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.0005, 0.05  # seconds between two looks at what the others have said
 _LOOKS = 4  # in which a process is seen to be silent, at least, before it counts as gone
+_END = "end"  # what the leading process says when all have ended, and itself has too
 _LONGEST_WORD = 1000  # characters of what a process says about its end
 _GOES_ON = "Run the same command again, with any number of processes, and it goes on from what is written."
 
@@ -142,11 +143,11 @@ class Processes:
         self.leave(None)
         if self.leads:
             for rank in range(1, self.size):
-                if words := json.loads(self._hear(f"left/{rank}", rank, ending=True)):
+                if words := json.loads(self._hear(f"left/{rank}", rank)):
                     raise self._failed(rank, words)
-            self._say("end", "")
+            self._say(_END, "")
         else:
-            self._hear("end", 0, ending=True)
+            self._hear(_END, 0)
 
     # Tensors
 
@@ -249,24 +250,24 @@ class Processes:
     def _say(self, key: str, text: str) -> None:
         self._carefully(lambda: self._store.set(key, text), 0)
 
-    def _hear(self, key: str, rank: int, *, ending: bool = False) -> str:
-        """Wait for what a process says, as long as that process lives; at the end it may have ended too."""
+    def _hear(self, key: str, rank: int) -> str:
+        """Wait for what a process says, as long as it can still say it."""
         pause = _SHORTEST_LOOK
         self._seen[rank] = b"", 0.0, time.monotonic()
         while not self._carefully(lambda: self._store.check([key]), rank):
-            self._require_alive(rank, key, ending)
+            self._require_alive(rank, key)
             time.sleep(pause)
             pause = min(1.3 * pause, _LONGEST_LOOK)
         text: bytes = self._carefully(lambda: self._store.get(key), rank)
         return text.decode()
 
-    def _require_alive(self, awaited: int, key: str, ending: bool) -> None:
+    def _require_alive(self, awaited: int, key: str) -> None:
         for rank in range(self.size):
             words = self._carefully(partial(self.word_of, rank), rank) if rank != self.rank else None
             if words:
                 raise self._failed(rank, words)
             # What it said last may have come since.
-            ended = words is not None and rank == awaited and not ending
+            ended = words is not None and rank == awaited and key != _END
             if ended and not self._carefully(lambda: self._store.check([key]), rank):
                 raise ProcessLost(
                     f"Process {rank} of {self.size} has ended while process {self.rank} was waiting for it. "

@@ -133,7 +133,7 @@ def test_a_disk_without_room_keeps_nothing_and_the_model_is_read(
 
 
 def test_what_does_not_come_back_as_it_was_is_not_kept(
-    source: Source, monkeypatch: pytest.MonkeyPatch
+    source: Source, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = dequantized._load
 
@@ -147,10 +147,14 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(
     def unreadable(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise ValueError("a model that transformers cannot read back")
 
-    for reader in (rounded, unreadable):
+    reasons = ("what is read back is not what was written", "ValueError: a model that transformers cannot")
+    for reader, reason in zip((rounded, unreadable), reasons, strict=True):
         monkeypatch.setattr(dequantized, "_load", reader)
         for _ in range(2):
             assert_same(source.kept(), plain)
+            said = capsys.readouterr().err
+            assert f"Nothing is kept of {source.path.name}" in said
+            assert reason in said
         cache = default_cache()
         assert cache is not None
         assert cache.entries() == []
