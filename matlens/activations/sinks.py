@@ -26,6 +26,7 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
+from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -148,19 +149,21 @@ def find_sinks(
 ) -> Bool[Tensor, "n longest"]:
     """Which token of each sentence is a sink, by the same rule over all tokens and all layers.
 
-    One pass over the sentences. ``~find_sinks(...)`` says to `Replacement` and `Variant` where to replace.
+    One pass over the sentences, which processes that share the work divide. ``~find_sinks(...)`` says to
+    `Replacement` and `Variant` where to replace.
 
     Warns with `SinkWarning` where it cannot tell: where first tokens stand out and there are too few to know
     them by, and where most tokens are first tokens.
     """
     layers = [str(site) for site in Anatomy.from_model(model).stream]
-    norms = torch.zeros(len(examples.tokens), len(layers))
+    index, found = [torch.empty(0, dtype=torch.long)], [torch.empty(0, len(layers))]
     for rows in stream(
-        model, examples, layers, positions="all", batch_tokens=batch_tokens, progress=progress
+        model, examples, layers, positions="all", batch_tokens=batch_tokens, progress=progress, divided=True
     ):
-        norms[torch.from_numpy(rows.index)] = torch.stack(
-            [rows.vectors[site].norm(dim=1) for site in layers], 1
-        )
+        index.append(torch.from_numpy(rows.index))
+        found.append(torch.stack([rows.vectors[site].norm(dim=1) for site in layers], 1))
+    of_all = current().stack({"index": torch.cat(index), "norms": torch.cat(found)}, "norms of tokens")
+    norms = of_all["norms"][of_all["index"].argsort()]
     sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
     places = torch.from_numpy(examples.places)
     sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))

@@ -64,7 +64,7 @@ def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoRet
     dividing
         Names of the commands that divide their work.
     """
-    divides = bool(sys.argv[1:2]) and sys.argv[1] in dividing
+    divides = any(sys.argv[1 : 1 + len(name.split())] == name.split() for name in dividing)
 
     def work() -> Any:
         with joined() as processes:

@@ -184,7 +184,7 @@ app.command()(parts.prune)
 
 def main() -> None:
     """Run the command line, as one of several processes where the environment says so."""
-    start(app, dividing=("run", "collect", "fit", "shard"))
+    start(app, dividing=("run", "collect", "fit", "shard", "lens fit", "linearity"))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
 from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
 from matlens.cli.printing import print_line, print_table
+from matlens.cli.several import leading
 from matlens.commands.lens_report import Layers, Prompts, numbered, report
 from matlens.errors import InputError
 from matlens.storage.files import require_file_name, require_writable, system_errors
@@ -113,15 +114,17 @@ def fit(
         bridge, part, method=names, positions=positions.value, layers=wanted_layers, seed=seed,
         batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
     )  # fmt: skip
-    for name, lens in lenses.items():
-        folder = folders[name]
-        lens.save(folder)
-        samples = "" if lens.n_samples is None else f", fitted on {lens.n_samples:,} tokens"
-        print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
-        steady = name.startswith("ridge") or "+ridge" in name or name == "jacobian"
-        note = few_samples_note(lens.n_samples, bridge.cfg.d_model) if lens.n_samples and not steady else None
-        if note:
-            print_line(note)
+    with leading("lenses") as leads:
+        for name, lens in lenses.items() if leads else ():
+            folder = folders[name]
+            lens.save(folder)
+            n = lens.n_samples
+            samples = "" if n is None else f", fitted on {n:,} tokens"
+            print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
+            steady = name.startswith("ridge") or "+ridge" in name or name == "jacobian"
+            note = few_samples_note(n, bridge.cfg.d_model) if n and not steady else None
+            if note:
+                print_line(note)
 
 
 @app.command()

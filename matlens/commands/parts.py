@@ -11,6 +11,7 @@ from matlens.arguments import require_number
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
 from matlens.cli.options import Out, Seed
 from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
+from matlens.cli.several import leading
 from matlens.errors import InputError
 from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
@@ -54,17 +55,20 @@ def linearity(
         for part, most in zip(parts, (windows, judged), strict=True)
     )
     table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas")
-    correlations = rank_correlations(table, seed=seed)
-    origin = {
-        "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
-        "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
-        "atlas_seconds": atlas_seconds(out / "atlas"),
-    }  # fmt: skip
-    for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
-        write_results(out, name, written, origin)
-        print_line(out / f"{name}.csv")
-    print_figures(plots.save(plots.linearity_figure(table, correlations), out, ATLAS))
-    print_atlas(table, correlations)
+    with leading("tables of the atlas") as leads:
+        if not leads:
+            return
+        correlations = rank_correlations(table, seed=seed)
+        origin = {
+            "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
+            "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+            "atlas_seconds": atlas_seconds(out / "atlas"),
+        }  # fmt: skip
+        for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
+            write_results(out, name, written, origin)
+            print_line(out / f"{name}.csv")
+        print_figures(plots.save(plots.linearity_figure(table, correlations), out, ATLAS))
+        print_atlas(table, correlations)
 
 
 @grouped

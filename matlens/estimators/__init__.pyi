@@ -1,9 +1,9 @@
-from .fitting import LensMoments as LensMoments
 from .fitting import lens_moments as lens_moments
 from .jacobian import fit_jacobian as fit_jacobian
 from .maps import LayerMap as LayerMap
 from .maps import LensParts as LensParts
 from .maps import Standardisation as Standardisation
+from .moments import LensMoments as LensMoments
 from .trained import best_start as best_start
 from .trained import fit_maps as fit_maps
 from .trained import require_method_names as require_method_names

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from matlens.processes.group import current
+
 
 class KeptRows:
     """Some rows as they are.
@@ -48,6 +50,14 @@ class KeptRows:
         index = torch.cat([self.index, other.index + offset])
         weights = torch.cat([self.weights, other.weights])
         return KeptRows(vectors, torch.cat([self.keys, other.keys]), index, weights)
+
+    def of_all(self, offset: int) -> KeptRows:
+        """These rows and those of all other processes, which come so many places after what they say."""
+        own = {str(layer): values for layer, values in self.vectors.items()}
+        beside = {"keys": self.keys, "index": self.index + offset, "weights": self.weights}
+        rows = current().stack(own | beside, "rows that are kept")
+        vectors = {layer: rows[str(layer)] for layer in self.vectors}
+        return KeptRows(vectors, rows["keys"], rows["index"], rows["weights"])
 
     def first_keys(self, n: int) -> KeptRows:
         """The rows of the least keys, which are as good as drawn."""

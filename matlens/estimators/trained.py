@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -16,14 +17,16 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.estimators.fitting import lens_moments, require_layers
+from matlens.estimators.fitting import lens_moments
 from matlens.estimators.jacobian import PROMPTS, fit_jacobian, longest_sentences
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.methods import Method
+from matlens.estimators.moments import require_layers
 from matlens.estimators.training import polish, scale_map, tune
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
+from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -35,6 +38,7 @@ ON_ROWS = ("scaled", "polished", "tuned")
 JACOBIAN = "jacobian"
 TRAINED = (*ON_ROWS, JACOBIAN)
 _FROM_CLOSED = ("scaled", "polished")
+_SCALE = "scale"
 
 
 @checked
@@ -97,6 +101,8 @@ def train_maps(
 ) -> LensParts:
     """Maps of a method that is trained on rows, for each layer by itself.
 
+    Several processes that share the work each train some of the layers, and all get all maps.
+
     Parameters
     ----------
     name
@@ -139,9 +145,28 @@ def train_maps(
         "polished": lambda layer: polish(readout, begin[layer], rows[layer], h_last, norm=norm, seed=seed),
         "tuned": lambda layer: tune(readout, rows[layer], h_last, seed=seed),
     }
-    maps = {layer: fit[name](layer) for layer in Bar(wanted, desc=name, disable=not progress)}
+    processes = current()
+    mine = wanted[processes.rank :: processes.size]
+    fitted = {layer: fit[name](layer) for layer in Bar(mine, desc=name, disable=not progress)}
+    maps = _of_all(fitted, wanted) if processes.several else fitted
     provenance = rows.provenance.with_details(method=name, n_fitted=len(h_last), seed=seed)
     return LensParts(maps, name, provenance, norm)
+
+
+def _of_all(fitted: Mapping[int, LayerMap], wanted: Sequence[int]) -> dict[int, LayerMap]:
+    """The maps of all layers, of which each process has fitted some."""
+    parts: dict[str, Tensor] = {}
+    for layer, of_layer in fitted.items():
+        parts |= {f"{layer}.{name}": part for name, part in of_layer.parts.items()}
+        parts[f"{layer}.{_SCALE}"] = torch.tensor(of_layer.scale, dtype=torch.float64)
+    whole = current().unite(parts, "maps that are trained")
+    maps = {}
+    for layer in wanted:
+        prefix = f"{layer}."
+        named = {key.removeprefix(prefix): part for key, part in whole.items() if key.startswith(prefix)}
+        scale = float(named.pop(_SCALE))
+        maps[layer] = LayerMap(**named, scale=scale)
+    return maps
 
 
 def require_rows_folder(names: Sequence[str], folder: str | Path | None) -> None:

@@ -16,9 +16,9 @@ from matlens.arguments import short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.estimators.fitting import LensMoments
 from matlens.estimators.jacobian import PROMPTS
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
+from matlens.estimators.moments import LensMoments
 from matlens.estimators.trained import fit_maps
 from matlens.hub.repository import HubRepository
 from matlens.lens.files import (

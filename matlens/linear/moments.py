@@ -51,7 +51,7 @@ class Moments:
     ) -> None:
         require_whole(d_in, "d_in", least=1, most=_WIDEST)
         require_whole(d_out, "d_out", least=1, most=_WIDEST)
-        self.source, self.target, self.n, self._split = source, target, 0, split
+        self.source, self.target, self.n, self.split = source, target, 0, split
         self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
         self._z = torch.zeros(0, d_out, dtype=torch.float64)
 
@@ -157,7 +157,7 @@ class Moments:
         start = 0
         for block in blocks:
             columns = slice(start, start := start + block.shape[1])
-            if self._split:
+            if self.split:
                 z[:, columns] = split_product(q[held:], block.to(r.device))
             else:
                 torch.matmul(q[held:].T, in_float64(block).to(r.device), out=z[:, columns])

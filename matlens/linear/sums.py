@@ -296,23 +296,13 @@ def gathered(kept: PairMoments) -> PairMoments:
         parts: dict[str, Tensor] = {}
         if source in kept._moments:
             moments = kept._moments.pop(source)
-            parts = dict(zip(("r", "z"), moments.state, strict=True)) | {
-                "n": torch.tensor(moments.n),
-                "widths": torch.tensor([kept.widths[target] for target in targets]),
-            }
+            parts = _handed(moments) | {"widths": torch.tensor([kept.widths[target] for target in targets])}
             if kept._norms is not None and kept._norms[source]:
                 parts["norms"] = torch.cat(kept._norms[source])
         for of_process in processes.gather(parts, f"moments of {source}"):
             if not of_process:
                 continue
-            moments = Moments.from_state(
-                of_process["r"],
-                of_process["z"],
-                int(of_process["n"]),
-                source=source,
-                target=", ".join(targets),
-                split=kept._split,
-            )
+            moments = _received(of_process, source, ", ".join(targets), kept._split)
             there = whole._moments.get(source)
             whole._moments[source] = moments if there is None else there.merge(moments)
             whole.widths |= dict(zip(targets, of_process["widths"].tolist(), strict=True))
@@ -320,6 +310,34 @@ def gathered(kept: PairMoments) -> PairMoments:
             if whole._norms is not None and "norms" in of_process:
                 whole._norms[source].append(of_process["norms"])
     return whole
+
+
+def gathered_moments(moments: Moments) -> Moments:
+    """Moments of the samples of all processes, in the leading one; the others keep their own."""
+    whole: Moments | None = None
+    for of_process in current().gather(_handed(moments), f"moments of {moments.source}"):
+        part = _received(of_process, moments.source, moments.target, moments.split)
+        whole = part if whole is None else whole.merge(part)
+    return moments if whole is None else whole
+
+
+def shared_moments(moments: Moments) -> Moments:
+    """Moments of the samples of all processes, in every process."""
+    whole = gathered_moments(moments)
+    shared = current().share_tensors(_handed(whole), f"moments of all of {moments.source}")
+    return _received(shared, moments.source, moments.target, moments.split)
+
+
+def _handed(moments: Moments) -> dict[str, Tensor]:
+    """What a process hands to another of moments."""
+    r, z = moments.state
+    return {"r": r, "z": z, "n": torch.tensor(moments.n)}
+
+
+def _received(parts: Mapping[str, Tensor], source: str, target: str, split: bool) -> Moments:
+    return Moments.from_state(
+        parts["r"], parts["z"], int(parts["n"]), source=source, target=target, split=split
+    )
 
 
 def maps_for_all(

@@ -37,6 +37,7 @@ from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
 from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
+from matlens.processes.group import alone, current
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.arrays import require_hash, require_record
@@ -55,6 +56,7 @@ ALL, NO_SINKS = "all", "no sinks"
 TOGETHER = "together"
 _HOLDS, _ROWS = "atlas of linearity", "rows.json"
 _NOTES = "rows and seconds of every step"
+_TO_FIT = "whether there is something to fit"
 _PLACES = 256  # whose distributions are made at once
 Row = dict[str, Any]
 
@@ -79,7 +81,8 @@ def linearity_atlas(
     ``all``, or ``no sinks`` where maps are fitted, judged and put at all tokens but attention sinks; where
     there are no sinks among the judged tokens, the second would be the same and is left out. Parts are left
     out at all tokens. Rows of the kind ``together`` are of the three parts of a group that cost least alone,
-    replaced together.
+    replaced together. Several processes that share the work divide the text to fit on; the first one does
+    the rest, and all get the table.
 
     Parameters
     ----------
@@ -108,17 +111,24 @@ def linearity_atlas(
         "jumps": list(jumps),
         "notes": _NOTES,
     }
-    if folder is None:
+    parts = model_parts(Anatomy.from_model(model), jumps=jumps)
+    processes = current()
+    processes.agree([request, None if folder is None else str(folder)], "the job of the atlas")
+    rows: list[Row] = []
+    if processes.leads:
         with TemporaryDirectory() as temporary:
-            rows = _fill(Path(temporary) / "atlas", request, model, readout, fitted, judged, jumps, progress)
-    else:
-        rows = _fill(Path(folder), request, model, readout, fitted, judged, jumps, progress)
-    return result_table(rows, "kind", "tokens", "parts")
+            place = Path(temporary) / "atlas" if folder is None else Path(folder)
+            rows = _fill(place, request, model, readout, fitted, judged, parts, progress)
+    elif processes.share(None, _TO_FIT):
+        _sum_up(model, fitted.examples, parts, progress)
+    return result_table(processes.share(rows, "rows of the atlas"), "kind", "tokens", "parts")
 
 
 @checked
 def atlas_seconds(folder: str | Path) -> float:
     """What an atlas has taken: seconds of a processor of all its steps, by however many calls they were made.
+
+    Of several processes that share the work, they are those of the first one.
 
     Parameters
     ----------
@@ -145,33 +155,51 @@ def _read(folder: Path) -> Mapping[str, Any]:
 
 def _fill(
     folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: JudgedText,
-    judged: JudgedText, jumps: Sequence[int], progress: bool,
+    judged: JudgedText, parts: Sequence[Part], progress: bool,
 ) -> list[Row]:  # fmt: skip
-    place = Workplace(folder, _HOLDS, request)
+    """Fill the folder, as the one that writes; the others sum up with it, and wait."""
+    place, processes = Workplace(folder, _HOLDS, request), current()
     with place.working():
-        if not place.finished:
+        if place.finished:
+            processes.share(False, _TO_FIT)
+        else:
             steps = _Steps(folder)
-            work = _Atlas(model, readout, fitted, judged, progress)
-            parts = model_parts(Anatomy.from_model(model), jumps=jumps)
             layers = sorted({part.layer for part in parts})
             left = [layer for layer in layers if f"layer {layer}" not in steps.done]
-            if left or "scores" not in steps.done or TOGETHER not in steps.done:
-                work.fit(parts)
-            if "scores" not in steps.done:
-                steps.add("scores", work.score_rows(parts))
-            with Bar(total=len(layers), initial=len(layers) - len(left), desc="replacing", unit="layer",
-                     disable=not progress) as bar:  # fmt: skip
-                for layer in left:
-                    of_layer = [part for part in parts if part.layer == layer]
-                    steps.add(f"layer {layer}", work.cost_rows(layer, of_layer))
-                    bar.update(1)
-            if TOGETHER not in steps.done:
-                steps.add(TOGETHER, work.together_rows(steps.rows, parts))
+            to_fit = bool(left) or "scores" not in steps.done or TOGETHER not in steps.done
+            sums = (
+                _sum_up(model, fitted.examples, parts, progress) if processes.share(to_fit, _TO_FIT) else None
+            )
+            with alone():
+                work = _Atlas(model, readout, judged)
+                if sums is not None:
+                    work.fit(sums, fitted.examples, parts, progress)
+                if "scores" not in steps.done:
+                    steps.add("scores", work.score_rows(parts))
+                with Bar(total=len(layers), initial=len(layers) - len(left), desc="replacing", unit="layer",
+                         disable=not progress) as bar:  # fmt: skip
+                    for layer in left:
+                        of_layer = [part for part in parts if part.layer == layer]
+                        steps.add(f"layer {layer}", work.cost_rows(layer, of_layer))
+                        bar.update(1)
+                if TOGETHER not in steps.done:
+                    steps.add(TOGETHER, work.together_rows(steps.rows, parts))
             write_json(folder / _ROWS, sealed({"rows": steps.rows, "seconds": steps.seconds}))
             place.finish()
     content = _read(folder)
     with reading_record(folder):
         return [dict(row) for row in content["rows"]]
+
+
+def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
+    """Moments of all parts from one pass, which the processes divide; the leading one has the whole."""
+    anatomy = Anatomy.from_model(model)
+    sums = PartSums(parts, dict.fromkeys(_sites(parts), anatomy.d_model), same_sites(anatomy))
+    sinks = _flat(find_sinks(model, examples, progress=progress), examples)
+    for rows in stream(model, examples, sums.sites, positions="all", progress=progress, divided=True):
+        sums.update(rows.vectors, sinks[torch.from_numpy(rows.index)])
+    sums.gather()
+    return sums
 
 
 class _Steps:
@@ -209,12 +237,8 @@ class _Case(NamedTuple):
 class _Atlas:
     """Everything that is worked out once: maps, scores, and the whole model on the judged text."""
 
-    def __init__(
-        self, model: TransformerBridge, readout: Readout, fitted: JudgedText, judged: JudgedText,
-        progress: bool,
-    ) -> None:  # fmt: skip
-        self._model, self._readout, self._fitted, self._judged = model, readout, fitted, judged
-        self._progress = progress
+    def __init__(self, model: TransformerBridge, readout: Readout, judged: JudgedText) -> None:
+        self._model, self._readout, self._judged = model, readout, judged
         self._name = ModelIdentity.from_model(model).name
         self._sinks = find_sinks(model, judged.examples, progress=False)
         self._modes = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
@@ -224,18 +248,12 @@ class _Atlas:
         self._maps: dict[tuple[Part, str], LinearMap] = {}
         self._scores: dict[tuple[Part, str], dict[str, float]] = {}
 
-    def fit(self, parts: Sequence[Part]) -> None:
-        """Fit all maps, of moments from one pass."""
-        anatomy, examples = Anatomy.from_model(self._model), self._fitted.examples
-        widths = dict.fromkeys(_sites(parts), anatomy.d_model)
-        sums = PartSums(parts, widths, same_sites(anatomy))
-        sinks = _flat(find_sinks(self._model, examples, progress=self._progress), examples)
-        for rows in stream(self._model, examples, sums.sites, positions="all", progress=self._progress):
-            sums.update(rows.vectors, sinks[torch.from_numpy(rows.index)])
+    def fit(self, sums: PartSums, examples: Examples, parts: Sequence[Part], progress: bool) -> None:
+        """Fit all maps, of moments of the examples."""
         provenance = Provenance(
             ModelIdentity.from_model(self._model), examples.provenance, examples.fingerprint, "all"
         )
-        with Bar(total=2 * len(parts), desc="solving", unit="map", disable=not self._progress) as bar:
+        with Bar(total=2 * len(parts), desc="solving", unit="map", disable=not progress) as bar:
             for part, with_sinks, linear, scores in sums.solve(provenance):
                 mode = ALL if with_sinks else NO_SINKS
                 self._maps[part, mode], self._scores[part, mode] = linear, scores.by_name()

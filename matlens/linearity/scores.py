@@ -19,9 +19,11 @@ from matlens import metrics
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
+from matlens.linear.sums import gathered_moments
 from matlens.linearity.parts import Part
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
+from matlens.processes.group import current
 
 R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
 PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"
@@ -186,6 +188,16 @@ class PartSums:
             if site in self._added:
                 y = y + vectors[self._added[site]]
             sums[f"{site} alone"].update(y, y[:, :1])
+
+    def gather(self) -> None:
+        """Add what every other process has seen, in the leading one."""
+        processes = current()
+        if not processes.several:
+            return
+        self._sums = {name: gathered_moments(moments) for name, moments in self._sums.items()}
+        none = {site: torch.empty(0, self._widths[site]) for site in self.sites}
+        sinks = {site: torch.cat([none[site], *(part[site] for part in self._sinks)]) for site in none}
+        self._sinks = [processes.stack(sinks, "vectors of sinks")]
 
     def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, FitScores]]:
         """Each part's map with an intercept and its scores: with sinks (True), and without (False).

@@ -195,6 +195,32 @@ class Processes:
             self._send(parts, rank)
         return dict(parts)
 
+    def stack(self, rows: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Rows of all processes, one under the other in the order of the processes, in every process.
+
+        Raises
+        ------
+        InputError
+            A process is gone, has failed, or is doing something else.
+        """
+        import torch
+
+        gathered = self.gather(rows, what)
+        whole = {name: torch.cat([part[name].cpu() for part in gathered]) for name in rows if gathered}
+        return self.share_tensors(whole, what)
+
+    def unite(self, parts: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Tensors of all processes, each of which has some of its own, in every process.
+
+        Raises
+        ------
+        InputError
+            A process is gone, has failed, or is doing something else.
+        """
+        gathered = self.gather(parts, what)
+        whole = {name: part for of_process in gathered for name, part in of_process.items()}
+        return self.share_tensors(whole, what)
+
     # Beginning and end
 
     def beat(self) -> None:

@@ -14,9 +14,11 @@ import matlens
 from matlens import InputError, Lens, MapSet
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import sink_rows
-from matlens.estimators import fitting
-from matlens.estimators.fitting import LensMoments, lens_moments
+from matlens.estimators import moments as lens_sums
+from matlens.estimators.fitting import lens_moments
 from matlens.estimators.maps import Standardisation
+from matlens.estimators.methods import row_keys
+from matlens.estimators.moments import LensMoments
 from matlens.models.identity import Provenance
 
 METHODS = (
@@ -112,14 +114,14 @@ def test_streamed_is_collected_and_merged_is_whole(
 ) -> None:
     names = [*METHODS, *WITHOUT]
     whole = Lens.fit(model, data, method=names)
-    monkeypatch.setattr(fitting, "_CHUNK", 64)
+    monkeypatch.setattr(lens_sums, "_CHUNK", 64)
     streamed = lens_moments(model, data.examples, names, batch_tokens=60, progress=False)
     parts = []
     for part in (range(15), range(15, 40)):
         sentences = list(part)
         tokens = np.isin(np.repeat(np.arange(40), data.examples.lengths), sentences)
         moments = LensMoments(data.provenance, names, norm=streamed.norm)
-        keys = fitting.row_keys(data.examples, drawn=False)
+        keys = row_keys(data.examples, drawn=False)
         index = np.flatnonzero(tokens)
         for rows in np.array_split(index, 4):
             vectors = {site: data[site][rows] for site in moments.sites}
@@ -143,11 +145,11 @@ def test_rows_that_are_chosen_are_fitted_as_if_they_were_all(
     model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, names = some_rows(data), [*METHODS, *WITHOUT]
-    monkeypatch.setattr(fitting, "_CHUNK", 100)
+    monkeypatch.setattr(lens_sums, "_CHUNK", 100)
     chosen = Lens.fit(model, data, method=names, rows=rows)
     streamed = Lens.fit(model, data.examples, method=names, rows=rows, batch_tokens=60, progress=False)
     moments = LensMoments(data.provenance, names, norm=chosen["normed"].norm)
-    keys = fitting.row_keys(data.examples, drawn=False)[rows.numpy()]
+    keys = row_keys(data.examples, drawn=False)[rows.numpy()]
     alone = {site: data[site][rows] for site in moments.sites}
     moments.update(alone, places=data.places[rows.numpy()], keys=keys)
     for name in names:
@@ -170,7 +172,7 @@ def test_a_row_of_weight_two_is_two_rows_and_one_of_weight_zero_is_none(
         for name in METHODS
     ]
     times = torch.from_numpy(np.random.default_rng(6).integers(0, 3, data.n_rows))
-    monkeypatch.setattr(fitting, "_CHUNK", 100)
+    monkeypatch.setattr(lens_sums, "_CHUNK", 100)
     lenses = Lens.fit(model, data, method=names, weights=times.float())
     repeated = torch.arange(data.n_rows).repeat_interleave(times)
     moments = LensMoments(data.provenance, names, norm=lenses["normed"].norm)
@@ -189,7 +191,7 @@ def test_weights_are_merged_with_the_rows_that_they_are_of(model: Any, data: Act
     weights = torch.from_numpy(np.random.default_rng(7).uniform(0.5, 2, data.n_rows))
     weights[: data.n_rows // 2] = 1  # which are not said of the first part
     whole = Lens.fit(model, data, method=names, weights=weights)
-    keys = fitting.row_keys(data.examples, drawn=False)
+    keys = row_keys(data.examples, drawn=False)
     parts = []
     for rows, of_part in ((slice(data.n_rows // 2), None), (slice(data.n_rows // 2, None), weights)):
         part = LensMoments(data.provenance, names)
@@ -204,11 +206,11 @@ def test_weights_are_merged_with_the_rows_that_they_are_of(model: Any, data: Act
 def test_leave_one_out_looks_at_the_rows_of_least_keys(
     model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "_HELD", 30)
-    monkeypatch.setattr(fitting, "_CHUNK", 50)
+    monkeypatch.setattr(lens_sums, "_HELD", 30)
+    monkeypatch.setattr(lens_sums, "_CHUNK", 50)
     moments = lens_moments(model, data, ["ridge", "mat without sinks"], progress=False)
     lens = Lens.from_moments(moments, "ridge")
-    keys = fitting.row_keys(data.examples, drawn=False)
+    keys = row_keys(data.examples, drawn=False)
     clear = moments._held.keys.tolist()
     aside = moments._aside.keys.tolist()
     assert sorted([*clear, *aside])[:30] == sorted(keys.tolist())[:30]

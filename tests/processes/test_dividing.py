@@ -1,0 +1,239 @@
+"""Lenses and the atlas of several processes are those of one, also where some have nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import D_MODEL, WORDS, make_sentences
+from several import run_ranks
+
+import matlens
+from matlens import linearity
+from matlens.activations import collecting, find_sinks
+from matlens.corpora.corpus import Corpus
+from matlens.corpora.examples import Examples
+from matlens.estimators.fitting import lens_moments
+from matlens.estimators.maps import LayerMap
+from matlens.estimators.trained import fit_maps, train_maps
+from matlens.inputs import make_judged_text
+from matlens.linearity import atlas
+from matlens.models.readout import Readout
+from matlens.processes.group import Processes
+
+BATCH = 40
+METHODS = (
+    "mat", "affine", "ridge", "weighted", "normed+affine", "narrow(4)", "one-jump", "mat without sinks",
+    "ridge without sinks", "one-jump+affine without sinks",
+)  # fmt: skip
+DIGITS = 1e-10
+
+
+@pytest.fixture(scope="module")
+def model(small_model: Callable[[str], Any]) -> Any:
+    """A model two of whose tokens are sinks."""
+    return small_model("llama-sinks")
+
+
+@pytest.fixture(scope="module")
+def examples(model: Any) -> Examples:
+    return matlens.make_examples(model, make_sentences())
+
+
+def text(seed: int, n: int) -> Corpus:
+    generator = np.random.default_rng(seed)
+    return Corpus("text", tuple(" ".join(generator.choice(WORDS, 16)) for _ in range(n)), n, 0, 0, 0)
+
+
+def outcomes(n: int, work: Callable[[Processes], Any], folder: Path) -> list[Any]:
+    made = run_ranks(n, work, folder)
+    assert [outcome.get("trace") for outcome in made] == [None] * n
+    return [outcome["result"] for outcome in made]
+
+
+def numbers_of(layer: LayerMap) -> dict[str, torch.Tensor]:
+    """The matrix as a whole, whose factors are determined but for signs, and the bias."""
+    return {"matrix": layer.matrix(D_MODEL)} | ({} if layer.bias is None else {"bias": layer.bias})
+
+
+def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
+    """What is summed up for lenses, and what comes of it."""
+    kept = lens_moments(model, data, METHODS, batch_tokens=BATCH, progress=False, **options)
+    solved = {name: kept.solve(name) for name in METHODS}
+    return {
+        "n": kept.n,
+        "maps": {
+            (name, layer): numbers_of(of)
+            for name, parts in solved.items()
+            for layer, of in parts.maps.items()
+        },
+        "details": {name: dict(parts.provenance.details) for name, parts in solved.items()},
+    }
+
+
+def require_same_sums(made: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert made["n"] == whole["n"]
+    assert made["details"] == whole["details"]
+    assert made["maps"].keys() == whole["maps"].keys()
+    for at, parts in whole["maps"].items():
+        assert parts.keys() == made["maps"][at].keys()
+        for name, part in parts.items():
+            assert float((made["maps"][at][name] - part).norm()) <= 1e-4 * float(part.norm()), (at, name)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_closed_forms_of_several_processes_are_those_of_one(
+    n: int, model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    """Also of vectors that are collected, and of chosen rows with weights."""
+    n_tokens = len(examples.tokens)
+    rows = torch.from_numpy(np.random.default_rng(5).random(n_tokens) < 0.8)
+    weights = torch.rand(n_tokens, generator=torch.Generator().manual_seed(2))
+
+    def work(_: Processes | None) -> list[Any]:
+        collected = matlens.collect(model, examples, positions="all", progress=False)
+        return [
+            sums_of(model, examples),
+            sums_of(model, collected),
+            sums_of(model, examples, rows=rows, weights=weights),
+            sums_of(model, examples.head(3)),
+        ]
+
+    whole = work(None)
+    assert whole[0]["details"]["mat without sinks"]["n_sinks"] > 0
+    for made in outcomes(n, work, tmp_path / "outcomes"):
+        for ours, theirs in zip(made[:3], whole[:3], strict=True):
+            require_same_sums(ours, theirs)
+        assert made[3]["n"] == whole[3]["n"]
+        assert made[3]["details"] == whole[3]["details"]
+
+
+def test_what_is_summed_up_is_that_of_one_process_in_float64(
+    model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    """Products of all samples, from the factors of three parts of them."""
+
+    def work(_: Processes | None) -> Any:
+        kept = lens_moments(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
+        kept.solve("mat")  # the last samples wait until somebody asks
+        return {
+            (kind, layer): (moments.state[0].T @ moments.state[0], moments.state[0].T @ moments.state[1])
+            for kind, sets in kept._sets.items()
+            for layer, moments in sets.items()
+        }
+
+    whole = work(None)
+    for made in outcomes(3, work, tmp_path / "outcomes"):
+        assert made.keys() == whole.keys()
+        for at, products in whole.items():
+            for ours, theirs in zip(made[at], products, strict=True):
+                assert float((ours - theirs).norm()) <= DIGITS * float(theirs.norm())
+
+
+def test_each_process_passes_over_its_part(
+    model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch is run once, by one of the processes."""
+    run, batches = collecting._run, []
+
+    def noted(*arguments: Any) -> Any:
+        batches.append(arguments[1].index.tolist())
+        return run(*arguments)
+
+    monkeypatch.setattr(collecting, "_run", noted)
+
+    def work(_: Processes | None) -> Any:
+        batches.clear()
+        lens_moments(model, examples, "affine", batch_tokens=BATCH, progress=False)
+        lenses = list(batches)
+        batches.clear()
+        find_sinks(model, examples, batch_tokens=BATCH, progress=False)
+        return lenses, list(batches)
+
+    whole = work(None)
+    made = outcomes(3, work, tmp_path / "outcomes")
+    for place in range(2):
+        assert len(whole[place]) > 5
+        assert sorted(batch for of in made for batch in of[place]) == sorted(whole[place])
+        assert all(of[place] for of in made)
+
+
+def test_layers_are_trained_by_one_process_each(
+    model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit what one process trains; of four processes one has no layer to train."""
+    from matlens.estimators import trained
+
+    layers: list[int] = []
+    monkeypatch.setattr(trained, "Bar", lambda wanted, **_: layers.extend(wanted) or wanted)
+
+    def work(_: Processes | None) -> Any:
+        layers.clear()
+        collected = matlens.collect(model, examples, positions="all", progress=False)
+        fitted = fit_maps(model, collected, ["scaled", "normed+affine"], progress=False)
+        tuned = train_maps("tuned", Readout(model), collected, progress=False)
+        numbers = {
+            (parts.method, layer): (of.parts, of.scale)
+            for parts in (*fitted.values(), tuned)
+            for layer, of in parts.maps.items()
+        }
+        return numbers, list(layers), [list(parts.maps) for parts in (*fitted.values(), tuned)]
+
+    whole, all_layers, order = work(None)
+    made = outcomes(4, work, tmp_path / "outcomes")
+    assert sorted(layer for _, of_process, _ in made for layer in of_process) == sorted(all_layers)
+    assert made[3][1] == []
+    assert len({scale for _, scale in whole.values()}) > 2
+    for numbers, _, of_process in made:
+        assert of_process == order
+        assert numbers.keys() == whole.keys()
+        for at, (parts, scale) in whole.items():
+            exact = "tuned" in at
+            assert numbers[at][1] == pytest.approx(scale, rel=0 if exact else 1e-4)
+            for name, part in parts.items():
+                torch.testing.assert_close(
+                    numbers[at][0][name], part, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5
+                )
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_sinks_are_the_same(n: int, model: Any, examples: Examples, tmp_path: Path) -> None:
+    def work(_: Processes | None) -> Any:
+        return [
+            find_sinks(model, of, batch_tokens=BATCH, progress=False) for of in (examples, examples.head(2))
+        ]
+
+    whole = work(None)
+    assert int(whole[0].sum()) > 0
+    for made in outcomes(n, work, tmp_path / "outcomes"):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, whole, strict=True))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_atlas_of_several_processes_is_that_of_one(
+    kept: bool, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a folder it goes on after a break, whatever the number of processes was."""
+    texts = [make_judged_text(model, text(seed, n), size=16) for seed, n in ((1, 12), (2, 4))]
+    whole = linearity.linearity_atlas(model, *texts, progress=False)
+    assert set(whole["tokens"]) == {"all", "no sinks"}
+    monkeypatch.setattr(collecting, "_CPU_TOKENS", BATCH)
+    folder = tmp_path / "atlas" if kept else None
+    if kept:
+        with monkeypatch.context() as patch:
+            patch.setattr(atlas._Atlas, "together_rows", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
+
+    def work(_: Processes) -> Any:
+        first = linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
+        return first, linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
+
+    for made in outcomes(3, work, tmp_path / "outcomes"):
+        for table in made:
+            pd.testing.assert_frame_equal(table, whole, rtol=2e-4, atol=1e-5)
