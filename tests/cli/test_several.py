@@ -13,13 +13,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from command_lines import run_command
-from conftest import make_sentences
+from conftest import D_MODEL, assert_near, make_sentences
 from several import run_ranks
 
 from matlens.cli.scripts import Report, run_study
 from matlens.cli.several import agreed, leading
 from matlens.commands import app
+from matlens.lens.lens import Lens
 from matlens.linear.sums import PairMoments
 from matlens.processes.group import Processes, current
 from matlens.processes.joining import joined
@@ -99,8 +101,7 @@ def test_torchrun_starts_two_processes_whose_run_is_that_of_one(
 
 
 def test_what_is_not_divided_is_done_once(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Analyses as scripts and commands such as `lens fit`: the first process does them, as if alone."""
-    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    """Analyses as scripts, and commands such as `lens trajectory`: the first process does them."""
 
     def script() -> Any:
         def work(study: Study, report: Report) -> None:
@@ -115,14 +116,39 @@ def test_what_is_not_divided_is_done_once(model_folder: Callable[[str], Path], t
     first, second = run_ranks(2, script, tmp_path / "scripts", join=False)
     assert (first["result"], second["result"]) == ([(0, False, True)], [])
     command = of_a_command(
-        "lens", "fit", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
-        "--device", "cpu", "--out", tmp_path / "lens",
+        "lens", "trajectory", "w1 w2 w3", "--model", model_folder("llama"), "--device", "cpu",
+        "--csv", tmp_path / "cells.csv",
     )  # fmt: skip
-    first, second = run_ranks(2, command, tmp_path / "lenses", join=False)
+    first, second = run_ranks(2, command, tmp_path / "trajectories", join=False)
     code, out, err = first["result"]
-    assert (code, "Traceback" in err, str(tmp_path / "lens") in out) == (0, False, True), err
+    assert (code, "Traceback" in err, str(tmp_path / "cells.csv") in out) == (0, False, True), err
     assert second["result"] == (0, "", "")
-    assert (tmp_path / "lens" / "config.json").is_file()
+    assert (tmp_path / "cells.csv").is_file()
+
+
+def test_lenses_and_the_atlas_of_two_processes_are_those_of_one(
+    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    given = ["--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--device", "cpu"]
+    lens = ["lens", "fit", *given, "--train", 30, "--method", "affine", "--method", "scaled"]
+    parts = ["linearity", *given, "--window", 16]
+    for name, options, most in (("lenses", lens, 2), ("parts", parts, 4)):
+        assert run_command([*options, "--out", tmp_path / name / "one"], capsys).code == 0
+        command = of_a_command(*options, "--out", tmp_path / name / "two")
+        first, *others = run_ranks(most, command, tmp_path / f"{name}-outcomes", join=False)
+        code, out, err = first["result"]
+        assert (code, "Traceback" in err, str(tmp_path / name / "two") in out) == (0, False, True), err
+        assert [other["result"] for other in others] == [(0, "", "")] * (most - 1)
+    tables = [pd.read_csv(tmp_path / "parts" / name / "linearity.csv") for name in ("one", "two")]
+    pd.testing.assert_frame_equal(*tables, rtol=2e-4, atol=1e-5)
+    h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(3))
+    for name in ("affine", "scaled"):
+        ours, theirs = (Lens.load(tmp_path / "lenses" / of / name) for of in ("two", "one"))
+        assert ours.layers == theirs.layers
+        for layer in ours.layers:
+            assert_near(ours(h, layer), theirs(h, layer), 1e-4)
+            assert ours.maps[layer].scale == pytest.approx(theirs.maps[layer].scale, rel=1e-3)
 
 
 def test_what_one_process_does_alone_the_others_wait_for(tmp_path: Path) -> None:
