@@ -6,6 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.prompts import list_of_texts
@@ -13,6 +17,7 @@ from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -41,8 +46,8 @@ def fit_jacobian(
     """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens; ``Lens(*parts)`` is the lens.
 
     For each prompt there is a pass back through the model for every few coordinates of ``h^L``, so that a
-    prompt takes minutes on a processor; all layers come from the same passes. Matrices are taken as they
-    are, and there is no intercept.
+    prompt takes minutes on a processor; all layers come from the same passes. Several processes that share
+    the work divide the prompts. Matrices are taken as they are, and there is no intercept.
 
     Parameters
     ----------
@@ -82,24 +87,44 @@ def fit_jacobian(
     texts = list_of_texts(prompts)
     if not texts or not all(text.strip() for text in texts):
         raise InputError("A prompt is no text or empty, or there is none. Expected texts to fit on.")
+    processes = current()
+    jacobians = torch.zeros(len(wanted), int(model.cfg.d_model), int(model.cfg.d_model))
+    n_fitted = 0
     try:
+        lengths = [min(longest, len(model.to_tokens(text)[0])) for text in texts]
+        long = [text for text, length in zip(texts, lengths, strict=True) if length > skip + 1]
+        # Where no text is long enough, TransformerLens says so.
+        own = long[processes.rank :: processes.size] if long and processes.several else texts
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="skipping prompt")
-            fitted = JacobianLens.fit(
-                model, texts, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=at_once,
-                max_seq_len=longest, skip_first_positions=skip, show_progress=progress,
-            )  # fmt: skip
+            if own:
+                fitted = JacobianLens.fit(
+                    model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=at_once,
+                    max_seq_len=longest, skip_first_positions=skip,
+                    show_progress=progress and processes.leads,
+                )  # fmt: skip
+                n_fitted = fitted.n_prompts
+                jacobians = torch.stack([fitted.jacobians[layer - 1].cpu() for layer in wanted])
     except (ValueError, TypeError) as error:
         raise InputError(f"TransformerLens cannot fit a Jacobian lens here: {error}") from error
-    lengths = [min(longest, len(model.to_tokens(text)[0])) for text in texts]
+    if processes.several:
+        jacobians, n_fitted = _of_all(jacobians, n_fitted)
     n_tokens = sum(length for length in lengths if length > skip + 1)
     provenance = Provenance(
         ModelIdentity.from_model(model),
-        {"corpus": name, "n": fitted.n_prompts},
+        {"corpus": name, "n": n_fitted},
         details={
-            "method": "jacobian", "n_fitted": fitted.n_prompts, "n_tokens": n_tokens, "longest": longest,
+            "method": "jacobian", "n_fitted": n_fitted, "n_tokens": n_tokens, "longest": longest,
             "skip": skip,
         },
     )  # fmt: skip
-    maps = {layer: LayerMap(fitted.jacobians[layer - 1]) for layer in wanted}
+    maps = {layer: LayerMap(jacobian.clone()) for layer, jacobian in zip(wanted, jacobians, strict=True)}
     return LensParts(maps, "jacobian", provenance)
+
+
+def _of_all(means: Float[Tensor, "layers d d"], n: int) -> tuple[Float[Tensor, "layers d d"], int]:
+    """The mean over the prompts of all processes, each of which counts once, and how many they are."""
+    own = {"sums": (n * means.double())[None], "n": torch.tensor([n])}
+    of_all = current().stack(own, "Jacobians")
+    count = int(of_all["n"].sum())
+    return (of_all["sums"].sum(0) / count).float(), count

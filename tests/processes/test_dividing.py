@@ -19,6 +19,7 @@ from matlens.activations import collecting, find_sinks
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.estimators.fitting import lens_moments
+from matlens.estimators.jacobian import fit_jacobian
 from matlens.estimators.maps import LayerMap
 from matlens.estimators.trained import fit_maps, train_maps
 from matlens.inputs import make_judged_text
@@ -199,6 +200,30 @@ def test_layers_are_trained_by_one_process_each(
                 torch.testing.assert_close(
                     numbers[at][0][name], part, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5
                 )
+
+
+def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> None:
+    """Every prompt counts as often as another; of three prompts the fourth process has none."""
+    texts = [" ".join(WORDS[start : start + 9]) for start in (3, 11, 20, 28, 35)]
+
+    def work(_: Processes | None) -> Any:
+        few, many = (
+            fit_jacobian(model, [*prompts, "w1 w2"], layers=[1, 2], skip=1, progress=False)
+            for prompts in (texts[:3], texts)
+        )
+        return [
+            ({layer: of.weight for layer, of in parts.maps.items()}, dict(parts.provenance.details))
+            for parts in (few, many)
+        ]
+
+    whole = work(None)
+    assert [details["n_fitted"] for _, details in whole] == [3, 5]
+    for made in outcomes(4, work, tmp_path / "outcomes"):
+        for (ours, details), (theirs, expected) in zip(made, whole, strict=True):
+            assert details == expected
+            assert list(ours) == list(theirs)
+            for layer, jacobian in theirs.items():
+                torch.testing.assert_close(ours[layer], jacobian, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 4])
