@@ -20,7 +20,7 @@ import typer
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Measured, Out
-from watched import IN_USE, MIB, PEAK, SECONDS, TAKEN, Work, in_a_process
+from watched import IN_USE, MIB, PEAK, SECONDS, Work, in_a_process
 
 from matlens import collect
 from matlens.activations import stream, stream_moments
@@ -57,7 +57,7 @@ def main(
             )
             measured.add(f"{name}: peak / peak of a quarter of the sentences", small / settling)
             used = [_least(of_size, IN_USE) for of_size in seen]
-            measured.add(f"{name}: in use at most, the same", used[1] / used[0], most=1 + _SHARE)
+            measured.add(f"{name}: in use at most, the same", used[1] / used[0], most=1 + _SHARE, held=held)
             if large > (1 + _SHARE) * small:
                 given = [[_parts(n, name, gives_back=True) for _ in range(rounds)] for n in sizes]
                 peaks = [_least(of_size, PEAK) for of_size in given]
@@ -84,7 +84,7 @@ def _parts(sentences: int, mode: str, *, gives_back: bool = False) -> dict[str, 
 
 def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any]]:
     """A line for each part, with what both sizes have of it."""
-    return [[part, small[part], large[part]] for part in small if part not in (SECONDS, TAKEN)]
+    return [[part, small[part], large[part]] for part in small if part != SECONDS]
 
 
 def _collected(model: Any, examples: Any, **how: Any) -> None:
