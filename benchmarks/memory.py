@@ -20,7 +20,7 @@ import typer
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Measured, Out
-from watched import IN_USE, MIB, PEAK, SECONDS, Work, in_a_process
+from watched import IN_USE, MIB, PEAK, SECONDS, TAKEN, Work, in_a_process
 
 from matlens import collect
 from matlens.activations import stream, stream_moments
@@ -51,6 +51,10 @@ def main(
         held = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
             measured.add(f"{name}: growth / rows", (large - small) / rows, most=1 + _SHARE, held=held)
+            taken = [_least(of_size, TAKEN) for of_size in seen]
+            measured.add(
+                f"{name}: growth of what is in use / rows", (taken[1] - taken[0]) / rows, most=1 + _SHARE
+            )
         else:
             measured.add(
                 f"{name}: peak of ten times the sentences / peak", large / small, most=1 + _SHARE, held=held
