@@ -1,0 +1,210 @@
+"""Whether a change lost a number: tables, README, speed and mutants against the kept ones, in one table.
+
+Tables that take less than a minute of CPU each are remade by their own `make` targets in a folder of their
+own and compared with ``results/``: the same columns and rows, counts and text exactly, floats to a relative
+1e-5. Between two processors some cells near zero differ by more: ``--against FOLDER`` compares with the
+tables of an earlier call on the same machine. The models that tables need (a small BERT, small GPT-2s, a
+small WikiLM) are trained once and kept in ``--models``. README's code blocks are run against their printed
+output. With ``--speed`` the speed ratios are measured again and may be at most 15% worse; with ``--mutants
+BEFORE AFTER`` the kill rates of two runs of `mutants.py` are compared instead. Exit status 1 if anything
+was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "results"
+RELATIVE = 1e-5  # two numbers may differ by this, beside the rounding of kept tables to six digits
+SLOWER = 1.15  # times that a ratio may be worse: two runs on one machine differ by up to 10%
+# Targets of the Makefile, and the tables each makes. Those without a model read SmolLM2.
+TARGETS = {
+    "paper_a_fig2_r2": ["paper_a_fig2_r2"],
+    "paper_a_table1_tokens": ["paper_a_table1_tokens"],
+    "sinks": ["sinks", "sinks_r2", "sinks_later"],
+    "sample_sizes": ["sample_sizes"],
+    "paper_b_sec4_search": ["paper_b_sec4_search", "paper_b_sec4_updates"],
+    "compatibility": ["compatibility"],
+    "paper_a_fig2_r2_bert": ["paper_a_fig2_r2_bert"],
+    "paper_a_table1_tokens_bert": ["paper_a_table1_tokens_bert"],
+    "paper_a_fig9_early_exit_bert": ["paper_a_fig9_early_exit_bert"],
+    "paper_a_sec5_corpora_bert": ["paper_a_sec5_corpora_bert"],
+    "paper_b_removal_bert": ["paper_b_removal_bert"],
+    "paper_a_fig7_models_gpts": ["paper_a_fig7_models_gpts"],
+    "paper_a_fig10_submodules_gpts": ["paper_a_fig10_submodules_gpts"],
+    "paper_b_table9_saturation_wikilm": ["paper_b_table9_saturation_wikilm", "paper_b_table4_events_wikilm"],
+}
+MODELS = {"_bert": "small_bert", "_gpts": "small_gpts", "_wikilm": "small_wikilm"}
+SPEED = ("collecting", "fitting", "projecting", "events", "skipping", "starting")
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="A target, such as sinks; default: all.")] = None,
+    out: Annotated[Path, typer.Option(help="Where tables are remade; deleted first.")] = ROOT / "out/frozen",
+    models: Annotated[Path, typer.Option(help="Trained models, kept between calls.")] = ROOT
+    / "out/frozen-models",
+    against: Annotated[
+        Path, typer.Option(help="The tables to compare with, such as those of an earlier call.")
+    ] = KEPT,
+    readme: Annotated[bool, typer.Option(help="Run README's blocks.")] = True,
+    speed: Annotated[bool, typer.Option(help="Measure the speed ratios again: 20 minutes.")] = False,
+    mutants: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="results.jsonl of mutants.py before and after.", metavar="BEFORE AFTER"),
+    ] = None,
+) -> None:
+    """Compare what the code gives now with what is kept, and print a row for each table."""
+    rows = []
+    if not mutants:
+        names = list(TARGETS) if only is None else only
+        make_tables(names, out, models)
+        rows += [compare(table, out, against) for name in names for table in TARGETS[name]]
+    if readme and not mutants and only is None:
+        rows.append(run_readme())
+    if speed:
+        rows += compare_speed(out)
+    if mutants:
+        rows.append(compare_kill_rates(*mutants))
+    print(f"{'what':40} {'compared':>10} {'changed':>8}  largest difference")
+    for what, compared, changed, worst in rows:
+        print(f"{what:40} {compared:>10,} {changed:>8,}  {worst}")
+    raise typer.Exit(1 if any(changed for _, _, changed, _ in rows) else 0)
+
+
+Row = tuple[str, int, int, str]
+
+
+def make_tables(names: list[str], out: Path, models: Path) -> None:
+    """Make tables in an empty folder, by the Makefile's targets, with models that were trained before."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    trained = [target for suffix, target in MODELS.items() if any(suffix in name for name in names)]
+    call_make([f"{models}/{name}.csv" for name in trained], models)
+    for path in models.iterdir() if models.is_dir() else ():
+        if path.name.startswith("small"):  # not what the training collected on its way
+            (out / path.name).symlink_to(path.resolve())
+    # One after the other: what the first collects serves the others.
+    for name in names:
+        call_make([f"{out}/{name}.csv"], out)
+
+
+def call_make(targets: list[str], folder: Path) -> None:
+    """Make targets with ``folder`` in the place of ``out/results``."""
+    if targets:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        python = sys.executable
+        command = ["make", "--silent", *targets, f"RESULTS={folder}", f"BIN={Path(python).parent}"]
+        command.append("--old-file=install")
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        print(*targets, "made" if ended.returncode == 0 else ended.stderr, file=sys.stderr)
+        ended.check_returncode()
+
+
+def compare(name: str, out: Path, against: Path) -> Row:
+    """One table: how many cells were compared and changed, and the largest relative difference."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import sys, pathlib; sys.path.insert(0, 'results'); from gather import keep_table; "
+        code += "keep_table(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+        for source in {out, against} - {KEPT}:
+            reduced = Path(folder, source.name)
+            reduced.mkdir()
+            command = [sys.executable, "-c", code, str(source / f"{name}.csv"), str(reduced)]
+            subprocess.run(command, cwd=ROOT, check=True)
+        before, after = (
+            pd.read_csv((source if source == KEPT else Path(folder, source.name)) / f"{name}.csv")
+            for source in (against, out)
+        )
+    if list(before.columns) != list(after.columns) or len(before) != len(after):
+        return name, before.size, before.size, f"{before.shape} became {after.shape}"
+    return name, before.size, *differences(before, after)
+
+
+def differences(before: pd.DataFrame, after: pd.DataFrame) -> tuple[int, str]:
+    """How many cells of two tables of one shape differ, and the largest relative difference."""
+    changed, worst = 0, 0.0
+    for column in before.columns:
+        for old, new in zip(before[column], after[column], strict=True):
+            if isinstance(old, float) and isinstance(new, float):
+                apart = 0.0 if old == new or (math.isnan(old) and math.isnan(new)) else relative(old, new)
+                changed, worst = changed + (apart > RELATIVE), max(worst, apart)
+            elif old != new:
+                changed, worst = changed + 1, math.inf
+    return changed, f"{worst:.1e}"
+
+
+def relative(old: float, new: float) -> float:
+    """A relative difference, less what rounding both to six digits may do."""
+    if math.isnan(old) or math.isnan(new):
+        return math.inf
+    size = max(abs(old), abs(new))
+    step = 10.0 ** (math.floor(math.log10(size)) - 5)
+    return max(abs(old - new) - step, 0.0) / size
+
+
+def run_readme() -> Row:
+    """README's Python blocks, run one after the other: how many print something else than README says."""
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    names: dict[str, object] = {}
+    checked, wrong = 0, list[str]()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for (language, code), (following, expected) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+            if language != "python":
+                continue
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, "README.md", "exec"), names)
+            if following == "text":
+                checked += 1
+                if printed.getvalue().split() != expected.split():
+                    wrong.append(printed.getvalue())
+    return "README", checked, len(wrong), wrong[0] if wrong else ""
+
+
+def compare_speed(out: Path) -> list[Row]:
+    """Every ratio of the benchmarks, measured again: how many are worse by more than noise."""
+    rows = []
+    for name in SPEED:
+        command = [sys.executable, f"benchmarks/{name}.py", "--out", str(out)]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        tables = [pd.read_csv(folder / f"speed_{name}.csv") for folder in (KEPT, out)]
+        before, after = (table[table["aim"].notna()].set_index("method") for table in tables)
+        both = before.join(after["value"].rename("now"), how="left")
+        worse = list[float]()
+        for row in both.to_dict("records"):
+            kept, now = float(row["value"]), float(row["now"])
+            worse.append(now / kept if str(row["aim"]).startswith("at most") else kept / now)
+        lost = sum(not factor <= SLOWER for factor in worse)  # a ratio that is gone is lost too
+        rows.append((f"speed of {name}", len(worse), lost, f"{max(worse, default=1.0):.2f} times as slow"))
+    return rows
+
+
+def compare_kill_rates(before: Path, after: Path) -> Row:
+    """Whether tests kill a smaller share of the mutants than before."""
+    counts = [Counter(json.loads(line)["outcome"] for line in path.open()) for path in (before, after)]
+    rates = [1 - count["lives"] / count.total() for count in counts]
+    return (
+        "kill rate of mutants",
+        counts[1].total(),
+        int(rates[1] < rates[0]),
+        f"{rates[0]:.1%} to {rates[1]:.1%}",
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
