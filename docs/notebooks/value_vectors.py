@@ -45,7 +45,7 @@ print(ffn.values_promoting(values, projection, ["␣wine"], n=5).to_string(index
 prompt = matlens.make_prompts(model, ["The Eiffel Tower stands in the city of"])
 updates = ffn.Updates.run(model, prompt, layers=[24])
 table = ffn.dominant_table(updates, projection, k=5, n_tokens=4)
-print(table[["value", "coefficient", "share", "tokens"]].to_string(index=False))
+print(table[["value", "coefficient", "share", "promoted"]].to_string(index=False))
 
 # %% [markdown]
 # ## Who makes a prediction

@@ -34,7 +34,8 @@ def update(
 ) -> None:
     """Take apart what the FFNs write for a prompt: the dominant sub-updates and the tokens they promote.
 
-    Without --layer there is a line for each layer, with its greatest sub-update.
+    Without --layer there is a line for each layer, with its greatest sub-update. A sub-update with a negative
+    coefficient promotes the tokens that its value vector demotes.
     """
     from matlens.catalogue.catalogue import Catalogue
     from matlens.corpora.prompts import make_prompts
@@ -54,16 +55,18 @@ def update(
         greatest = table[table["rank"] == 1]
         title = f"{at}: the greatest sub-update of each layer, and the share of the {dominant} greatest"
         rows = [(row.layer, f"{shares[row.layer]:.1%}", *_cells(row)) for row in greatest.itertuples()]
-        print_table(title, ("layer", f"{dominant} greatest", "value", "coefficient", "share", "tokens"), rows)
+        print_table(
+            title, ("layer", f"{dominant} greatest", "value", "coefficient", "share", "promoted"), rows
+        )
         return
     for number, part in table.groupby("layer"):
         title = f"{at}, layer {number}: these are {part['share'].sum():.1%} of all contributions"
         rows = [(row.rank, *_cells(row)) for row in part.itertuples()]
-        print_table(title, ("rank", "value", "coefficient", "share", "tokens"), rows)
+        print_table(title, ("rank", "value", "coefficient", "share", "promoted"), rows)
 
 
 def _cells(row: Any) -> tuple[str, ...]:
-    return row.value, number_text(row.coefficient), f"{row.share:.1%}", row.tokens
+    return row.value, number_text(row.coefficient), f"{row.share:.1%}", row.promoted
 
 
 def _at(examples: Examples, position: int | None) -> Examples:

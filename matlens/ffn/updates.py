@@ -191,9 +191,9 @@ def dominant_table(
 ) -> pd.DataFrame:
     """The dominant sub-updates of one position with the tokens that they promote (appendix A.3).
 
-    One row a sub-update, layer after layer. Columns are ``layer, rank, value, coefficient, contribution,
-    share, tokens``; ``tokens`` are those that the sub-update promotes, as people see them, with commas
-    between.
+    One row per sub-update, layer after layer. Columns are ``layer, rank, value, coefficient, contribution,
+    share, promoted``; ``promoted`` are the tokens with the largest scores of ``m v``, separated by commas.
+    Where the coefficient ``m`` is negative, these are the tokens that the value vector ``v`` itself demotes.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def dominant_table(
         for rank, (index, of_sub_update, ids) in enumerate(sub_updates, start=1):
             texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
             rows.append((layer, rank, str(updates.values.vector(layer, index)), *of_sub_update, texts))
-    columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "tokens"]
+    columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "promoted"]
     return pd.DataFrame(rows, columns=columns)
 
 

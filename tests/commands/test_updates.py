@@ -42,7 +42,7 @@ def test_update_has_a_line_for_each_layer(
         part = expected[expected["layer"] == layer]
         assert row[1] == f"{part['share'].sum():.1%}"
         assert row[2] == part["value"].iloc[0]
-        assert row[5] == part["tokens"].iloc[0]
+        assert row[5] == part["promoted"].iloc[0]
     assert prompt.replace("[", "").split()[0] in printed
 
 
@@ -57,7 +57,7 @@ def test_update_shows_the_sub_updates_of_a_layer_at_a_position(
     expected = dominant_table(updates, Projection.from_model(model), k=4)
     assert [row[1] for row in cells(printed)] == expected["value"].tolist()
     assert [row[2] for row in cells(printed)] == [f"{value:.3f}" for value in expected["coefficient"]]
-    assert [row[4] for row in cells(printed)] == expected["tokens"].tolist()
+    assert [row[4] for row in cells(printed)] == expected["promoted"].tolist()
     assert "At token 2, 'w3', layer 2" in printed
 
 

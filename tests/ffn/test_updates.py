@@ -110,7 +110,7 @@ def test_the_table_tells_the_tokens_that_each_sub_update_promotes(
         assert row.coefficient == pytest.approx(float(m[index]), rel=1e-3)
         assert row.contribution == pytest.approx(float(written.norm()), rel=1e-3)
         best = (e @ written).topk(3).indices.tolist()
-        assert row.tokens == ", ".join(tokenizer.decode([token]) or f"<{token}>" for token in best)
+        assert row.promoted == ", ".join(tokenizer.decode([token]) or f"<{token}>" for token in best)
     assert (table["coefficient"] < 0).any(), "no sub-update turns its vector round, so this proves less"
     for _, of_layer in table.groupby("layer"):
         assert of_layer["share"].is_monotonic_decreasing
