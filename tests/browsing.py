@@ -40,7 +40,7 @@ class Visit:
 def visiting(browser: Any, page: str | Path, *, fragment: str = "", **options: Any) -> Iterator[Visit]:
     """Open a file with the network off; every request beside it is blocked and noted."""
     context = browser.new_context(**options)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)
     url = Path(page).absolute().as_uri()
     folder = url.rpartition("/")[0]
     visit = Visit(context.new_page())

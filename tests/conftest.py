@@ -17,10 +17,15 @@ import shapes  # noqa: F401  # before matlens: says which of its functions are c
 import torch
 import transformers
 from hub_stand_in import Hub, serving
+from hypothesis import HealthCheck, settings
 from offline import refuse_connections
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
+
+# No test depends on how busy the machine is.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 WORDS = [f"w{i}" for i in range(50)]
 SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]"}

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from matlens.processes.joining import joined
 
-LONGEST = 60.0  # seconds for a whole job
+LONGEST = 300.0  # seconds for a whole job
 
 
 def free_port() -> int:

@@ -43,7 +43,7 @@ def test_variables_are_called_alike_and_each_is_of_one_bound() -> None:
     assert all(name.startswith("MATLENS_MAX_") for name in names)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),

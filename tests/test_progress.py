@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 
@@ -22,7 +23,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def until_shown(capsys: pytest.CaptureFixture[str], times: int) -> str:
     """Wait until a bar has been drawn so often."""
     shown = ""
-    for _ in range(1000):
+    for _ in range(6000):
         shown += capsys.readouterr().err
         if shown.count("\r") >= times:
             return shown
@@ -41,11 +42,14 @@ def test_a_single_long_step_moves_its_bar(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.usefixtures("quick")
 def test_a_wait_shows_a_clock_that_goes(capsys: pytest.CaptureFixture[str]) -> None:
     with waiting("loading the model"):
-        assert "loading the model: 00:00" in until_shown(capsys, 3)
+        assert re.search(r"loading the model: \d\d:\d\d", until_shown(capsys, 3))
     assert threading.active_count() == 1 or not [t for t in threading.enumerate() if "loading" in t.name]
 
 
-def test_short_work_shows_nothing_and_all_steps_come_through(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_shows_nothing_and_all_steps_come_through(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_QUIET", 60.0)
     assert list(Bar(iter("abc"), desc="x", total=3)) == list("abc")
     with waiting("x"):
         pass
@@ -65,7 +69,7 @@ def test_a_bar_that_is_left_behind_stops() -> None:
     time.sleep(0.1)
     del bar
     gc.collect()
-    for _ in range(1000):
+    for _ in range(6000):
         if not [thread for thread in threading.enumerate() if "forgotten" in thread.name]:
             return
         time.sleep(0.01)

@@ -79,7 +79,7 @@ class Reader(HTMLParser):
             self.items[-1][-1] += data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(st.one_of(st.text(max_size=8), st.sampled_from(NASTY)), min_size=1, max_size=5), min_size=1
@@ -183,7 +183,7 @@ def fill(folder: Path, marks: Marks, patterns: list[tuple[int, int, str, str]], 
     lines.drop_duplicates(["item", "pattern"]).to_csv(folder / PATTERNS_FILE, index=False, sep=separator)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), separator=st.sampled_from(",;"))
 def test_what_is_filled_in_is_what_is_read(
     data: st.DataObject, separator: str, tmp_path_factory: pytest.TempPathFactory

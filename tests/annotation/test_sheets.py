@@ -86,7 +86,7 @@ def test_empty_lines_are_left_out_and_counted(path: Path) -> None:
     assert sheet.index.tolist() == [2, 6]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     marks=st.lists(
         st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=5), min_size=1, max_size=4

@@ -144,7 +144,7 @@ def test_two_that_ask_at_once_fill_once(tmp_path: Path, capsys: pytest.CaptureFi
 
     def fill(folder: Path) -> None:
         begun.set()
-        time.sleep(0.1)
+        time.sleep(2)  # until the second has asked
         filled.append(folder)
         (folder / "numbers.bin").write_bytes(b"1")
 

@@ -21,7 +21,7 @@ from matlens.control.graders import ATTRIBUTES
 NAMES = st.lists(st.sampled_from(list(ATTRIBUTES)), min_size=1, max_size=6, unique=True)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     names=NAMES, n=st.integers(1, 3), seed=st.integers(0, 10**6),
     decay=st.sampled_from([0.0, 10.0, 50.0, 100.0]), floor=st.sampled_from([0.01, 0.2, 1.0]),

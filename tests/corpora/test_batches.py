@@ -14,7 +14,7 @@ from matlens import make_examples
 from matlens.corpora.corpus import Corpus
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
     budget=st.integers(1, 200),

@@ -20,7 +20,7 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: list[int]) -> None:
     drawn = np.array([data.draw(st.integers(0, length - 1)) for length in lengths])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from matlens.corpora.corpus import Corpus
@@ -25,7 +25,6 @@ def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:
     assert unseen.tolist() == [0, 0.75, 1]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
 def test_half_of_the_text_is_common_and_no_token_too_many(text: list[int]) -> None:
     common = set(np.flatnonzero(TokenFrequency(np.array(text), 9).common).tolist())

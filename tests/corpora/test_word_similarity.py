@@ -41,7 +41,7 @@ def test_words_used_alike_are_told_from_others() -> None:
     assert similarity.row(" Wine") == similarity.row("wine") == similarity.words.index("wine")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=7), min_size=1, max_size=5), st.integers(1, 4))
 def test_cooccurrences_and_information_are_those_of_the_definition(
     texts: list[list[str]], window: int

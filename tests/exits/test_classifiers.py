@@ -127,7 +127,7 @@ def test_rare_events_weigh_as_much_as_all_others() -> None:
     assert halfway == pytest.approx(0.5, abs=0.12)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=25))
 def test_the_threshold_has_the_largest_f1_of_all(pairs: list[tuple[int, bool]]) -> None:
     """Of those midway between two scores, and of the lowest score; the highest of equals."""

@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
 
 @pytest.mark.parametrize("overlap", ["sets", "places"])
 @pytest.mark.parametrize("others", ["later", "by-layer", "together"])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(case=cases())
 def test_the_rule_is_a_loop_over_examples(
     others: Any, overlap: Any, case: tuple[np.ndarray, np.ndarray, np.ndarray, int]

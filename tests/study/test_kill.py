@@ -266,7 +266,7 @@ def _noted(out: Path, unbroken: Unbroken) -> int:
 
 
 def _wait(running: Running, happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not happened():
         assert time.monotonic() < deadline, f"nothing happens any more: {running.log.read_text()}"
         time.sleep(0.005)
