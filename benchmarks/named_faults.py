@@ -76,6 +76,18 @@ NAMED = (
         "return text_losses(model, texts, debiasing=self.processor)",
         "return text_losses(model, texts)",
     ),
+    NamedFault(
+        "the standard deviation of the population in the interval of a perplexity",
+        "control/perplexity",
+        "np.std(total - mean * n_tokens, ddof=1)",
+        "np.std(total - mean * n_tokens, ddof=0)",
+    ),
+    NamedFault(
+        "a later block fitted on the original stream, not on the changed model's",
+        "pruning/folding",
+        "matrices[index] = fold_block(streams, index, block, h, right, method, penalty)",
+        "matrices[index] = fold_block(streams, index, block, streams.h[index], right, method, penalty)",
+    ),
 )  # fmt: skip
 
 

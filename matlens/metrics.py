@@ -62,9 +62,11 @@ def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int
     Raises
     ------
     InputError
-        There is not one token for each row, or one is not in the vocabulary.
+        There is not one token for each row, one is not in the vocabulary, or a probability is NaN.
     """
     _require_tokens(log_probs, token)
+    if bool(log_probs.isnan().any()):  # nothing compares with NaN, so it would count as the best rank
+        raise InputError("log_probs must be numbers, got NaN.")
     return (log_probs > log_probs.gather(1, token[:, None])).sum(1)
 
 

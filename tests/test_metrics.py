@@ -106,6 +106,12 @@ def test_rank_of_the_kth_most_probable_is_k_minus_one() -> None:
         assert rank(scores, order[:, k]).tolist() == [k] * 5
 
 
+def test_a_row_with_nan_has_no_rank() -> None:
+    scores = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 2.0]])
+    with pytest.raises(InputError):
+        rank(scores, torch.tensor([0, 1]))
+
+
 def test_ties_share_the_better_rank() -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0, 0.0, 1.0]]).log_softmax(1)
     assert [int(rank(scores, torch.tensor([token]))) for token in range(5)] == [0, 2, 0, 4, 2]

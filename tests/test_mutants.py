@@ -90,6 +90,6 @@ def test_named_faults_are_put_where_their_code_is(mutants: Any, tmp_path: Path) 
         assert fault.after in mutant.part
         results.add(fault.module, mutant, "killed", 1.0)
         assert results.outcome(fault.module, mutant) == "killed"
-    assert len({fault.name for fault in mutants.NAMED}) == len(mutants.NAMED) == 9
+    assert len({fault.name for fault in mutants.NAMED}) == len(mutants.NAMED) == 11
     with pytest.raises(ValueError, match="0 times"):
         mutants.faulty(mutants.NAMED[0]._replace(before="no such code"), "x = 1")

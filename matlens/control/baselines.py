@@ -19,6 +19,7 @@ from matlens.arguments import short
 from matlens.control.graders import ATTRIBUTES
 from matlens.corpora.readers import context_length
 from matlens.errors import InputError
+from matlens.numerics.probabilities import log_softmax
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class SelfDebiasing(LogitsProcessor):
                 f"Logits after a text are {short(plain)} and those after announcements {short(announced)}. "
                 "Expected as many of each announcement as without, [n, ..., d_vocab]."
             )
-        return self.reweighted(plain, announced.float().softmax(-1).amax(0))
+        return self.reweighted(plain, log_softmax(announced.float()).amax(0).exp())
 
     def reweighted(
         self, plain: Float[Tensor, "... d_vocab"], likeliest: Float[Tensor, "... d_vocab"]
@@ -100,9 +101,9 @@ class SelfDebiasing(LogitsProcessor):
             raise InputError(
                 f"Logits are {short(plain)} and probabilities {short(likeliest)}. Expected them of one shape."
             )
-        log_p = plain.float().log_softmax(-1)
+        log_p = log_softmax(plain.float())
         delta = (log_p.exp() - likeliest).clamp(max=0)
-        return (log_p + (self.decay * delta).clamp(min=math.log(self.floor))).log_softmax(-1)
+        return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
 
     def room(self, model: TransformerBridge) -> int:
         """How many tokens of a text a model's context has room for beside the longest announcement."""

@@ -25,6 +25,7 @@ from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.sites import require_finite
 from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -140,7 +141,7 @@ def _batch_losses(
         places = slice(start, start + _PLACES)
         logits = plain[:, places]
         if debiasing is None or likeliest is None:
-            log_p = logits.log_softmax(-1)
+            log_p = log_softmax(logits)
         else:
             log_p = debiasing.reweighted(logits, likeliest[:, places])
         of_tokens = log_p.gather(2, next_tokens[:, places, None])[:, :, 0]
@@ -157,7 +158,7 @@ def _likeliest(
         rows = [announced_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
         added = len(rows[0]) - batch.tokens.shape[1]
         mask = torch.cat([torch.ones(len(rows), added, dtype=batch.mask.dtype), batch.mask], 1)
-        p = _logits(model, torch.tensor(rows), mask)[:, added:].softmax(-1)
+        p = log_softmax(_logits(model, torch.tensor(rows), mask)[:, added:]).exp()
         likeliest = p if likeliest is None else torch.maximum(likeliest, p, out=likeliest)
     assert likeliest is not None  # Self-Debiasing has an announcement at least
     return likeliest

@@ -22,6 +22,7 @@ from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.readout import Readout, require_vectors
 from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -106,8 +107,7 @@ def divergence(
         )
     if offset is not None:
         scores, truth = scores - offset, truth - offset
-    log_p = truth.log_softmax(-1)
-    return (log_p.exp() * (log_p - scores.log_softmax(-1))).sum(-1)
+    return kl_divergence(log_softmax(truth), log_softmax(scores))
 
 
 @checked
@@ -314,7 +314,7 @@ class _Trained:
         """How much of each token there is: the root mean square of its probability in either distribution."""
         squares = torch.zeros(self.readout.d_vocab, device=self.readout.device)
         for truth, scores in self._read(h, last):
-            squares += truth.exp().square().sum(0) + scores.softmax(-1).square().sum(0)
+            squares += truth.exp().square().sum(0) + log_softmax(scores).exp().square().sum(0)
         return squares.sqrt()
 
     def best_scale(self, h: Tensor, last: Tensor) -> float:

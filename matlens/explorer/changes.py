@@ -19,6 +19,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import token_texts, visible
+from matlens.numerics.probabilities import log_softmax
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
 from matlens.signatures import checked
@@ -190,6 +191,6 @@ def _outcome(
     text = str(continue_prompts(model, [prompt], n_tokens=n_tokens, progress=False)["text"].iloc[0])
     proceed()
     ids = torch.tensor([encode_text(model, prompt).ids], device=model.cfg.device)
-    best = model(ids, return_type="logits")[0, -1].float().softmax(-1).topk(k)
+    best = log_softmax(model(ids, return_type="logits")[0, -1].float()).exp().topk(k)
     texts = map(visible, token_texts(model.tokenizer, best.indices.tolist()))
     return Outcome(list(zip(texts, best.values.tolist(), strict=True)), visible(text))

@@ -13,6 +13,7 @@ from torch import Tensor
 from matlens.arguments import require_whole
 from matlens.errors import InputError
 from matlens.models.vocabulary import token_texts, visible
+from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.pages.trajectory import LensCells
 from matlens.signatures import checked
 
@@ -91,12 +92,12 @@ def _read_block(
     k: int,
 ) -> list[Tensor]:
     """The parts of `LensCells` for some of the tokens."""
-    true = logits(vectors[-1], layers[-1]).log_softmax(-1)
-    p, final = true.exp(), true.argmax(-1, keepdim=True)
+    true = log_softmax(logits(vectors[-1], layers[-1]))
+    final = true.argmax(-1, keepdim=True)
     chosen = followed.to(true.device)
     columns: list[tuple[Tensor, ...]] = []
     for h, layer in zip(vectors, layers, strict=True):
-        log_q = logits(h, layer).log_softmax(-1)
+        log_q = log_softmax(logits(h, layer))
         best = log_q.topk(k)
         of_followed = log_q[:, chosen]
         ranks = [1 + (log_q > of_followed[:, [i]]).sum(-1) for i in range(len(chosen))]
@@ -104,16 +105,11 @@ def _read_block(
             (
                 best.indices,
                 best.values,
-                -_expectation(log_q.exp(), log_q),
-                _expectation(p, true - log_q).clamp(min=0),
+                torch.special.entr(log_q.exp()).sum(-1),
+                kl_divergence(true, log_q).clamp(min=0),
                 1 + (log_q > log_q.gather(1, final)).sum(-1),
                 torch.stack(ranks, 1) if ranks else torch.empty(len(h), 0, dtype=torch.long),
                 of_followed,
             )
         )
     return [torch.stack(part).cpu() for part in zip(*columns, strict=True)]
-
-
-def _expectation(p: Tensor, x: Tensor) -> Tensor:
-    """Sum of ``p x`` over the vocabulary, where a probability of 0 counts nothing."""
-    return torch.where(p > 0, p * x, torch.zeros_like(p)).sum(-1)

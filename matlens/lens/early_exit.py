@@ -25,6 +25,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite
 from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
@@ -90,7 +91,7 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
 
 def confidence_in_top(logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, " n"]:
     """``p1 - p2`` of each row's distribution, in float64."""
-    p1, p2 = in_float64(logits.log_softmax(-1).topk(2).values).exp().unbind(-1)
+    p1, p2 = in_float64(log_softmax(logits).topk(2).values).exp().unbind(-1)
     return p1 - p2
 
 

@@ -14,6 +14,7 @@ from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite
+from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -135,7 +136,7 @@ def _fill(judged: Judgement, part: slice, true: Tensor, scores: Tensor) -> None:
     judged.rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
     judged.surprisal[part] = surprisal.where(sound, torch.inf).cpu()
     if judged.divergence is not None:
-        divergence = (true.exp() * (true - scores.log_softmax(-1))).sum(-1)
+        divergence = kl_divergence(true, log_softmax(scores))
         judged.divergence[part] = divergence.where(sound, torch.inf).cpu()
 
 

@@ -26,6 +26,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import visible
+from matlens.numerics.probabilities import log_softmax
 from matlens.signatures import checked
 from matlens.storage.tables import read_table, require_columns
 
@@ -168,7 +169,7 @@ def prediction_confidence(
     """
     last = collect(model, examples, ["h.-1"], progress=progress)[-1]
     readout = Readout(model)
-    return torch.cat([readout.logits(rows).softmax(-1).amax(-1).cpu() for rows in last.split(_ROWS)])
+    return torch.cat([log_softmax(readout.logits(rows)).amax(-1).exp().cpu() for rows in last.split(_ROWS)])
 
 
 @checked

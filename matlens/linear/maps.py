@@ -63,16 +63,16 @@ class LinearMap:
         )
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """Map vectors, in float32 and on their own device."""
+        """Map vectors in float32, whatever the precision of the map or of the vectors, on their device."""
         if not h.ndim or h.shape[-1] != self.weight.shape[1]:
             width = self.weight.shape[1]
             raise InputError(
                 f"The map {self.source} -> {self.target} takes vectors of {width} coordinates: it was given "
                 f"{short(h)}. Expected what {self.source} holds."
             )
-        weight = self.weight.to(h.device)
-        bias = None if self.bias is None else self.bias.to(h.device)
-        return torch.nn.functional.linear(h.to(weight.dtype), weight, bias)
+        weight = self.weight.to(h.device, torch.float32)
+        bias = None if self.bias is None else self.bias.to(h.device, torch.float32)
+        return torch.nn.functional.linear(h.to(torch.float32), weight, bias)
 
     @property
     def n_samples(self) -> int | None:

@@ -18,6 +18,7 @@ from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import require_finite
 from matlens.models.weights import float32_on, require_finite_weights
+from matlens.numerics.probabilities import log_softmax
 from matlens.numerics.screening import Screen
 from matlens.signatures import checked
 from matlens.wikilm.adaptive import AdaptiveSoftmax
@@ -267,7 +268,7 @@ class Readout:
         InputError
             The vectors are of another width, or not finite.
         """
-        return self.logits(h).log_softmax(-1)
+        return log_softmax(self.logits(h))
 
     def top_tokens(self, h: Float[Tensor, " d_model"], k: int = 5) -> list[tuple[str, float]]:
         """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first.

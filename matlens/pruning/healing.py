@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError
+from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
 from matlens.pruning.streams import Giving, Streams
@@ -88,7 +89,7 @@ def heal(
                 with torch.no_grad():
                     truth = _read_from(whole, len(whole.blocks), streams, streams.h[-1][texts], texts)
                 given = _read_from(layout, start, streams, streams.h[first][texts], texts)
-                loss = (truth.exp() * (truth - given)).sum(-1).mean()
+                loss = kl_divergence(truth, given).mean()
                 if not bool(loss.isfinite()):
                     raise InputError("The divergence is not finite while healing. Expected a larger penalty.")
                 pruned.zero_grad()
@@ -145,4 +146,4 @@ def _read_from(
         logits = layout.model(streams.tokens[texts].to(device), use_cache=False).logits
     finally:
         setattr(place, name, blocks)
-    return logits.float().log_softmax(-1)
+    return log_softmax(logits.float())

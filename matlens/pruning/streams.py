@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from matlens.errors import InputError
 from matlens.models.sites import require_finite
 from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
 
@@ -163,7 +164,7 @@ class Streams:
         """``-ln p`` of the next token, the mean over each text, from a stand-in for the last stream."""
         losses = []
         for part, tokens in zip(h.split(self._step), self.tokens.split(self._step), strict=True):
-            log_p = self._logits(part, tokens)[:, :-1].float().log_softmax(-1)
+            log_p = log_softmax(self._logits(part, tokens)[:, :-1].float())
             of_next = log_p.gather(2, tokens[:, 1:, None].to(log_p.device))[..., 0]
             losses.append(-in_float64(of_next).mean(1).cpu())
         return torch.cat(losses)

@@ -17,6 +17,7 @@ from matlens.corpora.readers import require_own_tokens
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
 from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
@@ -128,7 +129,7 @@ def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progres
     with Bar(total=len(tokens), desc=desc, unit="window", disable=not progress) as bar:
         for part in tokens.split(max(1, _TOKENS // tokens.shape[1])):
             part = part.to(model.device)
-            log_p = model(part, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            log_p = log_softmax(model(part, use_cache=False).logits[:, :-1].float())
             of_next = log_p.gather(2, part[:, 1:, None])[..., 0]
             if not bool(of_next.isfinite().all()):
                 raise InputError(

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, linear
 
 from matlens.arguments import require_number, require_whole, short
 from matlens.errors import InputError
+from matlens.numerics.probabilities import log_softmax
 
 
 def band_edges(cutoffs: Sequence[int], d_vocab: int) -> tuple[tuple[int, int], ...]:
@@ -179,14 +180,14 @@ class AdaptiveSoftmax(nn.Module):
     def _first(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the words of the first band, and of the other bands."""
         head = torch.cat([self.words[0], self.classes])
-        first, classes = (
-            linear(features, head).log_softmax(-1).split([len(self.words[0]), len(self.classes)], -1)
+        first, classes = log_softmax(linear(features, head)).split(
+            [len(self.words[0]), len(self.classes)], -1
         )
         return first, classes
 
     def _within(self, features: Tensor, band: int) -> Tensor:
         """Log-probabilities of a band's words, given the band."""
-        return linear(features @ self.projections[band - 1], self.words[band]).log_softmax(-1)
+        return log_softmax(linear(features @ self.projections[band - 1], self.words[band]))
 
 
 def _words(sizes: Sequence[int], widths: Sequence[int]) -> nn.ParameterList:

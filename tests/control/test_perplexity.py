@@ -148,6 +148,17 @@ def test_the_interval_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
     assert stats.binomtest(hits, n, 0.95).pvalue > 0.01
 
 
+def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums() -> None:
+    """The delta method for a ratio of two means, by sample variances and covariance (Cochran 1977, 6.4)."""
+    lost, counted = np.array([7.0, 3.0, 11.0, 4.0]), np.array([3, 1, 4, 2])
+    r, ((of_lost, both), (_, of_counted)) = lost.sum() / counted.sum(), np.cov(lost, counted)
+    error = math.sqrt((of_lost + r**2 * of_counted - 2 * r * both) / 4) / counted.mean()
+    half = stats.t.ppf(0.975, 3) * error
+    estimate = perplexity_estimate(TextLosses(lost, counted))
+    expected = math.exp(r), math.exp(r - half), math.exp(r + half)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected)
+
+
 def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
     rng = np.random.default_rng(1)
     counted = rng.integers(5, 40, 50)

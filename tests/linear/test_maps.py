@@ -25,6 +25,18 @@ def test_applying_is_the_matrix_product(bias: bool, shape: tuple[int, ...], dtyp
     torch.testing.assert_close(mapped(h), expected.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_map_in_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(3, 64, generator=generator).to(dtype), torch.ones(3, dtype=dtype)
+    h = torch.randn(5, 64, generator=generator)
+    for vectors in (h, h.to(dtype)):
+        mapped = LinearMap(weight, bias, "h.0", "h.1")(vectors)
+        assert mapped.dtype == torch.float32
+        expected = vectors.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(mapped.double(), expected, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("first_bias", [False, True])
 @pytest.mark.parametrize("second_bias", [False, True])
 def test_composing_is_applying_one_after_the_other(first_bias: bool, second_bias: bool) -> None:

@@ -41,7 +41,7 @@ def by_definition(distances: np.ndarray, linkage: str) -> list[list[set[int]]]:
 
 
 @pytest.mark.parametrize("linkage", LINKAGES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(2, 14), d=st.integers(2, 6), seed=st.integers(0, 10**6))
 def test_clusters_of_every_number_are_those_of_the_definition(
     linkage: Any, n: int, d: int, seed: int

@@ -117,6 +117,39 @@ def test_a_fold_is_what_least_squares_by_hand_gives(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_later_block_is_fitted_on_the_stream_of_the_changed_model(
+    name: str, small_model: Models, plain_model: Models, windows: Models
+) -> None:
+    """`chain` without block 1 refits block 2 too, for what it reads once block 0 has been changed."""
+    examples = windows(name)
+    pruned = pruning.prune(small_model(name), examples, [1], method="chain", penalty=0.0, progress=False)
+    changed, original = pruned.model.get_submodule(LAYERS[name][0])[1], plain_model(name)
+    seen = dict[str, list[torch.Tensor]](read=[], written=[], stream=[], right=[])
+    writer = changed.get_submodule(WRITERS[name])
+    hooks = [
+        writer.register_forward_pre_hook(lambda _, args: seen["read"].append(args[0])),
+        writer.register_forward_hook(lambda _, __, output: seen["written"].append(output.clone())),
+        changed.register_forward_hook(
+            lambda _, __, output: seen["stream"].append(output[0] if isinstance(output, tuple) else output)
+        ),
+    ]
+    with torch.no_grad():
+        for start in examples.offsets[:-1][examples.lengths == 24]:
+            tokens = torch.from_numpy(examples.tokens[start : start + 24]).long()[None]
+            pruned.model(tokens)
+            seen["right"].append(plain_vectors(name, original, tokens)["h.3"])
+    for hook in hooks:
+        hook.remove()
+    read, written, stream, right = (
+        torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).double() for parts in seen.values()
+    )
+    wanted = right - (stream - written)
+    if writer.bias is not None:
+        read = torch.cat([read, torch.ones(len(read), 1)], 1)
+    assert_near(written, read @ torch.linalg.lstsq(read, wanted, driver="gelsd").solution, 1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_is_what_a_patched_pass_is(
     name: str,
     small_model: Models,
