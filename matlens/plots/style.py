@@ -85,7 +85,8 @@ def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = N
             figure.suptitle(literal(title))
         for suffix in ("png", "pdf"):
             content = io.BytesIO()
-            figure.savefig(content, format=suffix)
+            # The same figure has the same bytes at any time.
+            figure.savefig(content, format=suffix, metadata={"CreationDate": None} if suffix == "pdf" else {})
             drawn[Path(folder) / f"{name}.{suffix}"] = content.getvalue()
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_together(drawn)

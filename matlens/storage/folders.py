@@ -27,6 +27,8 @@ LAYOUT = 3  # of config.json and what lies beside it; a folder of another is ref
 CONFIG = "config.json"
 BESIDE = "matlens.json"
 """What matlens says of a folder whose ``config.json`` is a model's."""
+FILES = "run.json"
+"""The list of what lies beside the folders of a run: its table of results and its figures."""
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 

@@ -233,7 +233,7 @@ def require_described(path: Path, content: bytes | None = None) -> bool:
     if described.get(TABLE) != _describe(path.name, content):
         raise InputError(
             f"{path} is not the table that {beside.name} describes: one of them has been changed, or writing "
-            f"them was broken off. Make them anew, or remove {beside} if the change is meant."
+            "them was interrupted. Make both again."
         )
     return True
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.arrays import read_header, require_hash, require_record
-from matlens.storage.files import open_regular, read_json
-from matlens.storage.folders import BESIDE, CONFIG, is_record, read_record
+from matlens.storage.files import SEAL, open_regular, read_json, require_seal
+from matlens.storage.folders import BESIDE, CONFIG, FILES, is_record, read_record
 from matlens.storage.notes import UNFINISHED, Notes
 from matlens.storage.rows import recorded_columns, require_noted
 from matlens.storage.tables import TABLE, require_described
+
+_OF_SITE = re.compile(r"[a-z0-9_]+\.\d+\.(npy|safetensors)")  # a file of vectors or of maps
 
 
 class Verdict(NamedTuple):
@@ -69,13 +73,16 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
 
 def _verify_place(folder: Path, names: list[str]) -> Iterator[Verdict]:
     marker = next((name for name in (CONFIG, UNFINISHED) if name in names), None)
+    if marker is None and any(map(_OF_SITE.fullmatch, names)):
+        config = folder / CONFIG
+        yield Verdict(folder, "vectors or maps", f"{config} is missing, so nothing says what its files hold.")
     for record in filter(None, (marker, BESIDE if BESIDE in names else None)):
         verdict = _verify_folder(folder, folder / record)
         if verdict is not None:
             yield verdict
     for name in names:
         if name.endswith(".json") and name not in (CONFIG, UNFINISHED, BESIDE):
-            verdict = _verify_table(folder / name)
+            verdict = _verify_list(folder / name) if name == FILES else _verify_table(folder / name)
             if verdict is not None:
                 yield verdict
 
@@ -110,6 +117,27 @@ def _finished(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+def require_unchanged(folder: Path) -> None:
+    """Refuse a pruned model, or any folder with a ``matlens.json``, whose files are not what was written.
+
+    Raises
+    ------
+    InputError
+        A file is missing or has changed; the message names it.
+    """
+    state = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.iterdir())]
+    _require_files(folder, str(state))
+
+
+@lru_cache(maxsize=16)
+def _require_files(folder: Path, state: str) -> None:
+    """Hash the files that a model is loaded from, once for each state that they are in."""
+    config = read_record(folder, folder / BESIDE)
+    read = {name: record for name, record in config["files"].items() if not name.endswith(".md")}
+    for _ in _finished(folder, {"files": read}):
+        pass
+
+
 def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
     notes = Notes(folder)
     for note in notes.records:
@@ -130,11 +158,30 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
             yield
 
 
+def _verify_list(path: Path) -> Verdict | None:
+    """Check the files that a run lists: its table, its figures, and what says what its folders hold."""
+    try:
+        listed = read_json(path)
+        if not isinstance(listed, dict) or not ({SEAL, "files", "folders"} & listed.keys()):
+            return None  # somebody else's
+        require_seal(listed, path)
+        what = f"list of {len(listed['files'])} files"
+        absent = [name for name in listed["folders"] if not (path.parent / name / CONFIG).is_file()]
+        if absent:
+            return Verdict(path, what, f"{path.parent / absent[0] / CONFIG} is missing.")
+        return Verdict(path, what, _damage(_finished(path.parent, listed)))
+    except (InputError, OSError, KeyError, TypeError) as error:
+        return Verdict(path, "list of files", str(error))
+
+
 def _verify_table(beside: Path) -> Verdict | None:
     table, what = beside.with_suffix(".csv"), "table of results"
     try:
+        described = read_json(beside)
+        listed_in = described.get("listed_in") if isinstance(described, dict) else None
+        if listed_in is not None and not (beside.parent / FILES).exists():
+            return Verdict(table, what, f"{beside.parent / FILES} is missing, which lists its files.")
         if not table.exists():
-            described = read_json(beside)
             gone = isinstance(described, dict) and TABLE in described
             return Verdict(table, what, f"{table} is gone.") if gone else None
         return Verdict(table, what, None) if require_described(table) else None

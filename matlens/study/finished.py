@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from matlens.errors import InputError
 from matlens.loading.places import CHECKPOINT, locate
 from matlens.progress import waiting
 from matlens.sources.sources import SAMPLES
-from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
-from matlens.storage.folders import LAYOUT, command_line, software_versions
-from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION
+from matlens.storage.files import hash_file, open_regular, read_json, require_seal
+from matlens.storage.folders import software_versions
+from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.wikilm.dictionary import DICTIONARY
 
 PARTS = (TRAIN, VALIDATION, MAPS)
@@ -51,21 +52,19 @@ class RunNote:
         """Whether the folder holds what the run would give."""
         try:
             note = require_seal(read_json(self._path), self._path)
-            return self._asked is not None and note["run"] == self._asked and note["left"] == self._left()
+            if self._asked is None or note["run"] != self._asked or note["left"] != self._left():
+                return False
+            return all(_digest(self._folder / name) == of["sha256"] for name, of in note["files"].items())
         except _UNREADABLE:
             return False
 
     def write(self) -> None:
-        """Leave the note, unless the model or the corpus has changed meanwhile or cannot be told apart."""
-        self._path.unlink(missing_ok=True)
-        if self._asked is None or self._told_apart() != self._asked:
-            return
-        try:
-            left = self._left()
-        except _UNREADABLE:
-            return
-        note = {"layout": LAYOUT, "run": self._asked, "left": left, "command": command_line()}
-        write_json(self._path, sealed(note))
+        """List the files of the run, and what it was unless the model or the corpus has changed meanwhile."""
+        note: dict[str, Any] = {}
+        if self._asked is not None and self._told_apart() == self._asked:
+            with suppress(*_UNREADABLE):
+                note = {"run": self._asked, "left": self._left()}
+        write_list(self._folder, note)
 
     def _told_apart(self) -> dict[str, Any] | None:
         try:

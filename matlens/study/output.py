@@ -6,13 +6,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matlens.storage.files import require_writable
-from matlens.storage.folders import Workplace
+from matlens.errors import InputError
+from matlens.storage.files import read_json, require_seal, require_writable, sealed, write_json
+from matlens.storage.folders import FILES, LAYOUT, Workplace, command_line
 
-TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", "run.json"
+TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
 MOMENTS = "moments"  # in the place of TRAIN, where no vectors are kept
 FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
 _HOLDS = {TRAIN: "activations", VALIDATION: "activations", MOMENTS: "moments", MAPS: "maps"}
+
+
+def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
+    """List the table and the figures in a folder with their hashes, and the parts that are finished there.
+
+    Parameters
+    ----------
+    folder
+        The folder of a run.
+    run
+        What the run was asked for and has left, see `RunNote`; by default what the list says already.
+    """
+    from matlens.storage.arrays import describe_file  # torch, which a finished run can spare
+
+    path = folder / RUN
+    if run is None:
+        try:
+            said = require_seal(read_json(path), path)
+            run = {key: said[key] for key in ("run", "left") if key in said}
+        except (OSError, InputError):
+            run = {}
+    names = [name for name in (f"{RESULTS}.csv", f"{RESULTS}.json", *FIGURES) if (folder / name).is_file()]
+    parts = [name for name in _HOLDS if (folder / name / "config.json").is_file()]
+    files = {name: describe_file(folder / name) for name in names}
+    write_json(
+        path,
+        sealed({"layout": LAYOUT, **run, "files": files, "folders": parts, "command": command_line()}),
+    )
 
 
 def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:

@@ -19,8 +19,8 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.signatures import checked
-from matlens.storage.tables import COLUMNS, read_table, write_results
-from matlens.study.output import MAPS, MOMENTS, RESULTS, TRAIN, VALIDATION
+from matlens.storage.tables import COLUMNS, read_table, require_described, write_results
+from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def evaluate_maps(
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
         parts.append(prediction_quality(readout or Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
-    write_results(folder, RESULTS, results, origin_of(maps, validation))
+    write_results(folder, RESULTS, results, origin_of(maps, validation) | {"listed_in": RUN})
+    write_list(folder)
     return results
 
 
@@ -107,6 +108,7 @@ def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
             continue
         for suffix in ("png", "pdf"):  # a figure of an earlier table
             (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)
+    write_list(Path(folder))
     return written
 
 
@@ -120,6 +122,11 @@ def read_results(folder: str | Path) -> pd.DataFrame:
         There is none, or its columns are others.
     """
     path = Path(folder) / f"{RESULTS}.csv"
+    if path.is_file() and not require_described(path):
+        raise InputError(
+            f"{path.with_suffix('.json')} is missing, so nothing says that {path.name} is as it was written. "
+            f"Run 'matlens evaluate {folder}' again."
+        )
     numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
         ("value", "low", "high"), "float64"
     )

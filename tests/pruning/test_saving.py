@@ -87,6 +87,37 @@ def test_a_folder_loads_to_the_same_logits(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def change_setting(path: Path) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rms_norm_eps": 2 * config["rms_norm_eps"]}))
+
+
+def flip(path: Path, at: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+HARM: dict[str, Callable[[Path], None]] = {
+    "a bit of the weights": lambda folder: flip(folder / "model.safetensors", 0.5),
+    "the last bit of the weights": lambda folder: flip(folder / "model.safetensors", 0.999),
+    "a setting": lambda folder: change_setting(folder / "config.json"),
+    "the tokenizer": lambda folder: flip(folder / "tokenizer.json", 0.5),
+    "the record": lambda folder: flip(folder / "matlens.json", 0.5),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_a_folder_with_other_files_does_not_load(name: str, pruned: pruning.Pruned, tmp_path: Path) -> None:
+    folder = pruning.save_pruned(pruned, tmp_path / "model")
+    (folder / "README.md").write_text("A card of one's own.")
+    matlens.load(str(folder), device="cpu")
+    HARM[name](folder)
+    with pytest.raises(InputError):
+        matlens.load(str(folder), device="cpu")
+
+
 @pytest.mark.parametrize(
     ("method", "said"),
     [

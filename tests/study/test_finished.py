@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from matlens.errors import InputError
+from matlens.storage.arrays import describe_file
 from matlens.storage.files import sealed, write_json
+from matlens.storage.tables import write_results
+from matlens.storage.verification import verify
 from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
 
 
@@ -36,11 +40,11 @@ def folder(tmp_path: Path) -> Path:
     for part in ("train", "validation", "maps"):
         (out / part).mkdir(parents=True)
         (out / part / "rows").write_bytes(b"12345678")
-        config = {"layout": 3, "holds": part, "request": {"seed": 0}, "files": {"rows": {"bytes": 8}}}
-        (out / part / "config.json").write_text(json.dumps(config))
-    (out / "results.csv").write_text("value\n1.0\n")
+        files = {"rows": describe_file(out / part / "rows")}
+        config = {"layout": 3, "holds": part, "request": {"seed": 0}, "files": files}
+        write_json(out / part / "config.json", sealed(config))
+    write_results(out, "results", pd.DataFrame({"value": [1.0]}), {"listed_in": RUN})
     (out / "r2.png").write_bytes(b"a figure")
-    write_json(out / "results.json", sealed({"note": None}))
     note = RunNote(out, options(tmp_path))
     assert not note.answers()
     note.write()
@@ -100,6 +104,28 @@ def test_whatever_has_changed_is_seen(folder: Path, change: str) -> None:
     assert not answers(folder)
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip], ids=["gone", "flipped"])
+@pytest.mark.parametrize(
+    "name",
+    ["maps/config.json", "train/config.json", "train/rows", "results.csv", "results.json", "r2.png", RUN],
+)
+def test_verify_names_every_file_of_a_run_that_is_gone_or_changed(
+    name: str, harm: Callable[[Path], None], folder: Path
+) -> None:
+    out = folder / "out"
+    assert not [verdict.damage for verdict in verify(out) if verdict.damage]
+    harm(out / name)
+    damages = [verdict.damage for verdict in verify(out) if verdict.damage]
+    assert any(name.rpartition("/")[2] in damage for damage in damages)
+
+
 def test_other_software_does_the_run_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matlens.study.finished.software_versions", lambda: {"torch": "another"})
     assert not answers(folder)
@@ -109,7 +135,7 @@ def test_what_changes_during_the_run_leaves_no_note(folder: Path) -> None:
     note = RunNote(folder / "out", options(folder))
     overwrite(folder / "words.txt", b"those")
     note.write()
-    assert not (folder / "out" / RUN).exists()
+    assert "run" not in json.loads((folder / "out" / RUN).read_text())
     overwrite(folder / "words.txt", b"these")
     assert not answers(folder)
 
@@ -119,7 +145,7 @@ def test_what_cannot_be_read_at_the_end_leaves_no_note(folder: Path) -> None:
         note = RunNote(folder / "out", options(folder))
         change.unlink()
         note.write()
-        assert not (folder / "out" / RUN).exists()
+        assert "run" not in json.loads((folder / "out" / RUN).read_text())
         change.write_text("{}")
 
 

@@ -15,6 +15,8 @@ from sklearn.metrics import r2_score
 import matlens
 from matlens.activations.activations import Activations
 from matlens.models.weights import unembed_hash
+from matlens.storage.tables import write_results
+from matlens.storage.verification import verify
 from matlens.study.fits import fit_maps
 from matlens.study.parts import collect_parts
 from matlens.study.results import evaluate_maps, plot_results, read_results
@@ -39,10 +41,28 @@ def test_words_among_numbers_are_refused(
     fit_maps(collected, pairs="last", progress=False)
     table = evaluate_maps(small_model("gpt2"), collected, progress=False).astype(object)
     table[column] = "many"
-    table.to_csv(collected / "results.csv", index=False)
-    (collected / "results.json").unlink()  # which knows what was written
+    write_results(collected, "results", table, {})
     with pytest.raises(matlens.InputError, match="many"):
         read_results(collected)
+
+
+def test_a_table_without_its_description_is_not_drawn(
+    small_model: Callable[[str], Any], collected: Path
+) -> None:
+    fit_maps(collected, pairs="last", progress=False)
+    evaluate_maps(small_model("gpt2"), collected, progress=False)
+    plot_results(collected)
+    (collected / "results.json").unlink()
+    with pytest.raises(matlens.InputError, match=r"results\.json is missing"):
+        plot_results(collected)
+
+
+def test_figures_drawn_again_are_listed_again(small_model: Callable[[str], Any], collected: Path) -> None:
+    fit_maps(collected, pairs="last", progress=False)
+    evaluate_maps(small_model("gpt2"), collected, progress=False)
+    for title in ("one", "another"):
+        plot_results(collected, title=title)
+        assert not [verdict.damage for verdict in verify(collected) if verdict.damage]
 
 
 def test_maps_are_fitted_on_one_part_and_judged_on_the_other(
