@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -27,6 +27,7 @@ from matlens.models.changes import changes_of, unchanged
 from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
+from matlens.models.weights import WeightChecksum
 from matlens.processes.group import Processes, current
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -51,8 +52,8 @@ class Rows:
         Which token of its sentence each row is, from 0.
     vectors
         By site, in float32.
-    changes
-        What is changed in the model that they are of, see `changes_of`; ``()`` for the plain model.
+    provenance
+        The model and the examples that they are of.
     divided
         Whether these are of one of several processes that each have batches of their own.
     """
@@ -60,7 +61,7 @@ class Rows:
     index: Int[np.ndarray, " n"]
     places: Int[np.ndarray, " n"]
     vectors: dict[str, Float[Tensor, "n d"]]
-    changes: tuple[str, ...] = ()
+    provenance: Provenance = field(default_factory=Provenance, repr=False)
     divided: bool = False
 
 
@@ -117,8 +118,9 @@ def collect(
 
     def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
         hooks = {str(site): anatomy.hook(site) for site in wanted}
-        changes = identity.changes or ()
-        for rows in _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes, True):
+        for rows in _stream(
+            model, examples, hooks, positions, batch_tokens, progress, skip, provenance, True
+        ):
             yield None if rows is None else (rows.index, rows.vectors)
 
     def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
@@ -166,8 +168,12 @@ def stream(
     """Yield the vectors of the chosen sites batch by batch, keeping none.
 
     The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
-    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches. A model
-    that is changed between two batches is refused. Where several processes share the work, each is given
+    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
+
+    A model that is changed between two batches is refused. Edited weights are noticed before each batch on a
+    CPU, and at the end on a GPU, where reading them all would take as long as a batch.
+
+    Where several processes share the work, each is given
     all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
     """
     turns = stream_turns(
@@ -195,9 +201,12 @@ def stream_turns(
     _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
     hooks = {str(site): anatomy.hook(site) for site in _resolve_sites(anatomy, sites)}
-    batch_tokens = _batch_tokens(model, batch_tokens)
-    skip, changes = require_whole(skip, "skip", least=0), changes_of(model)
-    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, changes, divided)
+    batch_tokens, skip = _batch_tokens(model, batch_tokens), require_whole(skip, "skip", least=0)
+    provenance = Provenance(
+        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions,
+        hooks=hook_names(anatomy, hooks),
+    )  # fmt: skip
+    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, provenance, divided)
 
 
 @torch.inference_mode()
@@ -209,7 +218,7 @@ def _stream(
     batch_tokens: int,
     progress: bool,
     skip: int,
-    changes: tuple[str, ...],
+    provenance: Provenance,
     divided: bool,
 ) -> Iterator[Rows | None]:
     """Yield vectors by the sites' hooks, turn by turn; who asks has looked at the model.
@@ -220,21 +229,26 @@ def _stream(
     read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
-    processes = current() if divided else Processes()
+    processes, changes = current() if divided else Processes(), provenance.identity.changes or ()
+    weights = WeightChecksum([model.original_model], "the stream of its vectors")
+    on_cpu = all(weight.device.type == "cpu" for weight in model.original_model.parameters())
     bar = Bar(total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress)
     with bar:
         while turn := list(itertools.islice(batches, processes.size)):
             rows = None
+            if on_cpu:
+                weights.check()
             if processes.rank < len(turn):
                 batch = turn[processes.rank]
                 at, index = _places(examples, batch, positions)
                 with unchanged(model, changes), own_precision():
                     vectors = _run(model, batch, hooks, at)
-                rows = Rows(index, at[1].numpy(), vectors, changes, processes.several)
+                rows = Rows(index, at[1].numpy(), vectors, provenance, processes.several)
                 for name, values in rows.vectors.items():
                     require_finite(values, name)
             yield rows
             bar.update(sum(len(batch.index) for batch in turn))
+    weights.check()
 
 
 def _require_arguments(model: Any, examples: Any, positions: Any) -> None:

@@ -10,6 +10,7 @@ from matlens.corpora.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
 from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.models.changes import require_eval_mode
 from matlens.models.tokenization import token_policy
 from matlens.signatures import checked
 
@@ -104,6 +105,7 @@ def require_decoder(model: TransformerBridge, consequence: str) -> None:
     InputError
         It predicts masked tokens, reads images, or stands for a stack of an encoder-decoder.
     """
+    require_eval_mode(model)
     if stack_of(model) is not None or is_visual(model):
         reads = (
             "reads images" if is_visual(model) else f"is read as the {stack_of(model)} of an encoder-decoder"

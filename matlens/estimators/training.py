@@ -170,17 +170,18 @@ def polish(
     adam = torch.optim.Adam(groups, lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
     batches = list(_batches(len(h), steps, batch, generator))
-    for step, rows in enumerate(Bar(batches, desc="polishing", disable=not progress)):
-        drawn, offset = sample.draw(generator)
-        matrix.grad = None
-        adam.zero_grad()
-        trained.loss(h[rows], last[rows], drawn, offset).backward()
-        assert matrix.grad is not None
-        momentum = 0.9 * momentum + matrix.grad
-        with torch.no_grad():
-            matrix -= rate * (1 - step / steps) * _orthogonal(matrix.grad + 0.9 * momentum)
-        adam.step()
-        schedule.step()
+    with readout.weights.constant():
+        for step, rows in enumerate(Bar(batches, desc="polishing", disable=not progress)):
+            drawn, offset = sample.draw(generator)
+            matrix.grad = None
+            adam.zero_grad()
+            trained.loss(h[rows], last[rows], drawn, offset).backward()
+            assert matrix.grad is not None
+            momentum = 0.9 * momentum + matrix.grad
+            with torch.no_grad():
+                matrix -= rate * (1 - step / steps) * _orthogonal(matrix.grad + 0.9 * momentum)
+            adam.step()
+            schedule.step()
     return trained.result()
 
 
@@ -261,12 +262,13 @@ def tune(
     trained = _Trained(readout, LayerMap(torch.zeros(width, width), bias=torch.zeros(width)), residual=True)
     optimiser = torch.optim.SGD(trained.parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
-    for rows in Bar(list(_batches(len(h), steps, batch, generator)), desc="tuning", disable=not progress):
-        optimiser.zero_grad()
-        trained.loss(h[rows], last[rows]).backward()
-        torch.nn.utils.clip_grad_norm_(trained.parts, 1.0)
-        optimiser.step()
-        schedule.step()
+    with readout.weights.constant():
+        for rows in Bar(list(_batches(len(h), steps, batch, generator)), desc="tuning", disable=not progress):
+            optimiser.zero_grad()
+            trained.loss(h[rows], last[rows]).backward()
+            torch.nn.utils.clip_grad_norm_(trained.parts, 1.0)
+            optimiser.step()
+            schedule.step()
     return trained.result()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
@@ -23,9 +23,9 @@ from matlens.ffn.norms import linear_head
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.readout import narrowing, require_vectors
+from matlens.models.readout import head_modules, narrowing, require_vectors
 from matlens.models.vocabulary import token_texts, word_tokens
-from matlens.models.weights import float32_on
+from matlens.models.weights import WeightChecksum, float32_on
 from matlens.numerics.largest import largest
 from matlens.progress import Bar
 from matlens.signatures import checked
@@ -94,12 +94,15 @@ class Projection:
         What vectors go through first: nothing, the model's final norm, or the linear parts of its head.
     identity
         The model whose vocabulary it is; ``None`` where that is not known.
+    weights
+        The model's weights that it reads; scores raise InputError once they have changed.
     """
 
     unembedding: Float[Tensor, "d_vocab d_model"]
     tokenizer: Any
     norm: nn.Module | None = None
     identity: ModelIdentity | None = None
+    weights: WeightChecksum | None = field(default=None, repr=False)
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Projection:
@@ -110,7 +113,8 @@ class Projection:
         InputError
             The model has no unembedding.
         """
-        return cls(unembedding(model), _tokenizer(model), identity=_identity(model))
+        rows = unembedding(model)
+        return cls(rows, _tokenizer(model), identity=_identity(model), weights=_weights(model))
 
     @classmethod
     def after_norm(cls, model: TransformerBridge) -> Projection:
@@ -125,7 +129,7 @@ class Projection:
         if not hasattr(model, "ln_final"):
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
         norm = float32_on(copy.deepcopy(model.ln_final.original_component), plain.device)
-        return cls(plain, _tokenizer(model), norm, _identity(model))
+        return cls(plain, _tokenizer(model), norm, _identity(model), _weights(model))
 
     @classmethod
     def through_head(cls, model: TransformerBridge) -> Projection:
@@ -146,7 +150,7 @@ class Projection:
             dense = model.mlm_head.original_component.weight.to(normed.unembedding.device)
         assert normed.norm is not None  # after_norm has one
         head = linear_head(dense, normed.norm, model.cfg.d_model)
-        return cls(normed.unembedding, normed.tokenizer, head, normed.identity)
+        return replace(normed, norm=head)
 
     def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
         """Refuse vectors of another model; where one of the models is not known they are taken.
@@ -156,6 +160,7 @@ class Projection:
         InputError
             The models differ; see `Provenance.require_same`.
         """
+        self._check_weights()
         model = other.model if isinstance(other, Provenance) else other
         if self.identity is not None and model is not None:
             Provenance(self.identity).require_same(other, ours="the projection", theirs=theirs)
@@ -169,7 +174,12 @@ class Projection:
         InputError
             The vectors are of another width, or not finite.
         """
+        self._check_weights()
         return self._inputs(vectors) @ self.unembedding.T
+
+    def _check_weights(self) -> None:
+        if self.weights is not None:
+            self.weights.check()
 
     def _inputs(self, vectors: Tensor) -> Tensor:
         """What is multiplied with the unembedding."""
@@ -213,6 +223,7 @@ class Projection:
         require_vectors(vectors, self.unembedding.shape[1], n_axes=2)
         if not len(vectors):
             raise InputError("There are no vectors. Expected at least one.")
+        self._check_weights()
         blocks = self.blocks(vectors)
         # One place for the scores of all blocks: to get memory anew for each takes longer than to order them.
         with torch.inference_mode():
@@ -380,6 +391,11 @@ def name_columns(values: ValueVectors, rows: Iterable[int]) -> pd.DataFrame:
 
 def _identity(model: TransformerBridge) -> ModelIdentity:
     return ModelIdentity.from_model(model, hash_unembedding=False).of_weights
+
+
+def _weights(model: TransformerBridge) -> WeightChecksum:
+    """The weights that a projection may read: those of the model's head."""
+    return WeightChecksum(head_modules(model), "the projection")
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:

@@ -32,7 +32,7 @@ from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, out
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
-from matlens.models.weights import float32_on, rows_of_linear
+from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ class ValueParts:
         The experts of each layer, or ``None``; empty where no layer has any.
     multiplier
         What an FFN's output is multiplied by before it is added.
+    modules
+        The modules of each layer that these are read from; empty where they come from a file.
     """
 
     identity: ModelIdentity
@@ -109,6 +111,7 @@ class ValueParts:
     norms: Sequence[nn.Module]
     mixtures: Sequence[Any] = ()
     multiplier: float = 1.0
+    modules: Sequence[Sequence[nn.Module]] = ()
 
 
 @checked
@@ -143,6 +146,8 @@ class ValueVectors:
         mixtures = [mixture(model, layer) for layer in layers]
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
         kind = output_kind(anatomy)
+        norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
+        read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
         self._take(
             ValueParts(
                 ModelIdentity.from_model(model).of_weights,
@@ -150,9 +155,10 @@ class ValueVectors:
                 shape,
                 [None if module is None else rows_of_linear(module, shape) for module in modules],
                 [getattr(module, "bias", None) for module in modules],
-                [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else [],
+                norms,
                 mixtures,
                 output_multiplier(model),
+                [[*of_layer, *norms[i : i + 1]] for i, of_layer in enumerate(read)],
             )
         )
 
@@ -169,6 +175,7 @@ class ValueVectors:
         self._matrices, self._biases = parts.matrices, parts.biases
         self._norms = [float32_on(norm, self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
+        self._weights = [WeightChecksum(modules, "the object of value vectors") for modules in parts.modules]
         self.output_kind = NORMED_OUT if parts.norms else FFN_OUT
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
 
@@ -270,7 +277,7 @@ class ValueVectors:
 
     def matrix(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """The rows of a layer's output matrix as they are, without a norm's gain or a number that follows."""
-        layer = self.resolve_layer(layer)
+        layer = self._checked(layer)
         matrix, experts = self._matrices[layer], self._mixtures[layer]
         rows = matrix if experts is None else experts.matrix()
         assert rows is not None  # there are experts, or a matrix
@@ -282,7 +289,7 @@ class ValueVectors:
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
         """The output bias of a layer, added whatever the coefficients are; zeros where the model has none."""
-        bias = self._biases[self.resolve_layer(layer)]
+        bias = self._biases[self._checked(layer)]
         if bias is None:
             return torch.zeros(self.d_model, device=self.device)
         return self._reaching(layer, bias.detach().to(self.device, torch.float32))
@@ -299,13 +306,20 @@ class ValueVectors:
         InputError
             This model has no such layer.
         """
-        layer = self.resolve_layer(layer)
+        layer = self._checked(layer)
         if not self._norms:
             return torch.ones(len(outputs), device=self.device)
         outputs = outputs.to(self.device, torch.float32)
         normed, unscaled = self._norms[layer](outputs), self._reaching(layer, outputs)
         size = unscaled.square().sum(1)
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
+
+    def _checked(self, layer: int) -> int:
+        """The number of a layer whose weights are still those that the value vectors were read from."""
+        layer = self.resolve_layer(layer)
+        if self._weights:
+            self._weights[layer].check()
+        return layer
 
     def _reaching(self, layer: int, vectors: Tensor) -> Tensor:
         """What reaches the stream of addends of an FFN's output, but for the scale of the token."""
@@ -324,6 +338,8 @@ class ValueVectors:
         values = [self.resolve(name) for name in names]
         if not values:
             raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
+        for layer in {value.layer for value in values}:
+            self._checked(layer)
         return torch.stack([self._reaching(v.layer, self._row(v)) for v in values])
 
     def _row(self, value: ValueVector) -> Float[Tensor, " d_model"]:

@@ -144,12 +144,13 @@ def exit_confidences(
         raise InputError("There is nothing to leave the model by. Expected a substitute for each layer.")
     require_finite(truth, "the truth")
     confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
-    for part in Bar(list(chunks(n)), desc=f"confidence of {name}", disable=not progress):
-        true = readout.log_probs(truth[part])
-        for i, substitute in enumerate(substitutes):
-            logits = readout.logits(substitute(part))
-            confidence.difference[part, i] = confidence_in_top(logits).float().cpu()
-            confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
+    with readout.weights.constant():
+        for part in Bar(list(chunks(n)), desc=f"confidence of {name}", disable=not progress):
+            true = readout.log_probs(truth[part])
+            for i, substitute in enumerate(substitutes):
+                logits = readout.logits(substitute(part))
+                confidence.difference[part, i] = confidence_in_top(logits).float().cpu()
+                confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
     return confidence
 
 

@@ -115,17 +115,18 @@ def judge_scores(
         )
         for key in members
     }
-    for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
-        true = readout.log_probs(truth[part])
-        require_finite(true, "the read-out")
-        for key, member in members.items():
-            scores = member(part)
-            if scores.shape != true.shape:
-                raise InputError(
-                    f"The scores of {short(key)} have the shape {tuple(scores.shape)}. Expected those of "
-                    f"{true.shape[-1]} tokens for each of {len(true)} rows."
-                )
-            _fill(judged[key], part, true, scores)
+    with readout.weights.constant():
+        for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
+            true = readout.log_probs(truth[part])
+            require_finite(true, "the read-out")
+            for key, member in members.items():
+                scores = member(part)
+                if scores.shape != true.shape:
+                    raise InputError(
+                        f"The scores of {short(key)} have the shape {tuple(scores.shape)}. Expected those of "
+                        f"{true.shape[-1]} tokens for each of {len(true)} rows."
+                    )
+                _fill(judged[key], part, true, scores)
     return judged
 
 

@@ -256,8 +256,11 @@ def fit_stream(
     rows, weights
         As in `fit_samples`, in the order of the collection; where batches are vectors by site alone, in the
         order in which these pass by.
-    pairs, intercept, ridge, provenance, split
+    pairs, intercept, ridge, split
         As in `fit_samples`.
+    provenance
+        Goes into the maps; by default what the first batch of `matlens.activations.stream` says of itself.
+        Vectors by site alone say nothing, and `patched` refuses maps of an unknown model.
     divided
         Whether several processes each pass batches of their own, as ``stream(..., divided=True)`` gives
         them: their moments are merged at the end, and each process has the maps of all samples.
@@ -271,13 +274,30 @@ def fit_stream(
     ridge = require_ridge(ridge)
     kept = PairMoments(pairs, split=split)
     named = [(source, target) for source, targets in kept.targets.items() for target in targets]
-    as_told = _require_division(batches, divided)
-    for vectors, of_batch in chosen_of_batches(as_told, rows, weights, provenance):
+    own, batches = _with_provenance(_require_division(batches, divided))
+    for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance or own):
         kept.update(vectors, weights=of_batch)
+    n = {"n": torch.tensor(kept.n)}
     if divided:
         kept = gathered(kept)
+        n = current().share_tensors({"n": torch.tensor(kept.n)}, "the number of samples")
+    if provenance is None and own is not None:
+        provenance = own.with_details(n_fitted=int(n["n"]), intercept=intercept, ridge=ridge)
     maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps
+
+
+def _with_provenance(batches: Iterator[Any]) -> tuple[Provenance | None, Iterator[Any]]:
+    """What the first batch says of the model and the examples, where it does, and all batches."""
+    first = list(itertools.islice(batches, 1))
+    known = getattr(first[0], "provenance", None) if first else None
+    # Handed on and not kept: a batch may be most of the memory.
+    return known, itertools.chain(_drained(first), batches)
+
+
+def _drained(batches: list[Any]) -> Iterator[Any]:
+    while batches:
+        yield batches.pop()
 
 
 def _require_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
+from matlens.models.weights import fast_checksum
 from matlens.numerics.precision import find_device, in_float64
 from matlens.signatures import checked
 
@@ -83,12 +84,10 @@ class LinearMap:
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's numbers."""
         parts = [part for part in (self.weight, self.bias) if part is not None]
-        versions = [None if part.is_inference() else part._version for part in parts]
-        kept = vars(self).get("_digest")
-        if kept is None or None in versions or kept[0] != versions:
-            kept = versions, tensor_digest(*(part.float() for part in parts))
-            vars(self)["_digest"] = kept
-        return str(kept[1])
+        checksum, known = fast_checksum(parts), vars(self).get("_digest")
+        if known is None or known[0] != checksum:  # its numbers can be edited in place
+            known = vars(self)["_digest"] = checksum, tensor_digest(*(part.float() for part in parts))
+        return str(known[1])
 
     def to(self, device: torch.device | str) -> LinearMap:
         """The same map on a device, where it need not be brought at every use.

@@ -13,7 +13,6 @@ from torch import Tensor
 from matlens.arguments import require_number, require_whole
 from matlens.errors import InputError
 from matlens.linear.maps import tensor_digest
-from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 
@@ -52,8 +51,8 @@ class Passing(Protocol):
         """The vectors by site."""
 
     @property
-    def changes(self) -> tuple[str, ...]:
-        """What was changed in the model that they are of."""
+    def provenance(self) -> Provenance:
+        """The model and the examples that they are of."""
 
 
 def require_collection(samples: object) -> None:
@@ -182,8 +181,8 @@ def chosen_of_batches(
     seen = 0
     for batch in batches:
         vectors = batch.vectors if isinstance(batch, Passing) else batch
-        if isinstance(batch, Passing):
-            _require_changes(batch, provenance)
+        if isinstance(batch, Passing) and provenance is not None and provenance.model is not None:
+            provenance.require_same(batch.provenance, ours="the provenance", theirs="the vectors")
         count = len(next(iter(vectors.values()), ()))
         if not count:
             continue
@@ -202,15 +201,6 @@ def chosen_of_batches(
         raise InputError(
             f"'rows' or 'weights' has {expected} values, and the batches hold another number of samples. "
             "Expected one value for each."
-        )
-
-
-def _require_changes(batch: Passing, provenance: Provenance | None) -> None:
-    known = None if provenance is None or provenance.model is None else provenance.model.changes
-    if known is not None and known != tuple(batch.changes):
-        raise InputError(
-            f"The vectors are of a model with {describe_changes(batch.changes)}, and the provenance says "
-            f"{describe_changes(known)}. Take the provenance while the model is as it is streamed."
         )
 
 

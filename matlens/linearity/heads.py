@@ -29,6 +29,7 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
+from matlens.numerics.probabilities import kl_divergence
 from matlens.patching.replacements import Replacement, Where
 from matlens.patching.variants import Variant, run_variants
 from matlens.signatures import checked
@@ -290,9 +291,10 @@ def _divergences(
 ) -> dict[str, Float[Tensor, " n"]]:
     """``KL(delta(h^L) || delta(h'))`` of each example, in nats."""
     divergences = {name: torch.empty(len(truth)) for name in vectors}
-    for part in chunks(len(truth)):
-        true = readout.log_probs(truth[part])
-        for name, substitutes in vectors.items():
-            given = readout.log_probs(substitutes[part])
-            divergences[name][part] = (true.exp() * (true - given)).sum(-1).clamp(min=0).float().cpu()
+    with readout.weights.constant():
+        for part in chunks(len(truth)):
+            true = readout.log_probs(truth[part])
+            for name, substitutes in vectors.items():
+                given = readout.log_probs(substitutes[part])
+                divergences[name][part] = kl_divergence(true, given).clamp(min=0).cpu()
     return divergences

@@ -63,7 +63,7 @@ def wrap(
 
     way = "Boot one with TransformerBridge.boot_transformers(), or load a model with matlens.load()."
     require_kind(bridge, TransformerBridge, "bridge", way=way)
-    amend(bridge)
+    amend(bridge.eval())
     require_raw(bridge)
     there = stack_of(bridge)
     require_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or there)
@@ -83,7 +83,7 @@ def wrap(
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     require_finite_weights(bridge)
-    remember_settings(bridge.eval())
+    remember_settings(bridge)
     require_plain_logits(bridge)
     return bridge
 

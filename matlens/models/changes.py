@@ -92,6 +92,21 @@ def remember_parts(model: TransformerBridge) -> None:
     remember_settings(model)
 
 
+def require_eval_mode(model: TransformerBridge) -> None:
+    """Refuse a model in which dropout is on, whose vectors are others at every pass.
+
+    Raises
+    ------
+    InputError
+        It is in training mode, and its dropout is not zero.
+    """
+    if _drops_out(model, _modules(model)):
+        raise InputError(
+            f"{model.cfg.model_name} must be in eval mode, got training mode with dropout: its vectors would "
+            "be others at every pass. Call model.eval() first."
+        )
+
+
 @contextmanager
 def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[None]:
     """Refuse a pass during which the model is not changed as it was said to be.
@@ -254,6 +269,8 @@ def _replaced_methods(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Call
 
 def _drops_out(model: TransformerBridge, modules: Iterable[tuple[str, nn.Module]]) -> bool:
     training = [module for _, module in modules if module.training]
+    if not training:
+        return False
     if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
         return True
     # Attention drops out by a number of the configuration, without a module of its own.

@@ -11,7 +11,7 @@ from matlens.arguments import short
 from matlens.bounds import LAYERS
 from matlens.errors import InputError
 from matlens.kinds.bridging import is_amended
-from matlens.models.changes import changes_of, describe_changes
+from matlens.models.changes import changes_of, describe_changes, require_eval_mode
 from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
@@ -345,7 +345,7 @@ def _read_hooks(hooks: Any) -> dict[str, list[str]]:
 
 @checked
 def require_raw(model: TransformerBridge) -> None:
-    """Refuse a bridge in compatibility mode, or one that does not compute what the model in it does.
+    """Refuse a bridge in compatibility mode or with dropout, or that computes another model than is in it.
 
     Raises
     ------
@@ -359,6 +359,7 @@ def require_raw(model: TransformerBridge) -> None:
             "of Falcon's ALiBi twice, and lets tokens of OpenAI's first GPT see those behind them. Load it "
             "with matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
         )
+    require_eval_mode(model)
     if model.compatibility_mode:
         raise InputError(
             "This bridge is in compatibility mode: its norms are folded and its weights centred, so "

@@ -17,7 +17,7 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import require_finite
-from matlens.models.weights import float32_on, require_finite_weights
+from matlens.models.weights import WeightChecksum, float32_on, require_finite_weights
 from matlens.numerics.probabilities import log_softmax
 from matlens.numerics.screening import Screen
 from matlens.signatures import checked
@@ -52,6 +52,9 @@ class Readout:
         The model's own.
     d_model, d_vocab
         The width of the vectors that are read, and the number of tokens.
+    weights
+        The head's weights; every method raises InputError once they have changed. Inside of
+        ``with readout.weights.constant():`` they are compared at the beginning and at the end alone.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
@@ -70,7 +73,8 @@ class Readout:
         self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
         self.tokenizer = model.tokenizer
         self.d_model = int(model.cfg.d_model)
-        modules = _head_modules(model)
+        modules = head_modules(model)
+        self.weights = WeightChecksum(modules, "the read-out")
         # Of a model on several devices, all of its head is brought to where the unembedding is.
         self.device = next(modules[-1].parameters()).device
         self._head = nn.Sequential(*(float32_on(module, self.device) for module in modules))
@@ -112,6 +116,7 @@ class Readout:
             The vectors are of another width, or not finite.
         """
         require_vectors(h, self.d_model)
+        self.weights.check()
         if not gradients:
             with torch.inference_mode():
                 return self._scores(h, self._head)
@@ -137,6 +142,7 @@ class Readout:
             The vectors are of another width, or not finite.
         """
         require_vectors(h, self.d_model)
+        self.weights.check()
         features = h.to(self.device, torch.float32)
         for module in list(self._head)[:-1]:
             constants = {name: weight.detach() for name, weight in module.named_parameters()}
@@ -160,6 +166,7 @@ class Readout:
         InputError
             A token is not in the vocabulary, or the features are of another width.
         """
+        self.weights.check()
         unembedding: Any = self._head[-1]
         adaptive = isinstance(unembedding, AdaptiveSoftmax)
         width = unembedding.in_features if adaptive else unembedding.weight.shape[1]
@@ -199,10 +206,11 @@ class Readout:
             The vectors are of another width, or not finite.
         """
         require_vectors(h, self.d_model, n_axes=2)
-        screened = [
-            self.logits(part).argmax(-1) if screen is None else screen.top(features)
-            for part, features, screen in self._screened(h)
-        ]
+        with self.weights.constant():
+            screened = [
+                self.logits(part).argmax(-1) if screen is None else screen.top(features)
+                for part, features, screen in self._screened(h)
+            ]
         return torch.cat([h.new_empty(0, dtype=torch.int64, device=self.device), *screened])
 
     @torch.inference_mode()
@@ -232,15 +240,16 @@ class Readout:
             raise InputError(f"An id is out of range: the tokens of this model are 0 to {self.d_vocab - 1}.")
         ids, start = ids.to(self.device, torch.int64), 0
         tops, ranks = [ids[:0]], [ids[:0]]
-        for part, features, screen in self._screened(h):
-            of_part, start = ids[start : start + len(part)], start + len(part)
-            if screen is None:
-                logits = self.logits(part)
-                top, rank = logits.argmax(-1), (logits > logits.gather(1, of_part[:, None])).sum(1)
-            else:
-                top, rank = screen.top_and_rank(features, of_part)
-            tops.append(top)
-            ranks.append(rank)
+        with self.weights.constant():
+            for part, features, screen in self._screened(h):
+                of_part, start = ids[start : start + len(part)], start + len(part)
+                if screen is None:
+                    logits = self.logits(part)
+                    top, rank = logits.argmax(-1), (logits > logits.gather(1, of_part[:, None])).sum(1)
+                else:
+                    top, rank = screen.top_and_rank(features, of_part)
+                tops.append(top)
+                ranks.append(rank)
         return torch.cat(tops), torch.cat(ranks)
 
     def _screened(self, h: Tensor) -> Iterator[tuple[Tensor, Tensor, Screen | None]]:
@@ -348,7 +357,8 @@ def require_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> N
         )
 
 
-def _head_modules(model: TransformerBridge) -> list[nn.Module]:
+def head_modules(model: TransformerBridge) -> list[nn.Module]:
+    """What a model does after its last block, module by module."""
     if hasattr(model, "mlm_head"):
         return [
             model.mlm_head.original_component,

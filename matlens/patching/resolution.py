@@ -236,9 +236,16 @@ def _require_fitted_on(
 ) -> None:
     origins: dict[tuple[Any, ...], Provenance] = {}
     for replacement in replacements:
-        provenance = getattr(replacement.function, "provenance", Provenance())
-        if provenance.model is not None:
-            origins[provenance.model.key] = provenance
+        if not isinstance(replacement.function, LinearMap):
+            continue
+        provenance = replacement.function.provenance
+        if provenance.model is None:
+            raise InputError(
+                f"The map {replacement} must be of this model, got one whose provenance names no model. "
+                "Fit it with MapSet.fit or on what matlens.activations.stream yields, or give it "
+                "provenance=Provenance(ModelIdentity.from_model(model)). A function of your own needs none."
+            )
+        origins[provenance.model.key] = provenance
     if origins:
         identity = identity or ModelIdentity.from_model(model, hash_unembedding=False)
         for provenance in origins.values():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
+from patched_models import patched
 from torch import Tensor
 
 import matlens
@@ -117,7 +118,7 @@ def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
             handle.remove()
     with torch.inference_mode():
         before = model(IMAGES)
-        with matlens.patched(model, [linear]):
+        with patched(model, [linear]):
             assert_near(model(IMAGES), expected)
         assert torch.equal(model(IMAGES), before)
     assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
@@ -140,7 +141,7 @@ def test_images_are_kept_in_folders_and_fitted(small_model: Callable[[str], Any]
     assert torch.equal(torch.from_numpy(stored.head(2).images), IMAGES[:2])
     assert examples.fingerprint != make_image_examples(model, IMAGES.flip(0)).fingerprint
     maps = MapSet.fit(kept, pairs=[(0, 3)])
-    with matlens.patched(model, maps.values()):
+    with patched(model, maps.values()):
         assert model(IMAGES).shape == (4, 5)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import assert_near, make_tokenizer
+from patched_models import patched
 
 import matlens
 from matlens import LinearMap
@@ -171,7 +172,7 @@ def test_patches_are_those_of_the_plain_model_patched_by_hand(named: tuple[Kind,
     for source, target in _replaceable(model):
         weight = torch.randn(36, 36, generator=generator) / 6
         linear = LinearMap(weight, torch.randn(36, generator=generator), source, target)
-        with matlens.patched(model, [linear]), _by_hand(kind, plain, linear):
+        with patched(model, [linear]), _by_hand(kind, plain, linear):
             ours = _logits(kind, model)
             assert_near(ours, _logits(kind, plain))
         assert float((ours - unpatched).abs().max()) > 1e-3 * float(unpatched.abs().max())
@@ -189,7 +190,7 @@ def test_a_patch_that_is_exact_changes_nothing(named: tuple[Kind, Any, Any]) -> 
             continue
         x, y = (vectors[site].flatten(0, -2).double() for site in (source, target))
         weight = torch.linalg.lstsq(x, y, driver="gelsd").solution.T.float()
-        with matlens.patched(model, [LinearMap(weight, None, source, target)]):
+        with patched(model, [LinearMap(weight, None, source, target)]):
             assert_near(_logits(kind, model), unpatched, 1e-4)
 
 

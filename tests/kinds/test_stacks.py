@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import D_MODEL, N_LAYERS, WORDS, assert_near, make_sentences
+from patched_models import patched
 from torch import Tensor
 
 import matlens
@@ -196,7 +197,7 @@ def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
     before = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
     for source, target in pairs_to_patch(name, model):
         linear = random_map(source, target)
-        with matlens.patched(model, [linear]):
+        with patched(model, [linear]):
             ours = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
             with patched_by_hand(name, plain, linear):
                 for number in range(len(examples)):
@@ -247,6 +248,6 @@ def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_
     collected = matlens.collect(encoder, examples_of("encoder", encoder), progress=False)
     maps = MapSet.fit(collected, pairs=[(0, 2)])
     with pytest.raises(InputError, match="The maps and this model do not belong together"):
-        matlens.patched(decoder, maps.values()).__enter__()
+        patched(decoder, maps.values()).__enter__()
     with pytest.raises(InputError, match="This bridge stands for the encoder already"):
         matlens.wrap(encoder, stack="decoder")

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, load_plain, make_sentences, make_tokenizer
+from patched_models import patched
 from small_maps import random_map
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 import matlens
-from matlens import InputError, MapSet, collect, patched
+from matlens import InputError, MapSet, collect
 from matlens.activations.collecting import stream
 from matlens.control import controlled
 from matlens.ffn import Trace, ValueVectors
@@ -291,7 +292,7 @@ def test_results_in_memory_carry_what_was_changed(change: str, model: Any) -> No
         rows = next(iter(stream(model, examples, ["h.3"], progress=False)))
         values = ValueVectors(model)
     assert activations.provenance.identity.changes == trace.provenance.identity.changes == changes
-    assert rows.changes == changes
+    assert rows.provenance.identity.changes == changes
     assert values.identity == ValueVectors(model).identity  # weights are weights, whatever hangs there
     with pytest.raises(InputError, match=r"do not belong together.*nothing replaced or hooked"):
         activations.provenance.require_same(plain.provenance, ours="the ones", theirs="the others")

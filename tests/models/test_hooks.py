@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, make_sentences
+from patched_models import patched
 from small_maps import random_map
 from torch import Tensor
 
 import matlens
-from matlens import InputError, Readout, collect, patched
+from matlens import InputError, Readout, collect
 from matlens.control import controlled
 from matlens.models.changes import changes_of
 

@@ -130,9 +130,9 @@ def test_a_read_out_without_scaling_or_cap_is_refused(
 def test_a_read_out_with_a_part_left_out_is_refused(
     name: str, left_out: int, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = readout._head_modules(small_model(name))
+    whole = readout.head_modules(small_model(name))
     part = [module for i, module in enumerate(whole) if i != left_out]
-    monkeypatch.setattr(readout, "_head_modules", lambda model: part)
+    monkeypatch.setattr(readout, "head_modules", lambda model: part)
     with pytest.raises(InputError, match="do not give the model's own logits"):
         Readout(small_model(name))
 

@@ -33,6 +33,7 @@ from patched_models import (
     Vectors,
     assert_same,
     differ,
+    patched,
     replacement,
     vectors,
 )
@@ -40,7 +41,6 @@ from torch import Tensor
 
 import matlens
 from matlens.models.anatomy import Anatomy
-from matlens.patching.contexts import patched
 
 # As if patched by hand
 

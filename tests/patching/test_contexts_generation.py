@@ -9,10 +9,8 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, assert_near
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from patched_models import SENTENCES, replacement, vectors
+from patched_models import SENTENCES, patched, replacement, vectors
 from torch import Tensor
-
-from matlens.patching.contexts import patched
 
 DECODERS = [name for name in ARCHITECTURES if name not in MASKED]
 N_NEW = 8

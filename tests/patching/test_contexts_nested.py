@@ -16,6 +16,7 @@ from patched_models import (
     assert_same,
     hook_counts,
     linear,
+    patched,
     replacement,
     state,
     vectors,
@@ -25,7 +26,6 @@ from torch import Tensor
 import matlens
 from matlens import InputError, LinearMap, Site
 from matlens.models.anatomy import Anatomy
-from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement
 
 # Around every way to run a model

@@ -13,13 +13,13 @@ import pytest
 import torch
 from conftest import D_MODEL, make_sentences
 from handpatched import jump_part, submodule_part
-from patched_models import assert_as_before, assert_same, linear, state, vectors
+from patched_models import assert_as_before, assert_same, linear, patched, run_variants, state, vectors
 
-from matlens import InputError, LinearMap, Site, make_examples, patched
+from matlens import InputError, LinearMap, Site, make_examples
 from matlens.control import controlled
 from matlens.models.changes import changes_of
 from matlens.patching.replacements import Replacement
-from matlens.patching.variants import Variant, run_variants
+from matlens.patching.variants import Variant
 
 Models = Callable[[str], Any]
 

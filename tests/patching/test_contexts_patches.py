@@ -21,11 +21,11 @@ from conftest import (
     assert_near,
 )
 from handpatched import jump_part, submodule_part
-from patched_models import LENGTHS, SENTENCES, Models, assert_as_before, replacement, state, vectors
+from patched_models import LENGTHS, SENTENCES, Models, assert_as_before, patched, replacement, state, vectors
 from torch import Tensor
 
 import matlens
-from matlens import InputError, LinearMap, MapSet, Site, patched
+from matlens import InputError, LinearMap, MapSet, Site
 from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Replacement, jump
 

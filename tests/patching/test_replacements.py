@@ -10,11 +10,10 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near
 from handpatched import Part, hand_vectors, jump_part, submodule_part, submodules
-from patched_models import RANGES, SENTENCES, Models, assert_same, linear, replacement, vectors
+from patched_models import RANGES, SENTENCES, Models, assert_same, linear, patched, replacement, vectors
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
-from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, stand_ins
 
 # What the named functions replace

@@ -12,13 +12,12 @@ import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, make_tokenizer
 from handpatched import Part, jump_part, part, submodule_part
-from patched_models import Models, hook_counts, linear, replacement, vectors
+from patched_models import Models, hook_counts, linear, patched, replacement, vectors
 from transformers import LEDConfig, LEDForConditionalGeneration
 
 import matlens
 from matlens import InputError, LinearMap, MapSet
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.patching.contexts import patched
 from matlens.patching.replacements import mat_attn
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import ARCHITECTURES, D_MODEL, LAYERS, N_LAYERS, assert_near
+from patched_models import patched
 from torch import Tensor
 
-from matlens import InputError, LinearMap, MapSet, patched
+from matlens import InputError, LinearMap, MapSet
 from matlens.patching.schemes import Kind, Scheme, r2_schemes, r2_score, wrr_schemes
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [5, 33, 2, 50, 44, 19, 4, 26, 51, 9]])

@@ -14,11 +14,10 @@ import torch
 import transformers
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_tokenizer
 from handpatched import hand_vectors, jump_part
-from patched_models import SENTENCES, Models, linear, replacement, vectors
+from patched_models import SENTENCES, Models, linear, patched, replacement, vectors
 
 import matlens
 from matlens import InputError
-from matlens.patching.contexts import patched
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

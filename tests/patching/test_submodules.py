@@ -21,6 +21,7 @@ from conftest import (
     plain_vectors,
 )
 from handpatched import submodule_part, submodules
+from patched_models import linear, owned, patched
 from torch import Tensor
 
 import matlens
@@ -29,7 +30,6 @@ from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import Site
-from matlens.patching.contexts import patched
 from matlens.patching.replacements import mat_attn
 from matlens.patching.submodules import attend_nowhere, fit_submodules, submodule_pairs
 
@@ -204,12 +204,12 @@ SENTENCE = torch.tensor([7, 3, 41, 12, 12, 59, 30, 22, 8, 17])
 MORE_NAMES = (*NAMES, "cohere", "opt", "opt-narrow", "gpt-oss")
 
 
-def attention_maps() -> MapSet:
+def attention_maps(model: Any) -> MapSet:
     """Random stand-ins for attention, some with an intercept."""
     maps = []
     for layer in range(N_LAYERS):
         replaced = submodule_part("attn", layer, seed=layer, bias=layer != 1)
-        maps.append(LinearMap(replaced.weight, replaced.bias, replaced.source, replaced.target))
+        maps.append(owned(linear(replaced), model))
     return MapSet(maps)
 
 
@@ -231,7 +231,7 @@ def stream_of(model: Any, tokens: Tensor, replacements: Any = ()) -> list[Tensor
 
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_attending_nowhere_is_a_pass_patched_at_all_tokens(name: str, small_model: Models) -> None:
-    model, maps = small_model(name), attention_maps()
+    model, maps = small_model(name), attention_maps(small_model(name))
     for tokens in (SENTENCE, SENTENCE[4:5]):  # the second has no context to attend to
         clean = stream_of(model, tokens)
         for first, last in RANGES:
@@ -248,7 +248,7 @@ def test_attending_nowhere_is_a_pass_patched_at_all_tokens(name: str, small_mode
 
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_no_attention_is_run(name: str, small_model: Models) -> None:
-    model, maps = small_model(name), attention_maps()
+    model, maps = small_model(name), attention_maps(small_model(name))
     h = stream_of(model, SENTENCE)[0]
     with attention_calls(model) as calls:
         attend_nowhere(model, maps, h, 0, N_LAYERS)
@@ -277,9 +277,9 @@ def attention_calls(model: Any) -> Iterator[list[tuple[int, Any]]]:
 def test_in_half_precision_the_model_computes_as_it_does_in_a_patched_pass(
     small_model: Models, model_folder: Callable[[str], Path]
 ) -> None:
-    maps = attention_maps()
     for name in ("llama", "bert"):
         model = matlens.load(str(model_folder(name)), device="cpu", dtype=torch.bfloat16)
+        maps = attention_maps(model)
         h = stream_of(model, SENTENCE)[0].float()
         attended = attend_nowhere(model, maps, h, 0, N_LAYERS)
         assert attended.dtype == torch.float32
@@ -294,14 +294,14 @@ def test_ranges_that_run_backwards_or_leave_the_model_are_refused(
 ) -> None:
     h = torch.zeros(2, D_MODEL)
     with pytest.raises(InputError, match=r"runs backwards or starts below 0|out of range"):
-        attend_nowhere(small_model("llama"), attention_maps(), h, first, last)
+        attend_nowhere(small_model("llama"), attention_maps(small_model("llama")), h, first, last)
 
 
 def test_layers_count_from_the_end_where_they_are_negative(small_model: Models) -> None:
     model, pairs = small_model("gpt2"), [("attn_in.1", "attn_out.1"), ("attn_in.2", "attn_out.2")]
     samples = collect(model, random_examples(20), ["h.1", *(site for pair in pairs for site in pair)])
     maps, h = MapSet(fit_submodules(samples, pairs, progress=False)), samples["h.1"]
-    for known in (maps, attention_maps()):  # these know no model, and so no last layer
+    for known in (maps, attention_maps(model)):
         attended = attend_nowhere(model, known, h, 1, N_LAYERS)
         assert float((attended - h).abs().max()) > 1e-2
         for first, last in ((1, -1), (-N_LAYERS, N_LAYERS), (-N_LAYERS, -1)):
@@ -318,11 +318,13 @@ def test_blocks_that_cannot_be_run_on_a_vector_alone_are_refused(
         del block.original_component.activation_fn  # a layer that is not known
     for model, reason in ((decoder, "read the encoder's last layer as well"), (other, "in no module")):
         with pytest.raises(InputError, match=reason):
-            attend_nowhere(model, attention_maps(), torch.zeros(2, D_MODEL), 0, 1)
+            attend_nowhere(model, attention_maps(model), torch.zeros(2, D_MODEL), 0, 1)
 
 
 def test_a_missing_stand_in_is_refused(small_model: Models) -> None:
-    some = MapSet(linear for pair, linear in attention_maps().items() if pair[0] != "attn_in.1")
+    some = MapSet(
+        linear for pair, linear in attention_maps(small_model("llama")).items() if pair[0] != "attn_in.1"
+    )
     h = torch.zeros(2, D_MODEL)
     attend_nowhere(small_model("llama"), some, h, 2, 3)
     with pytest.raises(InputError, match=r"no map attn_in\.1 -> attn_out\.1"):
@@ -350,6 +352,7 @@ def test_without_context_the_model_is_checked_as_with_it(small_model: Models) ->
     maps, h = MapSet(fit_submodules(samples, pairs, progress=False)), torch.ones(2, D_MODEL)
     with pytest.raises(InputError, match="The maps and this model do not belong together"):
         attend_nowhere(small_model("neox-sequential"), maps, h, 0, N_LAYERS)
-    bare = MapSet(LinearMap(maps[pair].weight, None, *pair) for pair in pairs)
+    bloom = small_model("bloom")
+    bare = MapSet(owned(LinearMap(maps[pair].weight, None, *pair), bloom) for pair in pairs)
     with pytest.raises(InputError, match="no site 'attn_in'"):
-        attend_nowhere(small_model("bloom"), bare, h, 0, N_LAYERS)
+        attend_nowhere(bloom, bare, h, 0, N_LAYERS)

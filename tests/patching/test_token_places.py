@@ -6,10 +6,9 @@ import pytest
 import torch
 from conftest import assert_near
 from handpatched import hand_vectors, submodule_part
-from patched_models import SENTENCES, Models, linear, replacement, vectors
+from patched_models import SENTENCES, Models, linear, patched, replacement, vectors
 
 from matlens import InputError
-from matlens.patching.contexts import patched
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

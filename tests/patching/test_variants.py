@@ -13,6 +13,7 @@ import torch
 from breaking import break_off_at
 from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import submodules
+from patched_models import patched, run_variants
 from torch import Tensor
 
 import matlens
@@ -21,9 +22,8 @@ from matlens.corpora.examples import Examples
 from matlens.models import weights
 from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import intervening
-from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
-from matlens.patching.variants import Variant, run_variants
+from matlens.patching.variants import Variant
 
 N = 10
 FEW = 6  # of them where every sentence runs alone, patched in every way

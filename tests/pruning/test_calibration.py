@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from conftest import LAYERS, WORDS, assert_near, plain_vectors
+from patched_models import patched
 
-import matlens
 from matlens import InputError, pruning
 from matlens.corpora import Corpus, make_windows
 from matlens.linear import LinearMap
@@ -202,7 +202,7 @@ def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models) 
         for block, matrix in matrices.items()
     ]
     jumps = [LinearMap(torch.eye(32), None, f"h.{index}", f"h.{index + 1}") for index in gone]
-    with torch.no_grad(), matlens.patched(model, [*parts, *jumps]):
+    with torch.no_grad(), patched(model, [*parts, *jumps]):
         assert_near(logits, model(tokens[:4], return_type="logits"), 1e-4)
     alone = pruning.prune(model, windows, [4], method=method, penalty=0.0, progress=False)
     both = (alone.model.model.layers[3], pruned.model.model.layers[2])
