@@ -57,7 +57,7 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
 
 @checked
 def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """How many tokens are more probable than the given one; 0 for the most probable, ties share a rank.
+    """The rank of the given token among all, 1 for the most probable; ties share the better rank.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int
     _require_tokens(log_probs, token)
     if bool(log_probs.isnan().any()):  # nothing compares with NaN, so it would count as the best rank
         raise InputError("log_probs must be numbers, got NaN.")
-    return (log_probs > log_probs.gather(1, token[:, None])).sum(1)
+    return 1 + (log_probs > log_probs.gather(1, token[:, None])).sum(1)
 
 
 @checked

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
+from matlens.models.weights import WeightChecksum
 
 D, VOCAB = 5, 14
 
@@ -20,6 +21,7 @@ class Head(Readout):
 
     def __init__(self, scale: float = 2.0) -> None:
         self.weight = scale * random(VOCAB, D, seed=99)
+        self.weights = WeightChecksum([], "the head")
         self.largest = 0
 
     def logits(self, h: Tensor) -> Tensor:

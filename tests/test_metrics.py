@@ -93,17 +93,16 @@ def test_r2_of_fewer_than_two_examples_is_refused(n: int) -> None:
 )
 def test_rank_counts_the_more_probable_and_lets_ties_share(scores: np.ndarray, tokens: list[int]) -> None:
     found = rank(torch.from_numpy(scores), torch.tensor(tokens))
-    expected = [
-        sum(other > row[token] for other in row) for row, token in zip(scores.tolist(), tokens, strict=True)
-    ]
+    pairs = zip(scores.tolist(), tokens, strict=True)
+    expected = [1 + sum(other > row[token] for other in row) for row, token in pairs]
     assert found.tolist() == expected
 
 
-def test_rank_of_the_kth_most_probable_is_k_minus_one() -> None:
+def test_rank_of_the_kth_most_probable_is_k() -> None:
     scores = torch.stack([random(50, seed=i) for i in range(5)])
     order = scores.argsort(1, descending=True)
     for k in range(50):
-        assert rank(scores, order[:, k]).tolist() == [k] * 5
+        assert rank(scores, order[:, k]).tolist() == [k + 1] * 5
 
 
 def test_a_row_with_nan_has_no_rank() -> None:
@@ -114,7 +113,7 @@ def test_a_row_with_nan_has_no_rank() -> None:
 
 def test_ties_share_the_better_rank() -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0, 0.0, 1.0]]).log_softmax(1)
-    assert [int(rank(scores, torch.tensor([token]))) for token in range(5)] == [0, 2, 0, 4, 2]
+    assert [int(rank(scores, torch.tensor([token]))) for token in range(5)] == [1, 3, 1, 5, 3]
 
 
 def test_surprisal_is_minus_the_logarithm_of_the_probability() -> None:

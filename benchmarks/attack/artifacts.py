@@ -18,7 +18,7 @@ from matlens.activations import StoredMoments, stream_moments, sums
 from matlens.explorer import value_pages
 from matlens.linear import sums as pair_sums
 from matlens.linearity import atlas
-from matlens.storage import RowFiles, verify
+from matlens.storage import RowFiles
 
 
 @dataclass(frozen=True)
@@ -267,9 +267,6 @@ def _contents(folder: Path) -> Any:
 
 def _pruned(folder: Path) -> Any:
     """A plain model, as transformers reads it, and what is said of it."""
-    for verdict in verify(folder):
-        if verdict.damage is not None:
-            raise matlens.InputError(verdict.damage)
     if not (folder / "matlens.json").exists():  # a plain model, like others
         return "without a record"
     model = matlens.load(str(folder), device="cpu")

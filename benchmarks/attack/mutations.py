@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attack.artifacts import ARTIFACTS, Artifact, Pristine
-from attack.cases import Case, Misread, Refused, Unnamed
+from attack.cases import Case, Misread, Unnamed
 from attack.meaning import meaning
 from attack.world import World
 from matlens import InputError
@@ -292,7 +292,6 @@ def _case(pristine: Pristine, artifact: Artifact, name: str, seed: str) -> Case:
                 raise
             if damaged is None or meaning(read) == whole:
                 return "identical"
-            raise_if_verified(folder)
             raise Misread(f"read otherwise: {damaged}")
 
     return Case(
@@ -303,14 +302,3 @@ def _case(pristine: Pristine, artifact: Artifact, name: str, seed: str) -> Case:
 def _names(message: str, folder: Path, damaged: str) -> bool:
     files = re.findall(r"[\w.-]+", damaged)
     return str(folder) in message or any(file in message for file in files)
-
-
-def raise_if_verified(folder: Path) -> None:
-    """Raise `Refused` if verifying names damage: where rows are read as needed, it alone reads all."""
-    try:
-        from matlens.storage import verify
-    except ImportError:
-        return
-    damage = [verdict.damage for verdict in verify(folder) if verdict.damage is not None]
-    if damage:
-        raise Refused(f"by matlens verify: {damage[0]}")

@@ -161,7 +161,7 @@ def trajectory(
     plot: Annotated[
         Path | None, typer.Option(help="Draw a cell for each token and layer: .png or .pdf.")
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row for each token and layer.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for each token, layer and --token.")] = None,
     colour: Annotated[ColourChoice, typer.Option(help="What colours the cells.")] = ColourChoice.probability,
 ) -> None:
     """Follow the prediction after the prompt through the layers, and draw all tokens and layers."""
@@ -177,17 +177,18 @@ def trajectory(
     words = list(token or ())
     table = read.to_dataframe(words)
     place = read.place
-    here = table[table["position"] == place]
-    ranks = [f"rank of {word.strip()}" for word in words]
+    ranks = [read.rank(word)[:, place].tolist() for word in words]
+    here = read.to_dataframe().query("position == @place")
     numbers = ("probability", "entropy", "kl")
     rows = [
         (
             row["layer"], visible(row["predicted"]), *(number_text(row[name]) for name in numbers),
-            row["rank"], *(row[rank] for rank in ranks),
+            row["rank"], *(of_word[i] for of_word in ranks),
         )
-        for row in here.to_dict("records")
+        for i, row in enumerate(here.to_dict("records"))
     ]  # fmt: skip
-    heads = ("layer", "predicted", "probability", "entropy", "KL", "rank of the last", *ranks)
+    answers = (f"rank of {word.strip()}" for word in words)
+    heads = ("layer", "predicted", "probability", "entropy", "KL", "rank of the last", *answers)
     print_table(f"{prompt}\nAt token {place}, '{visible(read.tokens[place])}'", heads, rows)
     if csv is not None:
         from matlens.storage.files import write_text

@@ -116,7 +116,7 @@ def find_events(trace: Trace) -> dict[str, Events]:
     saturation = find_saturation(trace)
     (saturated,) = saturation.by_ffn.nonzero(as_tuple=True)
     rank, layer = trace.rank.max(1)
-    (eliminated,) = (rank > 0).nonzero(as_tuple=True)
+    (eliminated,) = (rank > 1).nonzero(as_tuple=True)
     return {
         "saturation": Events(saturated, saturation.layer[saturated], "final"),
         "elimination": Events(eliminated, layer[eliminated], "before"),
@@ -130,7 +130,7 @@ def updates_by_effect(trace: Trace) -> dict[str, Events]:
     ``update`` is every update, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
     ``saturation`` and ``elimination`` are those of `find_events`.
     """
-    falls = trace.rank > 0
+    falls = trace.rank > 1
     updates = {}
     for effect, chosen in (("update", torch.ones_like(falls)), ("stays", ~falls), ("falls", falls)):
         example, layer = chosen.nonzero(as_tuple=True)

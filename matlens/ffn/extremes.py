@@ -361,7 +361,7 @@ def group_table(
     quantities = {
         "place": np.broadcast_to(trace.examples.positions[:, None] + 1.0, shape),
         "confidence": np.broadcast_to(confidence.double().numpy()[:, None], shape),
-        "stays": (trace.rank == 0).double().numpy(),
+        "stays": (trace.rank == 1).double().numpy(),
     }
     counted = np.broadcast_to(~trace.sinks.numpy()[:, None], shape)
     rows = []

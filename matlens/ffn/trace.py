@@ -99,8 +99,8 @@ class Trace:
 
     @cached_property
     def rank(self) -> Int[Tensor, "n n_layers"]:
-        """How many tokens are above the candidate ``before`` after the update; 0 where it stays on top."""
-        return self._whole["rank"].long()
+        """The rank of the candidate ``before`` after the update; 1 where it stays on top."""
+        return self._whole["rank"].long() + 1  # the file holds how many tokens are above it
 
     @cached_property
     def index(self) -> dict[str, Int[Tensor, "n n_layers k"]]:
@@ -260,7 +260,8 @@ class _BatchReader:
                 for sites in (self._before, self._after)
             )
             before = self._readout.top_ids(x)
-            read = before, *self._readout.top_ids_and_ranks(after, before), after.norm(dim=1)
+            top, rank = self._readout.top_ids_and_ranks(after, before)
+            read = before, top, rank - 1, after.norm(dim=1)
             for name, values in zip(("before", "after", "rank", "norm"), read, strict=True):
                 columns[name][:, layers, 0] = values.view(len(layers), n).T.to(columns[name]).cpu()
         final = columns["after"][:, -1, 0].long()

@@ -98,7 +98,7 @@ def _confidences(lens: Lens, validation: Activations, layers: Sequence[int]) -> 
         for column, layer in enumerate(layers):
             logits = lens.logits(validation[layer][part], layer)
             confidence[part, column] = confidence_in_top(logits).float().cpu()
-            right[part, column] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
+            right[part, column] = (metrics.rank(true, logits.argmax(-1)) == 1).cpu()
     return confidence, right
 
 

@@ -150,7 +150,7 @@ def exit_confidences(
             for i, substitute in enumerate(substitutes):
                 logits = readout.logits(substitute(part))
                 confidence.difference[part, i] = confidence_in_top(logits).float().cpu()
-                confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 0).cpu()
+                confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 1).cpu()
     return confidence
 
 

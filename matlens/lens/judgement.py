@@ -32,7 +32,7 @@ class Judgement(NamedTuple):
     Attributes
     ----------
     rank
-        How many tokens are more probable to the model than the first one of the judged distribution.
+        The rank in the model's distribution of the first token of the judged one, 1 for the same token.
     surprisal
         ``-ln p`` of that first token, by the model's distribution.
     divergence
@@ -45,7 +45,7 @@ class Judgement(NamedTuple):
 
     def values(self) -> dict[tuple[str, int | None], Float[Tensor, " n"]]:
         """The measures that are means over tokens: by name and, for Precision@k, k."""
-        hits: dict[tuple[str, int | None], Tensor] = {("precision", k): (self.rank < k).double() for k in KS}
+        hits: dict[tuple[str, int | None], Tensor] = {("precision", k): (self.rank <= k).double() for k in KS}
         hits["surprisal", None] = self.surprisal.double()
         return hits if self.divergence is None else hits | {("kl", None): self.divergence.double()}
 
@@ -84,8 +84,8 @@ def judge_scores(
 ) -> dict[Key, Judgement]:
     """Compare what members predict with what ``h^L`` itself does, all on the same tokens.
 
-    Scores that are not finite predict nothing: their rank is behind all tokens, and their surprisal and their
-    divergence are infinite.
+    Scores that are not finite predict nothing: their rank is one more than there are tokens, and their
+    surprisal and their divergence are infinite.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def _fill(judged: Judgement, part: slice, true: Tensor, scores: Tensor) -> None:
     sound = scores.isfinite().all(-1)
     token = scores.argmax(-1)
     rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
-    judged.rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1])).cpu()
+    judged.rank[part] = rank.where(sound, torch.full_like(rank, true.shape[-1] + 1)).cpu()
     judged.surprisal[part] = surprisal.where(sound, torch.inf).cpu()
     if judged.divergence is not None:
         divergence = kl_divergence(true, log_softmax(scores))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -71,7 +73,8 @@ class Reader(Protocol):
 class Trajectory:
     """What is predicted at each token of a prompt, layer by layer; the last layer is the model itself.
 
-    Arrays are over tokens and then layers, in the order of ``ids`` and ``layers``.
+    Arrays are over layers and then tokens, in the order of ``layers`` and ``ids``; of a lens with all layers
+    ``probabilities[12][-1]`` are those at layer 12 and the last token, as ``top_tokens()[12][-1]`` are.
 
     Attributes
     ----------
@@ -88,7 +91,7 @@ class Trajectory:
     kl
         ``KL(delta(h^L) || q)`` from the model's own distribution at the token to the one read, in nats.
     final_rank
-        How many tokens are more probable than the one that the model itself predicts at the token.
+        The rank of the token that the model itself predicts there, 1 for the most probable.
     lens
         The lens that read it.
     """
@@ -97,11 +100,11 @@ class Trajectory:
     ids: Int[Tensor, " n"]
     tokens: tuple[str, ...]
     layers: tuple[int, ...]
-    top_ids: Int[Tensor, "n layers k"]
-    probabilities: Float[Tensor, "n layers k"]
-    entropy: Float[Tensor, "n layers"]
-    kl: Float[Tensor, "n layers"]
-    final_rank: Int[Tensor, "n layers"]
+    top_ids: Int[Tensor, "layers n k"]
+    probabilities: Float[Tensor, "layers n k"]
+    entropy: Float[Tensor, "layers n"]
+    kl: Float[Tensor, "layers n"]
+    final_rank: Int[Tensor, "layers n"]
     lens: Any = field(repr=False)
     _vectors: Float[Tensor, "layers n d"] = field(repr=False)
     _place: int = field(repr=False)
@@ -124,14 +127,14 @@ class Trajectory:
             return word_token(readout.tokenizer, token)
         return require_whole(token, "The number of a token", least=0, most=readout.d_vocab - 1)
 
-    def rank(self, token: str | int | Int[Tensor, " n"]) -> Int[Tensor, "n layers"]:
-        """How many tokens are more probable than a chosen one, everywhere: 0 where it is the most probable.
+    def rank(self, token: str | int | Int[Tensor, " n"]) -> Int[Tensor, "layers n"]:
+        """The rank of a chosen token at every layer and position, 1 where it is the most probable.
 
         Parameters
         ----------
         token
             A word that is one token, such as ``" Paris"``, or its number; or a number for each token of the
-            prompt, such as ``trajectory.top_ids[:, -1, 0]``, what the model predicts there.
+            prompt, such as ``trajectory.top_ids[-1, :, 0]``, what the model predicts there.
 
         Raises
         ------
@@ -140,7 +143,7 @@ class Trajectory:
         """
         return self._of(token)[0]
 
-    def probability(self, token: str | int | Int[Tensor, " n"]) -> Float[Tensor, "n layers"]:
+    def probability(self, token: str | int | Int[Tensor, " n"]) -> Float[Tensor, "layers n"]:
         """The probability of a chosen token, see `rank`, everywhere.
 
         Raises
@@ -165,18 +168,39 @@ class Trajectory:
             for rows, tokens in zip(h.split(_ROWS), chosen.split(_ROWS), strict=True):
                 logits = self.lens.logits(rows, layer)
                 score = logits.gather(1, tokens.to(logits.device)[:, None])
-                ranks.append((logits > score).sum(1).cpu())
+                ranks.append(1 + (logits > score).sum(1).cpu())
                 probabilities.append((score[:, 0] - logits.logsumexp(1)).exp().cpu())
         shape = len(self.layers), len(self.ids)
-        return torch.cat(ranks).view(shape).T, torch.cat(probabilities).view(shape).T
+        return torch.cat(ranks).view(shape), torch.cat(probabilities).view(shape)
 
     def top_tokens(self) -> dict[int, list[list[str]]]:
         """The most probable tokens as texts: ``top_tokens()[layer][position]`` lists them."""
         texts = self._texts()
         return {
-            layer: [[texts[token] for token in row] for row in self.top_ids[:, column].tolist()]
-            for column, layer in enumerate(self.layers)
+            layer: [[texts[token] for token in row] for row in ids]
+            for layer, ids in zip(self.layers, self.top_ids.tolist(), strict=True)
         }
+
+    def first_top1(self, answer: str | int, position: int | None = None) -> int | None:
+        """The first layer from which on an answer is the most probable token; ``None`` if it is not at last.
+
+        Parameters
+        ----------
+        answer
+            A word that is one token, such as ``" Paris"``, or its number.
+        position
+            Which token of the prompt, negative from the end; by default the one whose prediction one wants.
+
+        Raises
+        ------
+        InputError
+            It is no token, or there is no such position.
+        """
+        n = len(self.ids)
+        place = require_whole(self.place if position is None else position, "position", least=-n, most=n - 1)
+        ranks = self.rank(answer)[:, place].tolist()
+        n_last = len(list(itertools.takewhile(lambda rank: rank == 1, reversed(ranks))))
+        return self.layers[-n_last] if n_last else None
 
     def _texts(self) -> dict[int, str]:
         tokenizer = self.lens.on_readout.tokenizer
@@ -187,7 +211,7 @@ class Trajectory:
 
         Tokens that the model predicts, and the prompt's own, are followed through all cells.
         """
-        wanted = tokens_of_interest(self.top_ids[:, -1], self.ids, len(self.ids) - 1)
+        wanted = tokens_of_interest(self.top_ids[-1], self.ids, len(self.ids) - 1)
         followed = torch.tensor([*dict.fromkeys(wanted)][:_FOLLOWED])
         cells = read_cells(
             self.lens.logits, list(self._vectors), self.layers, followed=followed, k=self.top_ids.shape[2]
@@ -203,26 +227,25 @@ class Trajectory:
     def _repr_html_(self) -> str:
         return framed(self.to_html())
 
-    def to_dataframe(self, tokens: Sequence[str | int] = ()) -> pd.DataFrame:
-        """A row for each token and layer.
+    def to_dataframe(self, answers: Sequence[str | int] = ()) -> pd.DataFrame:
+        """A row for each token and layer and, where answers are given, for each of them.
 
         Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl, rank``, the
-        last that of what the model itself predicts; and for each chosen token its rank and its probability:
-        ``rank of Paris``, ``probability of Paris``.
+        last that of what the model itself predicts; and ``answer, answer_rank, answer_probability``.
 
         Parameters
         ----------
-        tokens
-            Chosen tokens, see `rank`. Where two are alike but for spaces, columns say so: ``rank of ␣Paris``.
+        answers
+            Tokens to follow, see `rank`.
 
         Raises
         ------
         InputError
-            A chosen one is no token.
+            An answer is no token.
         """
-        n, layers = self.entropy.shape
+        layers, n = self.entropy.shape
         texts = self._texts()
-        best = self.top_ids[..., 0].reshape(-1).tolist()
+        best = self.top_ids[..., 0].T.reshape(-1).tolist()
         table = pd.DataFrame(
             {
                 "position": [position for position in range(n) for _ in range(layers)],
@@ -230,20 +253,17 @@ class Trajectory:
                 "layer": [*self.layers] * n,
                 "predicted": [texts[token] for token in best],
                 "predicted_id": best,
-                "probability": self.probabilities[..., 0].reshape(-1).double().numpy(),
-                "entropy": self.entropy.reshape(-1).double().numpy(),
-                "kl": self.kl.reshape(-1).double().numpy(),
-                "rank": self.final_rank.reshape(-1).numpy(),
+                "probability": _column(self.probabilities[..., 0]),
+                "entropy": _column(self.entropy),
+                "kl": _column(self.kl),
+                "rank": _column(self.final_rank),
             }
         )
-        names = [str(token).strip() for token in tokens]
-        for token, name in zip(tokens, names, strict=True):
-            ranks, probabilities = self._of(token)
-            if names.count(name) > 1:  # such as "Paris" and " Paris", which are two tokens
-                name = visible(token) if isinstance(token, str) else f"token {token}"
-            table[f"rank of {name}"] = ranks.reshape(-1).numpy()
-            table[f"probability of {name}"] = probabilities.reshape(-1).double().numpy()
-        return table
+        parts = []
+        for answer in answers:
+            rank, probability = map(_column, self._of(answer))
+            parts.append(table.assign(answer=answer, answer_rank=rank, answer_probability=probability))
+        return pd.concat(parts, ignore_index=True) if parts else table
 
     def plot(
         self,
@@ -287,6 +307,11 @@ class Trajectory:
         return figure
 
 
+def _column(values: Tensor) -> np.ndarray:
+    """Values over layers and tokens as a column of a table, token after token."""
+    return (values.double() if values.is_floating_point() else values).T.reshape(-1).numpy()
+
+
 def read_trajectory(
     lens: Reader, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
 ) -> Trajectory:
@@ -300,12 +325,11 @@ def read_trajectory(
     vectors = torch.stack([activations[layer] for layer in wanted])
     ids = torch.from_numpy(examples.tokens).long()
     cells = read_cells(lens.logits, list(vectors), wanted, followed=ids[:0], k=k)
-    top_ids, log_probs, entropy, kl, rank = (
-        torch.from_numpy(numbers).transpose(0, 1)
-        for numbers in (cells.ids, cells.log_probs, cells.entropy, cells.kl, cells.rank)
+    top_ids, log_probs, entropy, kl, rank = map(
+        torch.from_numpy, (cells.ids, cells.log_probs, cells.entropy, cells.kl, cells.rank)
     )
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
-        prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank - 1, lens, vectors,
+        prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank, lens, vectors,
         int(examples.positions[0]),
     )  # fmt: skip

@@ -217,7 +217,7 @@ class Readout:
     def top_ids_and_ranks(
         self, h: Float[Tensor, "n d_model"], ids: Int[Tensor, " n"]
     ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        """For each vector the token with the highest logit, and how many tokens are above a given one.
+        """For each vector the token with the highest logit, and the rank of a given one, 1 for the highest.
 
         Parameters
         ----------
@@ -250,7 +250,7 @@ class Readout:
                     top, rank = screen.top_and_rank(features, of_part)
                 tops.append(top)
                 ranks.append(rank)
-        return torch.cat(tops), torch.cat(ranks)
+        return torch.cat(tops), torch.cat(ranks) + 1
 
     def _screened(self, h: Tensor) -> Iterator[tuple[Tensor, Tensor, Screen | None]]:
         """Vectors a few at a time, what the unembedding makes logits of, and by what it is screened.

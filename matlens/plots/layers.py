@@ -326,12 +326,11 @@ def trajectory_figure(
     ax = figure.subplots()
     values = grid.to_numpy(dtype=float)
     norm = _cell_norm(colour, values)
-    shown = values + 1 if colour == "rank" else values
-    image = ax.imshow(shown, origin="lower", aspect="auto", cmap=_COLOURS[colour].colours, norm=norm)
+    image = ax.imshow(values, origin="lower", aspect="auto", cmap=_COLOURS[colour].colours, norm=norm)
     ax.grid(False)
     for row, column in np.ndindex(values.shape):
         text = literal(_short_token(str(words.iat[row, column])))
-        colour_of_text = ink(image, float(shown[row, column]))
+        colour_of_text = ink(image, float(values[row, column]))
         ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour_of_text)
     ax.set_xticks(range(n), [literal(_short_token(str(token))) for token in tokens], rotation=45, ha="right")
     ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
@@ -348,7 +347,7 @@ def _cell_norm(colour: str, values: np.ndarray) -> Any:
     if colour == "probability":
         return Normalize(0, 1)
     if colour == "rank":
-        return LogNorm(1, max(10.0, float(values.max()) + 1))
+        return LogNorm(1, max(10.0, float(values.max())))
     return Normalize(0, max(float(values[np.isfinite(values)].max(initial=0)), 1e-9))
 
 

@@ -68,8 +68,8 @@ def test_show_and_trajectory_print_what_layers_predict(
     )  # fmt: skip
     rows = cells(printed)
     assert [int(row[0]) for row in rows] == list(range(N_LAYERS + 1))
-    assert [int(row[-1]) for row in rows] == trajectory.rank("w7")[3].tolist()
-    assert [int(row[-2]) for row in rows] == trajectory.final_rank[3].tolist()
+    assert [int(row[-1]) for row in rows] == trajectory.rank("w7")[:, 3].tolist()
+    assert [int(row[-2]) for row in rows] == trajectory.final_rank[:, 3].tolist()
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 4 * (N_LAYERS + 1)
     masked = commands.run("lens", "trajectory", "w3 [MASK] w9", model="bert")

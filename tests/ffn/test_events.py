@@ -77,7 +77,7 @@ def made_at(trace: Trace, example: int) -> tuple[int, str]:
 
 def eliminated_at(trace: Trace, example: int) -> int | None:
     """The layer whose FFN leaves its candidate on the lowest rank, if one falls at all."""
-    worst, at = 0, None
+    worst, at = 1, None
     for layer in range(trace.n_layers):
         if int(trace.rank[example, layer]) > worst:
             worst, at = int(trace.rank[example, layer]), layer
@@ -89,7 +89,7 @@ def all_updates(trace: Trace) -> dict[str, list[tuple[int, int]]]:
     for example in range(len(trace)):
         for layer in range(trace.n_layers):
             updates["update"].append((example, layer))
-            updates["falls" if int(trace.rank[example, layer]) > 0 else "stays"].append((example, layer))
+            updates["falls" if int(trace.rank[example, layer]) > 1 else "stays"].append((example, layer))
         layer, by = made_at(trace, example)
         if by == "ffn":
             updates["saturation"].append((example, layer))

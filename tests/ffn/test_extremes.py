@@ -240,7 +240,7 @@ def test_groups_are_told_as_a_loop_finds_them(
         for name, quantity in (
             ("place", lambda example, layer: trace.examples.positions[example] + 1),
             ("confidence", lambda example, layer: float(confident[example])),
-            ("stays", lambda example, layer: float(trace.rank[example, layer] == 0)),
+            ("stays", lambda example, layer: float(trace.rank[example, layer] == 1)),
         ):
             expected[name] = (sum(quantity(*one) for one in active) / len(active), len(active))
             means = 0.0
@@ -271,7 +271,7 @@ def test_layers_where_all_updates_have_one_are_set_beside_nothing(
     every = groups[groups["method"] == "all"].set_index("metric")
     last = (trace.score["dominant", "before"][2:, 2].abs() > 1).any(1)
     assert every["n"]["stays"] == int(last.sum())
-    assert every["value"]["stays"] == pytest.approx(float((trace.rank[2:, 2] == 0)[last].double().mean()))
+    assert every["value"]["stays"] == pytest.approx(float((trace.rank[2:, 2] == 1)[last].double().mean()))
     assert every["n"]["stays_else"] == int((~last).sum())
     only = extreme_sub_updates(trace, values, threshold=5.0)
     groups = group_table(only, only, table, clusters, values, trace, confident)

@@ -32,7 +32,7 @@ def test_each_token_is_judged_by_the_model_s_own_distribution(name: str, setting
     q = log_softmax(readout.logits(validation[1]).double().numpy())
     first = q.argmax(1)
     of_first = p[np.arange(len(p)), first]
-    assert judged.rank.tolist() == (p > of_first[:, None]).sum(1).tolist()
+    assert judged.rank.tolist() == (1 + (p > of_first[:, None]).sum(1)).tolist()
     np.testing.assert_allclose(judged.surprisal.numpy(), -of_first, rtol=1e-4)
     np.testing.assert_allclose(judged.divergence.numpy(), (np.exp(p) * (p - q)).sum(1), rtol=1e-3, atol=1e-5)
     loud = {"loud": lambda part: 30 * readout.logits(validation[1][part])}
@@ -41,7 +41,7 @@ def test_each_token_is_judged_by_the_model_s_own_distribution(name: str, setting
     np.testing.assert_allclose(divergence.numpy(), (np.exp(p) * (p - q)).sum(1), rtol=1e-3)
     assert np.abs(divergence.numpy() / (np.exp(q) * (q - p)).sum(1) - 1).max() > 0.1  # the other way round
     itself = judge_scores(readout, validation[last], {0: lens_scores(lens, validation[last], last)})[0]
-    assert itself.rank.tolist() == [0] * len(p)
+    assert itself.rank.tolist() == [1] * len(p)
     torch.testing.assert_close(itself.divergence, torch.zeros(len(p)), atol=1e-5, rtol=0)
 
 

@@ -26,16 +26,16 @@ def test_cells_are_those_of_a_trajectory(
     for held in (2**24, 100):  # all tokens at once, and one at a time
         monkeypatch.setattr("matlens.lens.cells._SCORES", held)
         cells = read_cells(lens.logits, list(trajectory._vectors), trajectory.layers, followed=followed, k=4)
-        assert torch.equal(torch.from_numpy(cells.ids).transpose(0, 1), trajectory.top_ids)
+        assert torch.equal(torch.from_numpy(cells.ids), trajectory.top_ids)
         for ours, theirs in (
-            (cells.log_probs, trajectory.probabilities.log().transpose(0, 1)),
-            (cells.entropy, trajectory.entropy.T), (cells.kl, trajectory.kl.T),
-            (cells.followed_log_probs[..., 1], trajectory.probability(30).log().T),
+            (cells.log_probs, trajectory.probabilities.log()),
+            (cells.entropy, trajectory.entropy), (cells.kl, trajectory.kl),
+            (cells.followed_log_probs[..., 1], trajectory.probability(30).log()),
         ):  # fmt: skip
             assert_near(torch.from_numpy(ours), theirs, 1e-4)
-        final = trajectory.rank(trajectory.top_ids[:, -1, 0])
-        assert torch.equal(torch.from_numpy(cells.rank) - 1, final.T)
-        assert torch.equal(torch.from_numpy(cells.followed_ranks[..., 0]) - 1, trajectory.rank(7).T)
+        final = trajectory.rank(trajectory.top_ids[-1, :, 0])
+        assert torch.equal(torch.from_numpy(cells.rank), final)
+        assert torch.equal(torch.from_numpy(cells.followed_ranks[..., 0]), trajectory.rank(7))
 
 
 @pytest.mark.refused

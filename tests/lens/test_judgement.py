@@ -25,7 +25,7 @@ def judged_one_by_one(head: Head, truth: Tensor, substitute: Tensor) -> tuple[li
     for final, h in zip(truth.tolist(), substitute.tolist(), strict=True):
         p, q = distribution(head, final), distribution(head, h)
         t = q.index(max(q))
-        ranks.append(sum(other > p[t] for other in p))
+        ranks.append(1 + sum(other > p[t] for other in p))
         surprisals.append(-math.log(p[t]))
     return ranks, surprisals
 
@@ -46,7 +46,7 @@ def test_judge_is_a_softmax_of_the_truth_and_of_every_substitute(
         ranks, surprisals = judged_one_by_one(head, truth, h)
         assert judged[key].rank.tolist() == ranks
         assert judged[key].surprisal.tolist() == pytest.approx(surprisals, rel=1e-5)
-    assert set(judged["itself"].rank.tolist()) == {0}
+    assert set(judged["itself"].rank.tolist()) == {1}
     assert len(set(judged["near"].rank.tolist())) > 3, "the samples tell nothing apart"
 
 
@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_behind_all_tokens_and_harms_no_other(wrong: float
     lost[[0, 7, N - 1]] = True
     given = {"broken": as_substitute(broken), "whole": as_substitute(whole)}
     judged = judge_predictions(head, truth, given, progress=False)
-    for part, of_lost in (("rank", VOCAB), ("surprisal", math.inf)):
+    for part, of_lost in (("rank", VOCAB + 1), ("surprisal", math.inf)):
         ours, theirs = (getattr(judged[key], part) for key in ("broken", "whole"))
         assert torch.equal(ours[~lost], theirs[~lost])
         assert (ours[lost] == of_lost).all()
@@ -73,7 +73,7 @@ def test_a_read_out_of_a_model_judges_what_overflowed(small_model: Callable[[str
     broken = truth.clone()
     broken[3, 2] = math.inf
     judged = judge_predictions(Readout(model), truth, {"x": as_substitute(broken)}, progress=False)["x"]
-    assert judged.rank.tolist() == [0] * 3 + [model.cfg.d_vocab] + [0] * (N - 4)
+    assert judged.rank.tolist() == [1] * 3 + [model.cfg.d_vocab + 1] + [1] * (N - 4)
     assert judged.surprisal.isinf().nonzero().tolist() == [[3]]
 
 
@@ -135,7 +135,7 @@ def test_scores_that_are_not_finite_count_as_wrong_with_an_infinite_divergence()
     assert judged.divergence is not None
     assert torch.equal(judged.divergence.isinf(), lost)
     assert torch.equal(judged.surprisal.isinf(), lost)
-    assert torch.equal(judged.rank == VOCAB, lost)
+    assert torch.equal(judged.rank > VOCAB, lost)
     estimates = judged.estimates()
     assert estimates["kl", None].value == math.inf
     assert math.isnan(estimates["kl", None].low)

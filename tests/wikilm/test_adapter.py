@@ -83,7 +83,7 @@ def test_the_readout_is_true_to_the_adaptive_softmax(model: Any, samples: Any) -
     assert readout.top_ids(h).tolist() == expected.argmax(1).tolist()
     tops, ranks = readout.top_ids_and_ranks(h, torch.full((len(h),), 40))
     assert tops.tolist() == expected.argmax(1).tolist()
-    assert ranks.tolist() == (expected > expected[:, 40:41]).sum(1).tolist()
+    assert ranks.tolist() == (1 + (expected > expected[:, 40:41]).sum(1)).tolist()
     some = torch.tensor([3, 17, 50])
     given = h.clone().requires_grad_(True)
     scores = readout.token_scores(readout.features(given), some)
