@@ -79,7 +79,7 @@ def _chosen(where: str | tuple[Any, ...], sentence: int, length: int) -> Tensor:
     """Which tokens of one sentence are meant."""
     tokens = torch.arange(length)
     if isinstance(where, str):
-        return tokens >= {"all": 0, "not-first": 1}[where]
+        return tokens >= {"all": 0, "not-first": 1, "last": length - 1}[where]
     meant = where[sentence]
     if isinstance(meant, tuple):
         return torch.tensor([meant[token] if token < len(meant) else True for token in range(length)])

@@ -88,7 +88,8 @@ def _print_refusal(refusal: Any) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table of which all columns but the last keep their width, however narrow the terminal."""
-    table = Table(*columns, title=foreign(title), title_justify="left")
+    heading = Text(printable(title, keep="\n"))
+    table = Table(*columns, title=heading, title_justify="left")
     for column in table.columns[:-1]:
         column.no_wrap = True
     for row in rows:

@@ -6,6 +6,7 @@ The paper reads running text in windows, which `matlens.corpora.make_windows` ma
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class TextLosses(NamedTuple):
 @torch.inference_mode()
 def text_losses(
     model: TransformerBridge,
-    texts: Examples | Corpus,
+    texts: Examples | Corpus | Sequence[str],
     *,
     debiasing: SelfDebiasing | None = None,
     batch_tokens: int = _TOKENS,
@@ -71,7 +72,8 @@ def text_losses(
     model
         A model that predicts the next token.
     texts
-        Windows of running text, see `matlens.corpora.make_windows`, or a corpus, each sentence for itself.
+        Windows of running text, see `matlens.corpora.make_windows`, or a corpus or list of texts, each by
+        itself.
     debiasing
         Self-Debiasing to measure the losses under: every text is read after each announcement too.
     batch_tokens

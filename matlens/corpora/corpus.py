@@ -8,13 +8,13 @@ left out, so that "9,000 sentences" means nine thousand different ones.
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from matlens.arguments import require_kind, require_seed, require_whole
+from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.bounds import CORPUS, SENTENCES
 from matlens.errors import InputError, printable
 from matlens.signatures import checked
@@ -113,6 +113,30 @@ class Corpus:
         return replace(
             self, name=f"{self.name} ({role})", sentences=tuple(self.sentences[i] for i in indices)
         )
+
+
+def as_corpus(texts: Corpus | Sequence[str]) -> Corpus:
+    """A corpus as it is; a list of texts as a corpus of all of them, short and repeated ones included.
+
+    Raises
+    ------
+    InputError
+        It is neither, or a text in the list is none.
+    """
+    if isinstance(texts, Corpus):
+        return texts
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise InputError(
+            f"corpus must be a Corpus or a list of texts, got {short(texts)}. Read one with "
+            "matlens.load_corpus(); token ids go to matlens.make_token_examples()."
+        )
+    wrong = next((text for text in texts if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise InputError(
+            f"A list of texts must hold str, got {short(wrong)}. Token ids go to "
+            "matlens.make_token_examples()."
+        )
+    return Corpus("given texts", tuple(texts), len(texts), 0, 0, 0)
 
 
 @checked

@@ -6,12 +6,13 @@ So it is the same whatever the corpus around the sentence, the split, the order 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matlens.arguments import require_kind, require_seed, short
-from matlens.corpora.corpus import Corpus
+from matlens.arguments import require_seed, short
+from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import context_length, is_masked, require_model, require_readable
 from matlens.errors import InputError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @checked
 def make_examples(
-    model: TransformerBridge, corpus: Corpus, *, seed: int = 0, draw_special: bool = True
+    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: int = 0, draw_special: bool = True
 ) -> Examples:
     """Tokenise a corpus as the model's own tokenizer does and draw a position in each sentence.
 
@@ -35,7 +36,7 @@ def make_examples(
         The model, which has the tokenizer and the length of the context. In a masked-LM model the token at
         the position is replaced by the mask.
     corpus
-        The corpus. For tokens that are there already see `make_token_examples`.
+        The corpus, or a list of texts. For tokens that are there already see `make_token_examples`.
     seed
         Seed of the positions.
     draw_special
@@ -49,11 +50,7 @@ def make_examples(
         without a mask token, or what is given is no corpus.
     """
     require_model(model)
-    require_kind(
-        corpus, Corpus, "The corpus",
-        way="Read one with matlens.load_corpus(); texts that are given to a model as they are go to "
-        "matlens.make_prompts(), and token ids to matlens.make_token_examples().",
-    )  # fmt: skip
+    corpus = as_corpus(corpus)
     seed = require_seed(seed)
     require_readable(model)
     tokenizer = require_tokenizer(model)

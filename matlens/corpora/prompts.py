@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from matlens.arguments import require_whole, short
-from matlens.corpora.corpus import Corpus
+from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import LAST, TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import (
     context_length,
@@ -157,7 +157,7 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
 @checked
 def make_windows(
     model: TransformerBridge,
-    source: str | Path | Corpus,
+    source: str | Path | Corpus | Sequence[str],
     *,
     size: int = WINDOW_TOKENS,
     most: int | None = None,
@@ -174,8 +174,8 @@ def make_windows(
     model
         The model that is to read them, a decoder.
     source
-        The path of a file that holds the text, plain or packed; or a corpus, whose sentences are joined by
-        spaces in their order.
+        The path of a file that holds the text, plain or packed; or a corpus or a list of texts,
+        which are joined by spaces in their order.
     size
         Tokens of a window, or the model's context where that is shorter.
     most
@@ -234,10 +234,11 @@ def _with_front(tokens: TextTokens) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(text_ids, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
 
 
-def _running_text(source: str | Path | Corpus) -> tuple[str, str]:
+def _running_text(source: str | Path | Corpus | Sequence[str]) -> tuple[str, str]:
     """A text, and what it is called."""
-    if isinstance(source, Corpus):
-        return " ".join(source.sentences), source.name
+    if not isinstance(source, str | Path):
+        corpus = as_corpus(source)
+        return " ".join(corpus.sentences), corpus.name
     path = Path(source).expanduser()
     if not path.is_file():
         raise InputError(f"There is no file {short(str(path))}. Expected a file with running text.")

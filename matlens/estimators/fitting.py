@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @checked
 def lens_moments(
     model: TransformerBridge,
-    data: Corpus | Examples | Activations,
+    data: Corpus | Sequence[str] | Examples | Activations,
     methods: str | Sequence[str],
     *,
     positions: Positions = "all",
@@ -59,7 +59,7 @@ def lens_moments(
         data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
         provenance, n = data.provenance, data.n_rows
     else:
-        examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
+        examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
         provenance = Provenance(
             ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.arguments import require_choice, require_whole, short
-from matlens.corpora.corpus import Corpus
+from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
@@ -187,7 +187,7 @@ def require_rows_folder(names: Sequence[str], folder: str | Path | None) -> None
 @checked
 def fit_maps(
     model: TransformerBridge,
-    data: Corpus | Examples | Activations,
+    data: Corpus | Sequence[str] | Examples | Activations,
     methods: str | Sequence[str],
     *,
     positions: Positions = "all",
@@ -218,6 +218,8 @@ def fit_maps(
     n_prompts = require_whole(n_prompts, "n_prompts", least=1, most=10**9)
     n_layers = int(model.cfg.n_layers)
     wanted = require_layers(layers, n_layers)
+    if not isinstance(data, Examples | Activations):
+        data = as_corpus(data)
     if JACOBIAN in names and not isinstance(data, Corpus):
         raise InputError("The method 'jacobian' is fitted on sentences. Expected a corpus.")
     collected: Activations | None = None
@@ -225,7 +227,7 @@ def fit_maps(
         if isinstance(data, Activations):
             collected = data
         else:
-            examples = make_examples(model, data, seed=seed) if isinstance(data, Corpus) else data
+            examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
             collected = collect(
                 model, examples, sites_of_rows(names, wanted, n_layers), positions=positions, folder=folder,
                 batch_tokens=batch_tokens, progress=progress,

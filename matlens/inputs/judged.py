@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from matlens.arguments import require_seed, require_whole
-from matlens.corpora.corpus import Corpus
+from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import make_windows
 from matlens.corpora.readers import context_length, is_masked, require_model
@@ -54,7 +55,12 @@ class JudgedText:
 
 @checked
 def make_judged_text(
-    model: TransformerBridge, corpus: Corpus, *, size: int = 64, most: int | None = None, seed: int = 0
+    model: TransformerBridge,
+    corpus: Corpus | Sequence[str],
+    *,
+    size: int = 64,
+    most: int | None = None,
+    seed: int = 0,
 ) -> JudgedText:
     """Running text in windows, with the next token at every place; or sentences with some tokens masked.
 
@@ -79,6 +85,7 @@ def make_judged_text(
         There are fewer than two texts, or the model has no mask.
     """
     require_model(model)
+    corpus = as_corpus(corpus)
     size = require_whole(size, "size", least=2)
     most = None if most is None else require_whole(most, "most", least=2)
     if is_masked(model):

@@ -124,7 +124,7 @@ class Lens:
     def fit(
         cls,
         model: TransformerBridge,
-        corpus: Corpus | Examples | Activations,
+        corpus: Corpus | Sequence[str] | Examples | Activations,
         *,
         method: str = "mat",
         positions: Positions = "all",
@@ -143,7 +143,7 @@ class Lens:
     def fit(
         cls,
         model: TransformerBridge,
-        corpus: Corpus | Examples | Activations,
+        corpus: Corpus | Sequence[str] | Examples | Activations,
         *,
         method: Sequence[str],
         positions: Positions = "all",
@@ -161,7 +161,7 @@ class Lens:
     def fit(
         cls,
         model: TransformerBridge,
-        corpus: Corpus | Examples | Activations,
+        corpus: Corpus | Sequence[str] | Examples | Activations,
         *,
         method: str | Sequence[str] = "mat",
         positions: Positions = "all",
@@ -193,8 +193,8 @@ class Lens:
         model
             The model.
         corpus
-            A corpus, examples that were made of one, or activations that were collected of the model, with
-            the stream at all layers.
+            A corpus or a list of texts, examples that were made of one, or activations that were collected of
+            the model, with the stream at all layers.
         method
             The name of a method; or a list of names, which gives a dict of lenses by name.
         positions

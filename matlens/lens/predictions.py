@@ -18,7 +18,7 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.arguments import require_whole, short
-from matlens.corpora.corpus import Corpus
+from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.readers import is_masked
 from matlens.errors import InputError, printable
@@ -174,7 +174,7 @@ def prediction_confidence(
 
 @checked
 def masked_accuracy(
-    model: TransformerBridge, corpus: Corpus, *, seed: int = 0, progress: bool = True
+    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: int = 0, progress: bool = True
 ) -> metrics.Estimate:
     """How often a masked-LM model fills in the token that the sentence has there; one is masked in each.
 
@@ -198,6 +198,7 @@ def masked_accuracy(
         raise InputError(
             f"{model.cfg.model_name} is a decoder and fills in no masks. Expected a masked-LM model."
         )
+    corpus = as_corpus(corpus)
     examples = make_examples(model, corpus, seed=seed, draw_special=False)
     there = [
         encode_text(model, text).ids[position]

@@ -75,6 +75,8 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         same_precision: bool = True,
     ) -> None:
         given = [_with_names(linear) for linear in maps]
+        if provenance is not None and provenance.model is not None:  # of maps made by hand, the set says it
+            given = [replace(m, provenance=provenance) if m.provenance.model is None else m for m in given]
         if not same_precision:
             given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | _Stored] = {(m.source, m.target): m for m in given}

@@ -22,7 +22,7 @@ from matlens.models.changes import function_name
 from matlens.models.sites import STREAM, Site
 from matlens.signatures import checked
 
-Where = Literal["all", "not-first"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
+Where = Literal["all", "not-first", "last"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
 Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]]
 
 
@@ -41,7 +41,8 @@ class Replacement:
         second later, such as ``blocks.3.attn.hook_z`` and ``h.5``.
     where
         At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
-        use as an attention sink; one position for each sentence, ``[batch]``; or a truth value for each
+        use as an attention sink; ``"last"``, the last of each sentence, or of the prompt where ``generate``
+        goes on from a cache; one position for each sentence, ``[batch]``; or a truth value for each
         token of each sentence, ``[batch, longest]``, such as ``~find_sinks(...)``, where tokens past its
         end are meant. Tokens are counted from the sentence's own first; padding is none of them. Blocks are
         skipped where all tokens are meant; at some tokens only what leaves the blocks is replaced, and the
@@ -215,10 +216,10 @@ def _require_where(replacement: Replacement) -> None:
                 "Expected a position, from 0, for each sentence, or a truth value for each token of each "
                 "sentence."
             )
-    elif not isinstance(where, str) or where not in ("all", "not-first"):
+    elif not isinstance(where, str) or where not in ("all", "not-first", "last"):
         raise InputError(
-            f"'where' of {replacement} is {short(where)}. Expected 'all', 'not-first', or a tensor of "
-            "positions or of truth values."
+            f"'where' of {replacement} is {short(where)}. Expected 'all', 'not-first', 'last', or a tensor "
+            "of positions or of truth values."
         )
 
 

@@ -242,8 +242,8 @@ def _require_fitted_on(
         if provenance.model is None:
             raise InputError(
                 f"The map {replacement} must be of this model, got one whose provenance names no model. "
-                "Fit it with MapSet.fit or on what matlens.activations.stream yields, or give it "
-                "provenance=Provenance(ModelIdentity.from_model(model)). A function of your own needs none."
+                "Fit it with MapSet.fit or on what matlens.activations.stream yields, or say whose it "
+                "is: MapSet([...], provenance=Provenance(ModelIdentity.from_model(model)))."
             )
         origins[provenance.model.key] = provenance
     if origins:

@@ -47,6 +47,9 @@ class TokenPlaces:
     def chosen(self, where: Where) -> Tensor:
         """``[batch, length]``: the tokens at which something is replaced."""
         places = cast(Tensor, self._running.places)
+        if isinstance(where, str) and where == "last":  # a pass that goes on from a cache reads no prompt
+            last = places.max(1, keepdim=True).values
+            return (places == last) & (places >= 0) & (places == 0).any(1, keepdim=True)
         if isinstance(where, str):
             return places >= (1 if where == "not-first" else 0)
         if len(where) != len(places):

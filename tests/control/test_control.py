@@ -18,11 +18,11 @@ from conftest import (
 )
 from hand_controlled import CHOSEN, controlled_by_hand, output_layer, parsed
 from handpatched import jump_part, submodule_part
-from patched_models import SENTENCES, assert_as_before, assert_same, linear, state, vectors
+from patched_models import SENTENCES, assert_as_before, assert_same, linear, patched, state, vectors
 from torch import Tensor
 
 import matlens
-from matlens import InputError, patched
+from matlens import InputError
 from matlens.control.control import controlled
 from matlens.ffn.values import ValueVectors
 from matlens.models.anatomy import Anatomy

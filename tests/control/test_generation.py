@@ -13,11 +13,11 @@ import torch
 from conftest import ARCHITECTURES, MASKED, N_CTX
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part
-from patched_models import linear
+from patched_models import linear, patched
 from self_debiasing import debiased_probabilities
 
 import matlens
-from matlens import InputError, patched
+from matlens import InputError
 from matlens.control.baselines import SelfDebiasing, word_filter
 from matlens.control.control import controlled
 from matlens.control.generation import continue_prompts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from breaking import batches_noted, break_off_at
 from conftest import ARCHITECTURES, N_CTX, assert_near, load_plain, plain_vectors
-from patched_models import LENGTHS, SENTENCES, padded
+from patched_models import LENGTHS, SENTENCES, padded, run_variants
 from transformers import BatchEncoding
 
 import matlens
@@ -20,7 +20,7 @@ from matlens.activations import Activations, stream
 from matlens.corpora.examples import Examples
 from matlens.ffn import Trace
 from matlens.lens import prompt_texts
-from matlens.patching import Replacement, Variant, run_variants
+from matlens.patching import Replacement, Variant
 
 Models = Callable[[str], Any]
 ANSWERS = [[3, 4, 9], [0], [0], [2, 6]]
@@ -285,10 +285,8 @@ def test_what_is_no_model_or_no_corpus_is_refused(small_model: Models) -> None:
             with pytest.raises(InputError, match=r"Expected a (TransformerBridge|model)"):
                 call(model)
     wrong: Any
-    for wrong in (["w1 w2"], BATCH, "w1", None):
-        with pytest.raises(
-            InputError, match=r"corpus of make_examples is .*Expected a Corpus, as matlens\.load_corpus"
-        ):
+    for wrong in (RAGGED, BATCH, "w1", None):
+        with pytest.raises(InputError, match=r"corpus|make_token_examples"):
             matlens.make_examples(small_model("gpt2"), wrong)
     for wrong in (BATCH, [1, 2], 3, None, b"w1"):
         with pytest.raises(InputError, match=r"The prompts (are|hold) .*make_token_examples"):

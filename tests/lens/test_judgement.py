@@ -99,7 +99,7 @@ def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_estimates_are_means_with_their_intervals() -> None:
-    judged = Judgement(torch.tensor([0, 3, 0, 7, 40]), torch.arange(5.0), torch.tensor([1.0, 2, 4, 8, 16]))
+    judged = Judgement(torch.tensor([1, 4, 1, 8, 41]), torch.arange(5.0), torch.tensor([1.0, 2, 4, 8, 16]))
     estimates = judged.estimates()
     values = {key: estimate.value for key, estimate in estimates.items()}
     assert values == {
@@ -111,8 +111,8 @@ def test_estimates_are_means_with_their_intervals() -> None:
 
 def test_differences_are_paired() -> None:
     base = torch.linspace(0, 50, 20)
-    ours = Judgement(torch.zeros(20, dtype=torch.long), base + 1 + 0.1 * torch.sin(base), base)
-    theirs = Judgement(torch.tensor([0, 5] * 10), base, base)
+    ours = Judgement(torch.ones(20, dtype=torch.long), base + 1 + 0.1 * torch.sin(base), base)
+    theirs = Judgement(torch.tensor([1, 6] * 10), base, base)
     differences = ours.differences(theirs)
     expected = stats.ttest_rel(ours.surprisal.double(), theirs.surprisal.double()).confidence_interval()
     assert differences["surprisal", None].low == pytest.approx(expected.low)

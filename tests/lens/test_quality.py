@@ -249,7 +249,7 @@ def test_an_infinite_surprisal_has_no_interval() -> None:
 
 def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
     surprisals = [0.1, 0.5, 1.5, 2.0, 0.25, 7.0, 4.0]
-    judged = Judgement(torch.tensor([0, 1, 4, 5, 9, 10, VOCAB]), torch.tensor(surprisals))
+    judged = Judgement(torch.tensor([1, 2, 5, 6, 10, 11, VOCAB + 1]), torch.tensor(surprisals))
     data = activations(7)
     table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, judged))
     assert list(table.columns) == COLUMNS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Collected(dict[str, Tensor]):
 class Batch:
     index: np.ndarray
     vectors: Mapping[str, Tensor]
-    changes: tuple[str, ...] = ()
+    provenance: Provenance = field(default_factory=Provenance)
 
 
 def shuffled() -> Iterator[Batch]:
@@ -207,8 +207,9 @@ def test_weights_are_told_apart_in_the_record() -> None:
 
 def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance() -> None:
     plain = Provenance(make_identity(n_layers=1))
-    batches = [Batch(np.arange(N), SAMPLES, ("something was replaced",))]
-    with pytest.raises(InputError, match=r"something was replaced.*nothing replaced or hooked"):
+    changed = Provenance(replace(make_identity(n_layers=1), changes=("something was replaced",)))
+    batches = [Batch(np.arange(N), SAMPLES, changed)]
+    with pytest.raises(InputError, match=r"nothing replaced or hooked.*something was replaced"):
         list(fit_stream(batches, PAIR, provenance=plain))
 
 

@@ -136,8 +136,10 @@ def test_maps_of_no_known_model_are_refused_where_a_model_is_given(work: SimpleN
             use()
     # What a user's own function applies is her affair.
     by_function = Replacement(lambda h: maps[0, 3](h), Site.parse("h.0"), Site.parse("h.3"))
-    with matlens.patched(work.model, [by_function]):
-        pass
+    said = MapSet([maps[0, 3]], provenance=work.activations.provenance)
+    for replacements in ([by_function], matlens.jump(said, 0, 3)):
+        with matlens.patched(work.model, replacements):
+            pass
 
 
 def test_the_digest_of_a_map_is_that_of_its_numbers(work: SimpleNamespace) -> None:

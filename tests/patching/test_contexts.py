@@ -70,7 +70,9 @@ FLAGS = ((False, True, True, False), (True, False, True, False), (True,) * 4, (F
 
 
 @pytest.mark.parametrize(
-    "where", ["all", "not-first", (4, 3, 0, 0), FLAGS], ids=["all", "not-first", "positions", "flags"]
+    "where",
+    ["all", "not-first", "last", (4, 3, 0, 0), FLAGS],
+    ids=["all", "not-first", "last", "positions", "flags"],
 )
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
 def test_every_stand_in_is_the_plain_model_with_that_module_replaced(
@@ -88,7 +90,12 @@ def schemes(draw: st.DrawFn, name: str) -> list[Part]:
     """Jumps and stand-ins in blocks of their own, in any order, and maps between blocks."""
     parts: list[Part] = []
     seeds, biases = itertools.count(draw(st.integers(0, 10**6))), st.booleans()
-    wheres = [st.just("all"), st.just("not-first"), st.tuples(*(st.integers(0, n - 1) for n in LENGTHS))]
+    wheres = [
+        st.just("all"),
+        st.just("not-first"),
+        st.just("last"),
+        st.tuples(*(st.integers(0, n - 1) for n in LENGTHS)),
+    ]
     # As many truth values as the longest sentence has tokens, or fewer.
     for width in (1, 4, max(LENGTHS)):
         wheres.append(st.tuples(*[st.tuples(*[st.booleans()] * width)] * len(LENGTHS)))
