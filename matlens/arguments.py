@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
 from collections.abc import Iterable
@@ -172,6 +173,12 @@ def require_kind(value: Any, kinds: type | tuple[type, ...], name: str, *, way: 
         raise InputError(f"{name} is a {type(value).__name__}. Expected a {names}. {way}")
 
 
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The known name that is closest to one with a typo, as the end of a message; empty where none is."""
+    close = difflib.get_close_matches(name[:99], known, n=1) if isinstance(name, str) else []
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def require_choice(value: Any, choices: Iterable[str], name: str) -> str:
     """Read one of several words.
 
@@ -182,7 +189,8 @@ def require_choice(value: Any, choices: Iterable[str], name: str) -> str:
     """
     words = tuple(choices)
     if not isinstance(value, str) or value not in words:
-        raise InputError(f"{name} is {short(value)}. Expected one of {', '.join(words)}.")
+        meant = did_you_mean(value, words)
+        raise InputError(f"{name} is {short(value)}. Expected one of {', '.join(words)}.{meant}")
     return value
 
 

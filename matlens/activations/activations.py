@@ -64,6 +64,12 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     def __len__(self) -> int:
         return len(self._vectors)
 
+    def __repr__(self) -> str:
+        sites, model = list(self._vectors), self.provenance.model
+        named = f"{sites[0]} .. {sites[-1]}" if len(sites) > 1 else sites[0]
+        of = "unknown model" if model is None else repr(model.name)
+        return f"Activations({named}, {self.n_rows:,} rows, {of})"
+
     def resolve(self, site: str | int | Site) -> Site:
         """The site of this model, by any of its names; a negative layer counts from the end."""
         return self.provenance.resolve(site)

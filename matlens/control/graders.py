@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from matlens.arguments import short
+from matlens.arguments import did_you_mean, short
 from matlens.control.scores import require_texts
 from matlens.errors import InputError
 from matlens.signatures import checked
@@ -65,10 +64,9 @@ def make_grader(name: str) -> Grader:
         There is no such grader, its package is not installed, or there is no key for it.
     """
     if not isinstance(name, str) or name not in GRADERS:
-        close = difflib.get_close_matches(name[:99], GRADERS, n=1) if isinstance(name, str) else ()
-        suggestion = f" Did you mean {close[0]!r}?" if close else ""
         raise InputError(
-            f"There is no grader {short(name)}. Expected one of {', '.join(GRADERS)}.{suggestion}"
+            f"There is no grader {short(name)}. Expected one of {', '.join(GRADERS)}."
+            f"{did_you_mean(name, GRADERS)}"
         )
     return GRADERS[name]()
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matlens.arguments import require_number, require_whole, short
+from matlens.arguments import did_you_mean, require_number, require_whole, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap
@@ -28,6 +28,7 @@ Rows = Literal["plain", "weighted", "normed"]
 _WORD = re.compile(r"([a-z-]+)(?:\(([^()]*)\))?")
 _WITHOUT_SINKS = " without sinks"
 _WORDS = "id, mat, affine, ridge, ridge(0.01), ridge-identity, weighted, normed, narrow(64), one-jump"
+_CLOSED = ("id", "mat", "affine", "ridge", "ridge-identity", "weighted", "normed", "narrow", "one-jump")
 STRENGTHS = tuple(10.0 ** (half / 2) for half in range(-20, 5))
 """Penalties that leave-one-out chooses among, in units of ``mean diag(X'X)``."""
 
@@ -134,9 +135,12 @@ def _number(text: str, name: str) -> float:
 
 
 def _unknown(name: Any) -> InputError:
+    words = name.removesuffix(_WITHOUT_SINKS).split("+") if isinstance(name, str) else []
+    suggestions = (did_you_mean(word.strip(), _CLOSED) for word in words if word.strip() not in _CLOSED)
+    meant = next(filter(None, suggestions), "")
     return InputError(
         f"{short(name)} is no method of a lens. Expected one of {_WORDS}, or several of these with a plus "
-        "between them, such as 'normed+affine'; and ' without sinks' at the end to leave these out."
+        "between them, such as 'normed+affine'; and ' without sinks' at the end to leave these out." + meant
     )
 
 

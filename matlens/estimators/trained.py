@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.arguments import require_choice, require_whole, short
+from matlens.arguments import did_you_mean, require_choice, require_whole, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -68,7 +68,9 @@ def require_method_names(methods: str | Sequence[str]) -> list[str]:
             try:
                 Method.parse(name)
             except InputError as error:
-                raise InputError(f"{error} Or one of {', '.join(TRAINED)}.") from error
+                raise InputError(
+                    f"{error} Or one of {', '.join(TRAINED)}.{did_you_mean(name, TRAINED)}"
+                ) from error
     return names
 
 

@@ -88,6 +88,12 @@ class Lens:
                 )
         object.__setattr__(self, "maps", dict(sorted(self.maps.items())))
 
+    def __repr__(self) -> str:
+        identity, layers = self.provenance.identity, self.layers
+        read = f"layers {layers[0]} to {layers[-1]} of {identity.n_layers}"
+        placed = "" if self.readout is not None else ", on no model"
+        return f"Lens({self.method!r}, {read}, {identity.name!r}{placed})"
+
     @classmethod
     def identity(cls, model: TransformerBridge) -> Lens:
         """The logit lens of a model: every layer is read as it is (``id``)."""

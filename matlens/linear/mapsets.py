@@ -100,6 +100,12 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         if not same_precision:
             self.provenance = replace(self.provenance, same_precision=False)
 
+    def __repr__(self) -> str:
+        pairs, model = list(self._maps), self.provenance.model
+        ends = [f"{source} -> {target}" for source, target in pairs[:1] + pairs[1:][-1:]]
+        of = "unknown model" if model is None else repr(model.name)
+        return f"MapSet({len(pairs)} maps: {' .. '.join(ends)}, {of})"
+
     def __getitem__(self, pair: tuple[Any, Any]) -> LinearMap:
         source, target = self._names(pair)
         try:

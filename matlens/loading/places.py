@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from matlens.arguments import require_kind, short
+from matlens.arguments import did_you_mean, require_kind, short
 from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.files import read_json
@@ -43,13 +43,16 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
     require_kind(name, str, "The model's path", way=EXPECTED)
     place = _local(name)
     if place is None:
-        return _on_hub(name, revision)
+        try:
+            return _on_hub(name, revision)
+        except InputError as error:
+            raise InputError(f"{error}{did_you_mean(name, [SMOLLM2])}") from error
     if revision is not None:
         raise InputError(
             f"The revision {short(revision)} is of no use with {called(name)}, which lies on this machine. "
             "Give a revision with a hub name only."
         )
-    if Path(place[0], BESIDE).is_file():
+    if os.path.lexists(os.path.join(place[0], BESIDE)):
         from matlens.storage.verification import require_unchanged  # torch, which most names can spare
 
         require_unchanged(Path(place[0]))

@@ -202,7 +202,8 @@ def fast_checksum(tensors: Iterable[Tensor]) -> str:
             digest.update(_checksums(tensor, None).tobytes())
             continue
         flat = tensor.detach().contiguous().reshape(-1)
-        digest.update((torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8).numpy())
+        numbers = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        digest.update(numbers.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from sentencex import segment
 
-from matlens.arguments import require_kind, short
+from matlens.arguments import did_you_mean, require_kind, short
 from matlens.bounds import LINE, parse_json
 from matlens.errors import InputError, printable
 from matlens.sources.packing import ARCHIVE_SUFFIXES, LEIPZIG_NAME, PACKED_SUFFIXES, shown
@@ -83,7 +83,11 @@ def open_source(source: Source, field: str, split: str) -> Iterator[str]:
         not os.path.isdir(path) and (looks_like_path or source.lower().endswith(_FILE_SUFFIXES))
     ):
         raise InputError(f"There is no file or folder {shown(source)}. {_CHOICES}")
-    return _dataset_sentences(source, _dataset_rows(source, path, split), field)
+    try:
+        rows = _dataset_rows(source, path, split)
+    except InputError as error:
+        raise InputError(f"{error}{did_you_mean(source, SAMPLES)}") from error
+    return _dataset_sentences(source, rows, field)
 
 
 def file_of_source(source: Source) -> Path | None:

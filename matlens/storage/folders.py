@@ -30,6 +30,10 @@ BESIDE = "matlens.json"
 FILES = "run.json"
 """The list of what lies beside the folders of a run: its table of results and its figures."""
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
+_DERIVED = frozenset({
+    "fingerprint", "corpus_fingerprint", "rounded", "unembed_hash", "examples", "tokens", "n_tokens",
+    "tokenization", "hooks",
+})  # fmt: skip
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 
 
@@ -197,12 +201,11 @@ class Workplace:
             if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
         ]
         if differing:
-            names = {key: key.removeprefix("provenance.") for key in differing[:4]}
-            differences = "; ".join(
-                f"{name}: {_short(there.get(key))} there, {_short(now.get(key))} now"
-                for key, name in names.items()
-            )
-            more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
+            # What a user has changed comes first; digests of it say no more, unless nothing else differs.
+            differing.sort(key=_is_derived)
+            chosen = [key for key in differing if not _is_derived(key)] or differing
+            differences = "; ".join(_difference(key, there.get(key), now.get(key)) for key in chosen[:4])
+            more = f"; and {len(chosen) - 4} more" if len(chosen) > 4 else ""
             raise InputError(
                 f"The folder {self.folder} belongs to another job ({differences}{more}). Choose another "
                 "folder, or remove this one."
@@ -214,6 +217,17 @@ def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> b
     of, _, name = key.rpartition(".")
     fingerprint = f"{of}.fingerprint"
     return name in _NAMES and fingerprint in now and now[fingerprint] == there.get(fingerprint)
+
+
+def _is_derived(key: str) -> bool:
+    """Whether something follows from the model and the texts, such as a digest of them."""
+    return any(part in _DERIVED for part in key.split("."))
+
+
+def _difference(key: str, there: Any, now: Any) -> str:
+    if key == "provenance.data.n":
+        return f"{there} sentences there, {now} now"
+    return f"{key.removeprefix('provenance.')}: {_short(there)} there, {_short(now)} now"
 
 
 def _is_marker(name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.arrays import read_header, require_hash, require_record
-from matlens.storage.files import SEAL, open_regular, read_json, require_seal
+from matlens.storage.files import SEAL, damaged, open_regular, read_json, require_seal
 from matlens.storage.folders import BESIDE, CONFIG, FILES, is_record, read_record
 from matlens.storage.notes import UNFINISHED, Notes
 from matlens.storage.rows import recorded_columns, require_noted
@@ -125,8 +125,11 @@ def require_unchanged(folder: Path) -> None:
     InputError
         A file is missing or has changed; the message names it.
     """
-    state = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.iterdir())]
-    _require_files(folder, str(state))
+    try:
+        files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+        _require_files(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
+    except OSError as error:
+        raise damaged(folder, f"cannot be read ({error.strerror}: {error.filename})") from error
 
 
 @lru_cache(maxsize=16)

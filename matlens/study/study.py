@@ -49,7 +49,7 @@ from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study.fits import chosen_ridge, fit_maps
-from matlens.study.output import MAPS, TRAIN
+from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
 from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions
 from matlens.study.results import evaluate_maps, origin_of
 from matlens.study.room import require_room_for_fit
@@ -186,8 +186,22 @@ class Study:
         if self.load_model is None:
             raise InputError("This study has no model. Expected the name of one.")
         if self.n_validation is not None:
-            _ = self.parts
+            self._require_same_job()
         return self.load_model()
+
+    def _require_same_job(self) -> None:
+        """Refuse a folder that holds vectors of other sentences, which is known without the model."""
+        train, validation = self.parts
+        if self.main_folder is not None:
+            parts = {TRAIN: train, MOMENTS: train, VALIDATION: validation}
+            require_output(
+                self.main_folder,
+                {
+                    name: {"data": {"n": len(part), "corpus_fingerprint": part.fingerprint}}
+                    for name, part in parts.items()
+                    if (self.main_folder / name).is_dir()
+                },
+            )
 
     @property
     def n_layers(self) -> int:

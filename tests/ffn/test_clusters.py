@@ -329,7 +329,7 @@ def test_a_folder_of_another_job_is_refused(small_model: Callable[[str], Any], t
     Clusters.fit(values, 20, folder=tmp_path / "clusters", progress=False)
     before = (tmp_path / "clusters" / "labels.npy").read_bytes()
     for other, n, gib, message in [
-        (ValueVectors(small_model("gpt2")), 20, 4, "belongs to another job .*fingerprint"),
+        (ValueVectors(small_model("gpt2")), 20, 4, "belongs to another job .*base_model_name_or_path"),
         (values, 21, 4, "belongs to another job .n_clusters: 20 there, 21 now"),
         (values, 20, 0, "belongs to another job .method: exact there, neighbours now"),
     ]:

@@ -397,7 +397,11 @@ def test_a_trace_that_was_broken_off_goes_on_to_the_same_bytes(
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"k": 3}, "k: 4 there, 3 now"), ({"seed": 1}, "seed: 0 there, 1 now"), ({"part": 20}, "examples: ")],
+    [
+        ({"k": 3}, "k: 4 there, 3 now"),
+        ({"seed": 1}, "seed: 0 there, 1 now"),
+        ({"part": 20}, "40 sentences there, 20 now"),
+    ],
 )
 def test_a_folder_of_another_job_is_refused_and_left_alone(
     changed: dict[str, int],

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
 from torch import Tensor
+from trees import tree
 
 import matlens
 from matlens import InputError, MapSet, collect, load_corpus, make_examples
@@ -400,7 +401,7 @@ def test_the_main_job_is_evaluated_in_its_folder(study: Callable[..., Study], tm
     main = tmp_path / "main"
     results = study(main_folder=main, pairs="last").evaluate()
     assert {path.name for path in main.iterdir()} == {
-        "train", "validation", "maps", "results.csv", "results.json"
+        "train", "validation", "maps", "results.csv", "results.json", "run.json"
     }  # fmt: skip
     assert results.to_csv(index=False) == (main / "results.csv").read_text()
     assert set(results[results["metric"] == "r2"]["target"]) == {N_LAYERS}
@@ -449,3 +450,19 @@ def test_maps_without_sinks_are_those_of_the_settings_or_refused(
     for other in ({"ridge": 0.0}, {"ridge": None, "intercept": True}):
         with pytest.raises(InputError, match=r"belongs to another job \(.*(ridge|intercept)"):
             _ = study(**other).maps_without_sinks
+
+
+def test_other_sizes_are_refused_before_the_model_is_loaded(
+    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> None:
+    def study(n_train: int, load_model: Callable[[], Any]) -> Study:
+        return Study(
+            load_model=load_model, load_corpus=lambda: sentences, out=tmp_path, main_folder=tmp_path,
+            n_train=n_train, n_validation=4,
+        )  # fmt: skip
+
+    _ = study(20, lambda: small_model("gpt2")).stream
+    before = tree(tmp_path)
+    with pytest.raises(matlens.InputError, match=r"another job \(20 sentences there, 19 now\)"):
+        _ = study(19, lambda: pytest.fail("the model is loaded")).stream
+    assert tree(tmp_path) == before

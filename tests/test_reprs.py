@@ -1,0 +1,30 @@
+"""Objects that are printed in a notebook say in one line what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from conftest import make_sentences
+
+import matlens
+from matlens import Lens, LinearMap, MapSet
+
+
+def test_results_say_in_one_line_what_they_are(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    activations = matlens.collect(model, matlens.make_examples(model, make_sentences()), progress=False)
+    maps = MapSet.fit(activations, pairs="all", progress=False)
+    name = repr(model.cfg.model_name)
+    by_hand = MapSet([LinearMap(maps[0, 3].weight, None, "h.0", "h.3")])
+    expected = {
+        repr(activations): ("h.0 .. h.3", f"{activations.n_rows:,} rows", name),
+        repr(maps): (f"{len(maps)} maps", "h.0 -> h.1 .. h.2 -> h.3", name),
+        repr(by_hand): ("1 maps: h.0 -> h.3", "unknown model"),
+        repr(Lens.identity(model)): ("'id'", "layers 0 to 2 of 3", name),
+        repr(Lens.from_maps(maps)): ("'mat'", "on no model", name),
+    }
+    for text, parts in expected.items():
+        assert "\n" not in text
+        assert len(text) < 100 + len(name)
+        assert all(part in text for part in parts), text
