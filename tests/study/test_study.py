@@ -249,7 +249,7 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
     ("other", "message"),
     [
         ({"seed": 1}, r"data\.seed: 0 there, 1 now"),
-        ({"n_train": N_TRAIN + 1}, rf"data\.n: {N_TRAIN} there, {N_TRAIN + 1} now"),
+        ({"n_train": N_TRAIN + 1}, rf"{N_TRAIN} sentences there, {N_TRAIN + 1} now"),
         ({"n_validation": N_VALIDATION - 2}, "data.corpus_fingerprint|data.n"),
     ],
 )
