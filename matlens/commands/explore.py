@@ -11,7 +11,7 @@ import typer
 from matlens.cli.groups import ModelOptions, grouped
 from matlens.cli.options import Dominant, Out
 from matlens.cli.printing import print_line
-from matlens.storage.files import require_file_name
+from matlens.storage.files import PAGE_SUFFIXES, require_file_name
 
 _OTHERS = 2  # sentences that a split of a corpus leaves out at least
 Lenses = Annotated[
@@ -19,7 +19,8 @@ Lenses = Annotated[
     typer.Option(
         "--lens",
         metavar="FOLDER",
-        help="A lens, or maps that 'matlens fit' has written; give it once for each. id is always there.",
+        help="A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; "
+        "id is always in it.",
     ),
 ]
 
@@ -35,7 +36,7 @@ class LinearRead(StrEnum):
 def explore(
     prompt: Annotated[str, typer.Argument(help="A text; for masked-LM models with one mask in it.")],
     model: ModelOptions,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page, such as page.html.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page, a .html or .htm file.")],
     lens: Lenses = None,
     pin: Annotated[
         list[str] | None,
@@ -51,7 +52,7 @@ def explore(
 
     Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
     """
-    require_file_name(out)
+    require_file_name(out, suffixes=PAGE_SUFFIXES)
     model.check()
     from matlens.explorer.exploration import explore as explore_prompt
     from matlens.explorer.exploration import load_lens

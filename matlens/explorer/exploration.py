@@ -30,7 +30,7 @@ from matlens.models.vocabulary import visible, word_token
 from matlens.pages.assembly import framed
 from matlens.pages.trajectory import LensCells, UpdateCells, trajectory_page
 from matlens.signatures import checked
-from matlens.storage.files import system_errors, write_text
+from matlens.storage.files import PAGE_SUFFIXES, require_file_name, system_errors, write_text
 from matlens.storage.folders import CONFIG, read_record
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Exploration:
     layers
         Layers that all lenses read, ascending; the last is the model's own prediction.
     lenses
-        What each lens reads in every cell, by its name.
+        What each lens reads in every cell, by its name: those that were given, then ``id``. The page opens
+        on the first.
     followed
         Tokens whose ranks are known in every cell: those asked for, what the model predicts at the tokens of
         the prompt, and the prompt's own.
@@ -88,14 +89,15 @@ class Exploration:
         )  # fmt: skip
 
     def save(self, path: str | Path) -> Path:
-        """Write the page; a file that is there is replaced.
+        """Write the page to a ``.html`` or ``.htm`` file; an existing one is replaced.
 
         Raises
         ------
         InputError
-            The file cannot be written there.
+            The name has another suffix, or the file cannot be written there.
         """
         path = Path(path)
+        require_file_name(path, suffixes=PAGE_SUFFIXES)
         with system_errors(path):
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.to_html())
@@ -173,7 +175,7 @@ def explore(
     wanted = [*asked, *tokens_of_interest(final, tokens, place)]
     followed = torch.tensor([*dict.fromkeys(wanted)][: max(room, len(set(asked)))])
     cells: dict[str, LensCells] = {}
-    for name, lens in named.items():
+    for name, lens in [*list(named.items())[1:], ("id", named["id"])]:  # a page opens on the first
         go_on()
         cells[name] = read_cells(lens.logits, vectors, layers, followed=followed, k=k)
     updates: UpdateCells | None = None

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,7 @@ from matlens.storage.locks import locked
 
 SEAL = "digest"
 """The key under which a record says the hash of everything else in it."""
+PAGE_SUFFIXES = (".html", ".htm")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (
     errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
@@ -150,19 +151,21 @@ def require_writable(folder: Path, files: Iterable[str] = ()) -> None:
             raise InputError(f"{folder / name} is a folder, and a file is to be written there. Remove it.")
 
 
-def require_file_name(path: Path) -> None:
-    """Refuse, before any work, a file that could not be written.
+def require_file_name(path: Path, *, suffixes: Sequence[str] = ()) -> None:
+    """Refuse, before any work, a file that could not be written, or a name without one of the suffixes.
 
     Raises
     ------
     InputError
-        A folder stands there, or the system refuses a file in its place.
+        A folder stands there, the name ends otherwise, or the system refuses a file in its place.
     """
     with system_errors(path):
         if path.is_dir():
             raise InputError(f"{path} is a folder. Expected the name of a file, such as {path / 'name'}.")
         if not path.name:
             raise InputError(f"{str(path)!r} is no name of a file.")
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise InputError(f"The file's name must end in {' or '.join(suffixes)}, got {path.name}.")
         _require_replaceable(path)
     require_writable(path.parent)
 

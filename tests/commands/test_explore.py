@@ -43,12 +43,13 @@ def test_what_cannot_be_explored_is_refused(commands: FfnCommands, tmp_path: Pat
     page = tmp_path / "page.html"
     for options, message in (
         (["w1", "--out", tmp_path], "is a folder"),
+        (["w1", "--out", tmp_path / "page.pdf"], ".html or .htm"),
         (["w1", "--out", page, "--lens", tmp_path / "none"], "holds no finished lens"),
         (["w1", "--out", page, "--pin", "nobody"], "not in the model's vocabulary"),
         (["w1", "--out", page, "--read", "norm"], "norm"),
     ):
         assert message in commands.run("explore", *options, model="gpt2", code=2)
-    assert not page.exists()
+    assert not page.exists() and not (tmp_path / "page.pdf").exists()
 
 
 def test_value_pages_are_those_of_the_library(

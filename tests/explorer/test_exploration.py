@@ -182,6 +182,21 @@ def test_a_notebook_shows_the_page_and_nothing_of_it_can_touch_the_notebook(
     assert path.read_text(encoding="utf-8") == exploration.to_html()
 
 
+def test_a_page_opens_on_the_first_lens_that_was_given(explored: Callable[[str], Any], browser: Any) -> None:
+    with visiting(browser, explored("gpt2")[2]) as visit:
+        assert visit.page.locator("#lens option:checked").inner_text() == "mat"
+        assert visit.page.locator("#grids h2").all_inner_texts() == ["mat"]
+
+
+def test_a_page_is_saved_as_html_alone(explored: Callable[[str], Any], tmp_path: Path) -> None:
+    exploration, _, _ = explored("gpt2")
+    assert exploration.save(tmp_path / "page.HTM").is_file()
+    for name in ("page.pdf", "page"):
+        with pytest.raises(InputError, match=r"\.html or \.htm"):
+            exploration.save(tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
 def test_lenses_are_read_from_folders_of_either_kind(
     explored: Callable[[str], Any], small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -195,7 +210,7 @@ def test_lenses_are_read_from_folders_of_either_kind(
         assert read.method == method
         torch.testing.assert_close(read(vectors, 1), maps[1, 3](vectors))
     both = explore(small_model("gpt2"), "w1", [maps, lens, maps], progress=False)
-    assert list(both.lenses) == ["id", "mat", "own", "mat 2"]
+    assert list(both.lenses) == ["mat", "own", "mat 2", "id"]
     with pytest.raises(InputError, match="holds no finished lens"):
         load_lens(tmp_path / "nothing")
 
