@@ -60,7 +60,7 @@ def main(
         evaluations=None if evaluations is None else read_evaluations(evaluations),
     )  # fmt: skip
     print_members(comparison.report, comparison.exits)
-    report.write(NAME, comparison.report, comparison.origin, plots.lens_frontier(comparison.report))
+    report.write(NAME, comparison.report, comparison.origin, plots.lens_measures(comparison.report))
     report.write(f"{NAME}_exits", comparison.exits, comparison.origin)
     if comparison.cosines is not None:
         figure = plots.lens_cosines(comparison.cosines)

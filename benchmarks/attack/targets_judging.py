@@ -165,7 +165,7 @@ JUDGING: list[Target] = [
     ),
     # Plots of them.
     Target(
-        "plots.lens_frontier",
+        "plots.lens_measures",
         good={"results": lambda w: w.report},
         finish=lambda _, figure: figure.axes and None,
     ),

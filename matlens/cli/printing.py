@@ -165,6 +165,8 @@ def print_members(report: Any, exits: Any) -> None:
     report, exits
         The tables of `matlens.judging.report_table` and of `matlens.judging.lens_exit_sweep`.
     """
+    from pandas import isna
+
     from matlens.judging.exits import lens_savings
     from matlens.judging.report import report_by_member
 
@@ -172,8 +174,10 @@ def print_members(report: Any, exits: Any) -> None:
     heads = {
         "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "numbers": 0
     }  # fmt: skip
+    wide = wide.reindex(columns=list(heads))  # no lens may have r2
     rows = [
-        (name, *(number_text(line[head], heads[head]) for head in heads)) for name, line in wide.iterrows()
+        (name, *("–" if isna(line[head]) else number_text(line[head], heads[head]) for head in heads))
+        for name, line in wide.iterrows()
     ]
     title = "Means over the layers; layers saved at 95%; seconds of a processor and numbers for one layer"
     print_table(title, ("lens", *heads), rows)

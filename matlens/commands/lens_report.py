@@ -103,7 +103,7 @@ def report(
         longest=longest, evaluations=sets, seed=seed,
     )  # fmt: skip
     tables = {
-        "lens_report": (comparison.report, plots.lens_frontier),
+        "lens_report": (comparison.report, plots.lens_measures),
         "lens_exits": (comparison.exits, None),
         "lens_cosines": (comparison.cosines, plots.lens_cosines),
         "lens_evaluations": (comparison.evaluations, None),

@@ -83,7 +83,8 @@ def report_table(
     -------
     pandas.DataFrame
         A tidy table with one more column, ``against``. Metrics are ``precision`` for ``k`` of 1, 5 and 10,
-        ``surprisal``, ``kl``, ``r2`` and ``r2 without sinks``; and, with no layer, ``seconds``, ``flops``,
+        ``surprisal``, ``kl``, ``r2`` and ``r2 without sinks``, these two only of lenses that do not
+        standardize vectors, since r2 of those is not comparable; and, with no layer, ``seconds``, ``flops``,
         ``numbers`` and ``bytes`` for one layer in the mean. Where ``against`` names a member, a value is the
         difference from it, and its interval that of paired differences.
 
@@ -124,6 +125,8 @@ def report_table(
             if against is not None and name != against:
                 for (metric, k), estimate in judged[name].differences(judged[against]).items():
                     add(metric, k, estimate, against)
+            if lens.norm is not None:  # r2 of standardized vectors is of another variance
+                continue
             add("r2", None, lens_r2(lens, h, truth, layer))
             if sinks is not None:
                 add("r2 without sinks", None, lens_r2(lens, h, truth, layer, rows=~sinks))

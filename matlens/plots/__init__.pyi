@@ -5,7 +5,7 @@ from .exits import exits_figure as exits_figure
 from .extremes import extremes_figure as extremes_figure
 from .layers import across_corpora as across_corpora
 from .layers import lens_cosines as lens_cosines
-from .layers import lens_frontier as lens_frontier
+from .layers import lens_measures as lens_measures
 from .layers import prediction as prediction
 from .layers import r2_heatmaps as r2_heatmaps
 from .layers import relative_depth as relative_depth

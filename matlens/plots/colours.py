@@ -38,6 +38,17 @@ _LOOKS = {
     "mat_attn": Look(GREEN, marker="^"),
     "mat_ffn": Look(ORANGE, marker="D"),
     "mat_ln1_ln2": Look(PURPLE, marker="v"),
+    # Lenses
+    "affine": Look(SKY, marker="^"),
+    "ridge-identity": Look(SKY, DOTTED, "v"),
+    "weighted": Look(PURPLE, marker="<"),
+    "normed": Look(GREEN, marker="D"),
+    "normed+affine": Look(GREEN, DOTTED, "d"),
+    "one-jump": Look(DARK, marker=">"),
+    "scaled": Look(ORANGE, DOTTED, "P"),
+    "polished": Look(BLACK),
+    "tuned": Look(ORANGE, marker="D"),
+    "jacobian": Look(PURPLE, DOTTED, "X"),
     # Schemes
     "R2": Look(BLACK, marker="^"),
     "R2, scored without sinks": Look(PURPLE, DOTTED, "v"),

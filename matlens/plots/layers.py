@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from matlens.arguments import require_choice
 from matlens.errors import InputError
 from matlens.models.vocabulary import visible
-from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, ink, method_looks
-from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
+from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, Look, ink, method_looks
+from matlens.plots.lines import LAYER, draw_both, draw_line, mark_infinite, precision_axis, surprisal_axis
 from matlens.plots.style import (
     add_legend,
     examples_of,
@@ -210,59 +213,65 @@ _MEASURES = {
 
 @checked
 @styled
-def lens_frontier(results: pd.DataFrame) -> Figure:
-    """Four measures of each lens against the seconds that its fit takes for one layer, a point a lens.
+def lens_measures(results: pd.DataFrame) -> Figure:
+    """Four measures of each lens over layers, with 95% intervals, and the time that its fit takes.
 
-    Measures are means over the layers; bars reach from the worst layer to the best. Lenses that take no time
-    are lines across.
+    Surprisal and KL have a logarithmic axis where the worst lens would press the others together.
 
     Parameters
     ----------
     results
         The table of `matlens.judging.report_table`.
     """
-    plain = results[results["against"].fillna("") == ""]
-    seconds = plain[plain["metric"] == "seconds"].set_index("method")["value"].astype(float)
-    looks = method_looks(seconds.index)
-    figure = Figure(figsize=(9.4, 6.6))
-    for ax, ((metric, k), label) in zip(figure.subplots(2, 2).flat, _MEASURES.items(), strict=True):
-        across: dict[str, float] = {}
+    plain = results[results["against"].fillna("") == ""].astype({"low": float, "high": float})
+    looks = method_looks(plain["method"])
+    figure = Figure(figsize=(10.4, 7.0))
+    panels = figure.subplot_mosaic([[0, 1, "cost"], [2, 3, "cost"]], width_ratios=[1, 1, 0.6])
+    for number, ((metric, k), label) in enumerate(_MEASURES.items()):
+        ax = panels[number]
         rows = plain[(plain["metric"] == metric) & (plain["k"].isna() if k is None else plain["k"] == k)]
-        for method, values in rows.groupby("method", sort=False)["value"]:
-            look, time, mean = looks[str(method)], seconds[str(method)], float(values.mean())
-            if time == 0:
-                across[str(method)] = mean
-                continue
-            ax.errorbar(
-                time, mean, yerr=[[mean - values.min()], [values.max() - mean]], fmt=look.marker,
-                color=look.colour, ms=5.5, elinewidth=0.7, mfc="white" if look.hollow else look.colour,
-            )  # fmt: skip
-        low, high = ax.get_ylim()
-        for method, mean in across.items():
-            if len(across) == len(looks) or 2 * low - high <= mean <= 2 * high - low:
-                ax.axhline(mean, color=looks[method].colour, ls=looks[method].line, lw=0.9, zorder=0)
-            else:  # it would press all others together
-                above = mean > high
-                ax.text(
-                    0.98, 0.98 if above else 0.02, f"{literal(method)}: {mean:.2g}", ha="right",
-                    va="top" if above else "bottom", transform=ax.transAxes, color=looks[method].colour,
-                )  # fmt: skip
-        ax.set_xscale("log")
+        for method, look in looks.items():
+            draw_line(ax, rows[rows["method"] == method], look, literal(method))
         ax.set_ylabel(label)
-        ax.set_xlabel("seconds of a processor for a layer")
+        ax.set_xlabel(LAYER)
+        ax.set_xticks(layer_ticks(int(results["target"].max())))
         if metric == "precision":
             percent_ticks(ax.yaxis)
-    marks = [
-        Line2D(
-            [], [], color=look.colour, marker="" if seconds[name] == 0 else look.marker, ms=5.5,
-            ls=look.line if seconds[name] == 0 else "none", label=literal(name),
-            mfc="white" if look.hollow else look.colour,
-        )
-        for name, look in looks.items()
-    ]  # fmt: skip
-    add_legend(figure, marks, columns=5)
+        else:
+            _spread_axis(ax, rows["value"].to_numpy(dtype=float))
+            mark_infinite(ax)
+    _draw_costs(panels["cost"], plain[plain["metric"] == "seconds"].set_index("method")["value"], looks)
+    add_legend(figure, columns=5)
     figure.suptitle(title_of(plain[plain["metric"] == "kl"]))
     return figure
+
+
+def _spread_axis(ax: Axes, values: np.ndarray) -> None:
+    """Make an axis logarithmic if values differ by a factor of five, and label 1, 2, 5, 10 and so on."""
+    finite = values[np.isfinite(values)]
+    if len(finite) and finite.min() > 0 and finite.max() >= 5 * finite.min():
+        ax.set_yscale("log")
+        _plain_ticks(ax.yaxis)
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """Write the ticks of a logarithmic axis as the numbers that they are, not as powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _draw_costs(ax: Axes, seconds: pd.Series, looks: Mapping[str, Look]) -> None:
+    """A bar for each lens, with its seconds at the end."""
+    names = list(looks)
+    values = seconds[names].astype(float)
+    bars = ax.barh(range(len(names)), values, color=[looks[name].colour for name in names])
+    ax.bar_label(bars, [f"{v:,.0f}" if v >= 10 else f"{v:.2g}" for v in values], padding=3, fontsize=7)
+    ax.margins(x=0.2, y=0.02)
+    ax.grid(False)
+    ax.set_yticks(range(len(names)), [literal(name) for name in names])
+    ax.invert_yaxis()
+    ax.set_xlabel("CPU seconds per layer")
 
 
 @checked

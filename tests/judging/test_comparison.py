@@ -18,7 +18,7 @@ from matlens.estimators.jacobian import fit_jacobian
 from matlens.judging.comparison import compare_lenses, default_layers
 from matlens.judging.cosines import matrix_cosine
 from matlens.judging.evaluations import EvaluationItem
-from matlens.plots import lens_cosines, lens_frontier
+from matlens.plots import lens_cosines, lens_measures
 
 Models = Callable[[str], Any]
 
@@ -64,10 +64,8 @@ def test_a_decoder_is_reported_on_with_jacobians_and_evaluations(small_model: Mo
     assert cosine["halves of mat", 2] == pytest.approx(matrix_cosine(a, b), abs=1e-4)
     assert made.origin["n_prompts"] == 4
     assert made.origin["n_rows"] == sum(len(text.split()) for text in parts[0].sentences)
-    for figure in (lens_frontier(report), lens_cosines(made.cosines)):
+    for figure in (lens_measures(report), lens_cosines(made.cosines)):
         assert figure.axes
-    points = [line for ax in lens_frontier(report).axes for line in ax.get_lines()]
-    assert len(points) >= 4 * len(methods)
 
 
 def test_a_masked_model_is_reported_on_at_its_masks(small_model: Models, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from matlens import InputError, Lens
+from matlens.cli.printing import print_members
+from matlens.judging.exits import lens_exit_sweep
 from matlens.judging.measures import lens_r2, lens_scores
 from matlens.judging.report import Member, report_by_member, report_table
 from matlens.lens.judgement import judge_scores
@@ -65,6 +67,22 @@ def test_each_row_is_the_measure_of_its_member(name: str, setting: Settings) -> 
         (found["mat", 1, "precision", 1, ""] + found["mat", 2, "precision", 1, ""]) / 2
     )
     assert wide.loc["id", "kl"] != wide.loc["mat", "kl"]
+
+
+def test_r2_is_given_of_lenses_of_one_space_alone(
+    setting: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standardized vectors have another variance than those that ``mat`` maps."""
+    model, train, validation = setting("llama")
+    lens = Lens.fit(model, train, method="normed+affine", progress=False)
+    fitted = {**members(model, train), "normed+affine": Member(lens, 6.0)}
+    sinks = torch.arange(validation.n_rows) < 3
+    table = report_table(fitted, validation, layers=[1], sinks=sinks, progress=False)
+    assert set(table.loc[table["metric"].str.startswith("r2"), "method"]) == {"mat", "id"}
+    assert "kl" in set(table.loc[table["method"] == "normed+affine", "metric"])
+    exits = lens_exit_sweep({"normed+affine": lens}, validation, layers=[1], progress=False)
+    print_members(table[table["method"] == "normed+affine"], exits)
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_members_that_are_swapped_swap_their_numbers(setting: Settings) -> None:

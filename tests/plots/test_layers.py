@@ -17,6 +17,7 @@ from plot_tables import METHODS, assert_curve, assert_legible, meet, named, pred
 from matlens import InputError
 from matlens.plots.layers import (
     across_corpora,
+    lens_measures,
     prediction,
     r2_heatmaps,
     relative_depth,
@@ -44,6 +45,19 @@ def r2_table(last: int) -> pd.DataFrame:
         for a, b in pairs
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def lens_table(last: int, methods: tuple[str, ...]) -> pd.DataFrame:
+    """A report on lenses at every layer before the last, whose KL is 1 at the best and 40 at the worst."""
+    rows = []
+    for (i, method), layer in itertools.product(enumerate(methods), range(last)):
+        for k in (1, 10):
+            rows.append(result(method, layer, last, "precision", k, (layer + 1 + i) / (last + 9), 0.01))
+        rows.append(result(method, layer, last, "surprisal", pd.NA, 3 + i / 9 - layer / (2 * last), 0.1))
+        rows.append(result(method, layer, last, "kl", pd.NA, 40.0 if layer else 1 + i / 9, 0.1))
+    for i, method in enumerate(methods):
+        rows.append(result(method, 0, last, "seconds", pd.NA, 23.4 * i, 0.1) | {"layer": float("nan")})
+    return pd.DataFrame(rows, columns=list(COLUMNS)).assign(against="")
 
 
 def panels(figure: Figure) -> list[Axes]:
@@ -111,6 +125,30 @@ def test_curves_go_through_the_values_and_bands_from_low_to_high(last: int) -> N
         for k in (1, 5, 10):
             assert_curve(left, f"{method}, k = {k}", rows[rows["k"] == k])
         assert_curve(right, method, rows[rows["metric"] == "surprisal"])
+
+
+@pytest.mark.parametrize("last", [2, 12, 80])
+@pytest.mark.parametrize("methods", [("mat",), ("id", "mat", "polished", "tuned", "narrow(64)", "jacobian")])
+def test_lenses_are_lines_over_layers_with_intervals_and_a_bar_of_seconds(
+    last: int, methods: tuple[str, ...]
+) -> None:
+    table = lens_table(last, methods)
+    figure = lens_measures(table)
+    precision, precision_at_10, costs, surprisal, kl = figure.axes
+    assert_legible(figure)
+    for ax, metric, k in (
+        (precision, "precision", 1), (precision_at_10, "precision", 10), (surprisal, "surprisal", None),
+        (kl, "kl", None),
+    ):  # fmt: skip
+        rows = table[(table["metric"] == metric) & (table["k"].isna() if k is None else table["k"] == k)]
+        lines = [assert_curve(ax, method, rows[rows["method"] == method]) for method in methods]
+        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(methods)
+    assert (surprisal.get_yscale(), kl.get_yscale()) == ("linear", "log")
+    labels = [tick.get_text() for tick in kl.get_yticklabels()]
+    assert {"1", "2", "5", "10", "20"} <= set(labels)
+    assert not any(is_math_text(label) or "e" in label for label in labels)
+    assert [bar.get_width() for bar in costs.patches] == pytest.approx([23.4 * i for i in range(len(methods))])
+    assert [tick.get_text() for tick in costs.get_yticklabels()] == list(methods)
 
 
 def test_methods_differ_by_colour_and_k_by_style_and_the_legend_says_so() -> None:
