@@ -38,6 +38,7 @@ from .corpora.corpus_examples import make_examples as make_examples
 from .corpora.prompts import make_prompts as make_prompts
 from .corpora.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
+from .errors import InputWarning as InputWarning
 from .lens.lens import Lens as Lens
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet

@@ -1,8 +1,10 @@
-"""The one exception that a user's input can cause, and foreign text made fit to be shown in it."""
+"""The exception and the warning that a user's input can cause, and foreign text made safe to show."""
 
 from __future__ import annotations
 
+import sys
 import unicodedata
+import warnings
 
 _MOST = 1950  # characters of a message: what is longer echoes something, and others may put words before it
 _SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, is written by its number
@@ -19,6 +21,27 @@ class InputError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(str(message), most=_MOST, keep="\n"))
+
+
+class InputWarning(UserWarning):
+    """What the user gave can be used, but its results are probably not what they seem.
+
+    Each call warns at most once about one thing. Python's own filters silence it, or make an error of it:
+    ``warnings.filterwarnings("error", category=matlens.InputWarning)``. The command line prints it as a line.
+    """
+
+
+def warn(message: str) -> None:
+    """Issue an `InputWarning` at the line of the user's code that called into matlens."""
+    level = 1
+    frame = sys._getframe()
+    for depth in range(1, sys.getrecursionlimit()):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+            level = depth + 1  # the caller of the outermost function of ours so far
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    warnings.warn(printable(message, most=_MOST, keep="\n"), InputWarning, stacklevel=level)
 
 
 def printable(text: str, *, most: int | None = None, keep: str = "") -> str:

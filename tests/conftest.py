@@ -473,6 +473,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield stand_in
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let small tests fit on few samples; not in pyproject.toml, which is read before jaxtyping's hook."""
+    config.addinivalue_line("filterwarnings", "ignore::matlens.InputWarning")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Sizes of the comparison on the real model; `make verify` asks for the full one."""
     parser.addoption(

@@ -29,7 +29,7 @@ ROOT = Path(matlens.__file__).parent
 # Made by the library, checks of its own, or below what a user hands over; `cli` takes its words from typer.
 UNCHECKED = {
     "InputError", "fingerprint", "rounded_fingerprints", "unembed_hash", "controlled", "Family",
-    "number_text", "few_samples_note", "added", "scaled", "CoefficientChange", "SinkWarning", "csv_text",
+    "number_text", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning", "csv_text",
     "require_writable", "sink_counts",
     "block_hook", "require_finite", "Report", "main", "run_study", "Rows", "Column",
     "RowFiles", "Workplace", "command_line", "keep_rows", "make_config", "read_rows",

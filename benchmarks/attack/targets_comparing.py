@@ -253,11 +253,6 @@ COMPARING: list[Target] = [
         {"source": lambda w: w.corpus, "size": lambda _: 16},
     ),
     Target(
-        "linear.few_samples_note",
-        {"n_samples": "whole", "width": "whole"},
-        {"n_samples": lambda _: 9, "width": lambda _: 9},
-    ),
-    Target(
         "loading.locate",
         {"name": "text", "revision": "choice"},
         {"name": lambda w: str(w.model_folder("gpt2")), "revision": lambda _: None},

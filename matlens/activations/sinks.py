@@ -23,7 +23,7 @@ from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.arguments import require_number, short
 from matlens.corpora.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, InputWarning
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
 from matlens.processes.group import current
@@ -37,7 +37,7 @@ FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens s
 _FEWEST = 3  # first tokens, and others, from which their norms are compared
 
 
-class SinkWarning(UserWarning):
+class SinkWarning(InputWarning):
     """Sinks could not be told, or not all of them."""
 
 

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,8 +18,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, InputWarning, printable
 from matlens.storage.files import system_errors
 from matlens.storage.numbers import number_text
 
@@ -48,7 +51,7 @@ def report_errors(work: Callable[[], Any]) -> None:
     refusal: Exception | None = None
     message = ""
     try:
-        with system_errors("the output folder"):
+        with system_errors("the output folder"), _warnings_as_lines():
             code = work()
             sys.stdout and sys.stdout.flush()
         if not isinstance(code, int) or not code:
@@ -76,6 +79,22 @@ def report_errors(work: Callable[[], Any]) -> None:
     elif code == _INTERRUPTED:
         Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
     sys.exit(code)
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print each `InputWarning` as one line, without the place in the code that Python puts before it."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def print_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, InputWarning):
+                tqdm.write(f"warning: {message}", file=sys.stderr)  # above the bars
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = print_warning
+        yield
 
 
 def _print_refusal(refusal: Any) -> None:

@@ -88,7 +88,6 @@ def fit(
     Of the corpus, the validation sentences are left for judging: they are those of the other commands.
     """
     from matlens.estimators.trained import require_method_names, require_rows_folder
-    from matlens.linear.samples import few_samples_note
     from matlens.study.sizes import fitting_sizes
     from matlens.study.study import slug
 
@@ -121,10 +120,6 @@ def fit(
             n = lens.n_samples
             samples = "" if n is None else f", fitted on {n:,} tokens"
             print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
-            steady = name.startswith("ridge") or "+ridge" in name or name == "jacobian"
-            note = few_samples_note(n, bridge.cfg.d_model) if n and not steady else None
-            if note:
-                print_line(note)
 
 
 @app.command()

@@ -18,8 +18,8 @@ from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.medians import RunningMedians
 from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, solve
 from matlens.estimators.rows import KeptRows
-from matlens.linear.moments import Moments
-from matlens.linear.samples import require_weights
+from matlens.linear.moments import Moments, noise_of_fit
+from matlens.linear.samples import NoisyFit, require_weights, warn_of_noise
 from matlens.linear.sums import shared_moments
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
@@ -74,7 +74,7 @@ class LensMoments:
                 "A method is 'normed', and no norm is given. Expected Standardisation.from_model(model)."
             )
         self._leaves_out = any(not method.sinks for method in fitted)
-        self._holds = any(method.leaves_one_out for method in fitted)
+        self._holds = any(method.leaves_one_out or method.penalty is None for method in fitted)
         self._sets = {
             kind: {layer: self._no_moments(layer) for layer in self.layers} for kind in self._kinds
         }  # fmt: skip
@@ -272,6 +272,23 @@ class LensMoments:
             The method is not among those that this is for, there are no samples, or sinks among them were not
             kept aside.
         """
+        return self.solve_all([name])[name]
+
+    def solve_all(self, names: Sequence[str]) -> dict[str, LensParts]:
+        """Maps of all layers by several methods, with one `InputWarning` if they follow noise.
+
+        Raises
+        ------
+        InputError
+            As `solve`.
+        """
+        noisy: list[NoisyFit] = []
+        solved = {name: self._solve(name, noisy) for name in names}
+        fitted = [self.methods[name] for name in names if not self.methods[name].is_identity]
+        warn_of_noise(noisy, sum(1 if method.shared else len(self.layers) for method in fitted))
+        return solved
+
+    def _solve(self, name: str, noisy: list[NoisyFit]) -> LensParts:
         if name not in self.methods:
             raise InputError(
                 f"{short(name)} is not among the methods that these moments are for, which are "
@@ -286,17 +303,19 @@ class LensMoments:
         if not method.sinks:
             details["n_sinks"] = n_sinks
         sets = self._whole_sets(method, back)
-        held = self._held.with_rows(back).first_keys(_HELD) if method.leaves_one_out else None
+        held = self._held.with_rows(back).first_keys(_HELD)
         maps: dict[int, LayerMap] = {}
         strengths: dict[int, float | None] = {}
-        if method.shared:
-            solution = solve(method, _union(sets.values()), self._held_rows(method, held, self.layers))
-            maps = dict.fromkeys(self.layers, solution.map)
-            strengths = dict.fromkeys(self.layers, solution.strength)
-        else:
-            for layer, moments in sets.items():
-                solution = solve(method, moments, self._held_rows(method, held, [layer]))
-                maps[layer], strengths[layer] = solution
+        groups = {self.layers: _union(sets.values())} if method.shared else {(a,): sets[a] for a in sets}
+        for layers, moments in groups.items():
+            rows = self._held_rows(method, held, layers)
+            solution = solve(method, moments, rows)
+            maps |= dict.fromkeys(layers, solution.map)
+            strengths |= dict.fromkeys(layers, solution.strength)
+            if method.penalty is None:
+                samples = [(rows.x, [rows.y], rows.weights)]
+                name_of = [f"{name} at {moments.source}"]
+                noisy += noise_of_fit(moments, samples, name_of, intercept=method.intercept)
         if method.leaves_one_out:
             details["strengths"] = {str(layer): strength for layer, strength in strengths.items()}
         norm = self.norm if method.normed else None
@@ -321,9 +340,7 @@ class LensMoments:
         self._add(sets, method.rows, back)
         return sets
 
-    def _held_rows(self, method: Method, held: KeptRows | None, layers: Sequence[int]) -> HeldRows | None:
-        if held is None:
-            return None
+    def _held_rows(self, method: Method, held: KeptRows, layers: Sequence[int]) -> HeldRows:
         y, weights = self._entering(held.vectors[self._last], method.rows), self._weights(held, method.rows)
         x = torch.cat([self._entering(held.vectors[layer], method.rows) for layer in layers])
         many = len(layers)

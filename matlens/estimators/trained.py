@@ -23,6 +23,7 @@ from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.methods import Method
 from matlens.estimators.moments import require_layers
 from matlens.estimators.training import polish, scale_map, tune
+from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
@@ -242,9 +243,11 @@ def fit_maps(
             model, data if collected is None else collected, closed, positions=positions, rows=rows,
             weights=weights, layers=wanted, seed=seed, batch_tokens=batch_tokens, progress=progress,
         )  # fmt: skip
-        fitted = {name: moments.solve(name) for name in closed}
+        fitted = moments.solve_all(closed)
     if collected is not None:
         readout, start = Readout(model), fitted.get(best_start(model))
+        if not closed and collected.n_rows <= model.cfg.d_model:  # else the closed form has said so
+            warn_of_noise([NoisyFit(names[0], collected.n_rows, model.cfg.d_model)], 1)
         for name in (name for name in names if name in ON_ROWS):
             fitted[name] = train_maps(
                 name, readout, collected, start=start, layers=wanted, seed=seed, progress=progress

@@ -251,7 +251,7 @@ class Lens:
 
     @property
     def n_samples(self) -> int | None:
-        """How many samples each layer was fitted on, where that is known; see `linear.few_samples_note`."""
+        """How many samples each layer was fitted on, where that is known."""
         return fitted_samples(self.provenance)
 
     @property

@@ -10,5 +10,4 @@ from .pairs import resolve_pairs as resolve_pairs
 from .pickles import arrays_of as arrays_of
 from .pickles import read_pickle as read_pickle
 from .published import convert_published as convert_published
-from .samples import few_samples_note as few_samples_note
 from .sums import PairMoments as PairMoments

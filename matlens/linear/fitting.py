@@ -12,9 +12,10 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
-from matlens.linear.moments import require_finite, require_ridge
+from matlens.linear.moments import noise_of_fit, require_finite, require_ridge
 from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
 from matlens.linear.samples import (
+    NoisyFit,
     Passing,
     Samples,
     chosen_of_batches,
@@ -22,6 +23,7 @@ from matlens.linear.samples import (
     described,
     require_alike,
     require_collection,
+    warn_of_noise,
 )
 from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
@@ -32,6 +34,7 @@ from matlens.progress import Bar
 from matlens.signatures import checked
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
+LEFT_OUT = 1024  # samples that leave-one-out looks at
 KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
 
 
@@ -52,10 +55,12 @@ def fit_samples(
     provenance: Provenance | None = None,
     split: bool = False,
     device: torch.device | str | None = None,
+    noisy: list[NoisyFit] | None = None,
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
-    Yields the maps source by source, so that a caller who writes them away never holds them all.
+    Yields the maps source by source, so that a caller who writes them away never holds them all. At the end
+    an `InputWarning` says if fits without a ridge follow the noise of their samples.
 
     Parameters
     ----------
@@ -79,6 +84,8 @@ def fit_samples(
     device
         Where products are taken and maps are solved, by default where the samples are; these are brought
         there part by part, and the maps back.
+    noisy
+        Collects the fits that follow the noise of their samples (`noise_of_fit`), instead of a warning.
 
     Raises
     ------
@@ -111,6 +118,8 @@ def fit_samples(
     for site, vectors in wanted.items():
         require_finite(vectors, site)
     side_by_side = _SideBySide(wanted)
+    found: list[NoisyFit] = []
+    n_fits = 0
     for source, targets in by_source(named).items():
         pairs_of_source = [(source, target) for target in targets]
         widths = {site: of.shape[1] for site, of in wanted.items()}
@@ -124,11 +133,22 @@ def fit_samples(
                 x, blocks = x.to(there), [block.to(there) for block in blocks]
             kept.moments(source).update(x, blocks, weights=of_part)
         kept = gathered(kept)
+        n_fits += len(targets)
+        if not ridge and processes.leads:
+            few = slice(None, None, max(1, -(-n // LEFT_OUT)))
+            x, ys = wanted[source][few], [wanted[target][few] for target in targets]
+            names = [f"{source} -> {target}" for target in targets]
+            samples_left_out = [(x, ys, None if weights is None else weights[few])]
+            found += noise_of_fit(kept.moments(source), samples_left_out, names, intercept=intercept)
         maps = maps_for_all(
             solve_pairs(kept, pairs_of_source, intercept=intercept, ridge=ridge, provenance=provenance),
             pairs_of_source, provenance,
         )  # fmt: skip
         yield from maps if there is None else (linear.to(wanted[source].device) for linear in maps)
+    if noisy is None:
+        warn_of_noise(found, n_fits)
+    else:
+        noisy += found
 
 
 def _require_same_everywhere(
@@ -165,6 +185,7 @@ def fit_rows(
     ridge: float = 0.0,
     split: bool = False,
     device: torch.device | str | None = None,
+    noisy: list[NoisyFit] | None = None,
 ) -> Iterator[LinearMap]:
     """Fit maps on collected samples or some of them, and write into the maps how many they were.
 
@@ -174,7 +195,7 @@ def fit_rows(
         Vectors by site, such as `matlens.collect` gives.
     pairs
         Names of the sites of each map.
-    rows, weights, intercept, ridge, split, device
+    rows, weights, intercept, ridge, split, device, noisy
         See `fit_samples`.
 
     Raises
@@ -195,7 +216,7 @@ def fit_rows(
         details["weights"] = tensor_digest(kept_weights)
     yield from fit_samples(
         vectors, pairs, weights=kept_weights, intercept=intercept, ridge=ridge, split=split,
-        device=device, provenance=samples.provenance.with_details(**details),
+        device=device, provenance=samples.provenance.with_details(**details), noisy=noisy,
     )  # fmt: skip
 
 
@@ -275,8 +296,10 @@ def fit_stream(
     kept = PairMoments(pairs, split=split)
     named = [(source, target) for source, targets in kept.targets.items() for target in targets]
     own, batches = _with_provenance(_require_division(batches, divided))
+    first = _FirstSamples()
     for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance or own):
         kept.update(vectors, weights=of_batch)
+        first.add({site: vectors[site] for pair in named for site in pair}, of_batch)
     n = {"n": torch.tensor(kept.n)}
     if divided:
         kept = gathered(kept)
@@ -285,6 +308,34 @@ def fit_stream(
         provenance = own.with_details(n_fitted=int(n["n"]), intercept=intercept, ridge=ridge)
     maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps
+    if not ridge and (current().leads or not divided):
+        warn_of_noise(first.noisy(kept, intercept=intercept), len(named))
+
+
+class _FirstSamples:
+    """The first samples of a stream, which leave-one-out looks at."""
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._parts: list[tuple[dict[str, Tensor], Tensor | None]] = []
+
+    def add(self, vectors: Mapping[str, Tensor], weights: Tensor | None) -> None:
+        if self._n < LEFT_OUT:
+            few = slice(LEFT_OUT - self._n)
+            # Copies: a slice would keep the whole batch in memory.
+            part = {site: of_site[few].clone() for site, of_site in vectors.items()}
+            self._parts.append((part, None if weights is None else weights[few]))
+            self._n += len(next(iter(part.values())))
+
+    def noisy(self, kept: PairMoments, *, intercept: bool) -> list[NoisyFit]:
+        found: list[NoisyFit] = []
+        for source, targets in kept.targets.items() if self._n else ():
+            samples = (
+                (part[source], [part[target] for target in targets], weights) for part, weights in self._parts
+            )
+            names = [f"{source} -> {target}" for target in targets]
+            found += noise_of_fit(kept.moments(source), samples, names, intercept=intercept)
+        return found
 
 
 def _with_provenance(batches: Iterator[Any]) -> tuple[Provenance | None, Iterator[Any]]:

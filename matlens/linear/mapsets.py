@@ -195,7 +195,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     @property
     def n_samples(self) -> int | None:
-        """How many samples the maps were fitted on, where that is known; see `few_samples_note`."""
+        """How many samples the maps were fitted on, where that is known."""
         return fitted_samples(self.provenance)
 
     def held(
@@ -357,6 +357,7 @@ def _write_missing(
             path = _file(place.folder, source)
             files[path.name] = _write_source(path, itertools.islice(maps, len(list(group))))
             notes.add({"file": path.name, "record": files[path.name]})
+        next(maps, None)  # to the end of the fit, where it warns
         place.finish(files)
 
 

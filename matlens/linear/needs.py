@@ -93,6 +93,7 @@ def streamed_fit_bytes(
     """
     most = max(samples_together(d) for d, _ in sources)
     sample = of_sample * _SINGLE
+    left_out = 0 if written else min(n_rows, fitting.LEFT_OUT) * sample
     kept = [moments_bytes(*widths, n_rows) for widths in sources]
     first, later = min(n_rows, most), min(n_rows - most, most)
     # Site by site the batches are put together, and what is needed no more is gone.
@@ -111,7 +112,7 @@ def streamed_fit_bytes(
             block = min(widest, d_out)
             update = _update(later, d_in, d_out, made=later * block, passing=(d_in + 1) * block, held=True)
             peaks.append(sum(kept) + later * left[i] + _DOUBLE * update)
-    return max(*peaks, sum(kept) + (2 * max(kept) if written else _solving(sources, n_rows)))
+    return left_out + max(*peaks, sum(kept) + (2 * max(kept) if written else _solving(sources, n_rows)))
 
 
 @checked

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.arguments import require_number, require_whole
-from matlens.errors import InputError
+from matlens.errors import InputError, warn
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 
-ENOUGH = 2  # samples for each coordinate; with fewer, least squares follows their noise
+ENOUGH = 2  # samples per dimension; with fewer, least squares follows the noise of Gaussian samples
 
 
 @runtime_checkable
@@ -230,35 +229,44 @@ def are_few(n_samples: int, width: int) -> bool:
     return n_samples < ENOUGH * width
 
 
-def few_samples_note(n_samples: int, width: int, *, ridge: float = 0.0) -> str | None:
-    """Say what samples that are few for the width mean for a fit; ``None`` where they are enough.
+class NoisyFit(NamedTuple):
+    """A fit whose error on other samples is mostly noise of those that it was fitted on.
 
-    Parameters
+    Attributes
     ----------
-    n_samples
-        How many samples were fitted on, such as `MapSet.n_samples`.
-    width
-        How many coordinates the vectors of the source have.
-    ridge
-        The penalty of the fit.
+    name
+        What was fitted, such as ``"h.3 -> h.30"``.
+    n, width
+        How many samples it was fitted on, and of how many dimensions.
+    r2, r2_fitted
+        On samples left out of the fit, and on the same samples in the fit; ``None`` where that is known from
+        the numbers of samples and dimensions alone.
     """
-    n_samples, width = require_whole(n_samples, "n_samples", least=1), require_whole(width, "width", least=1)
-    ridge = require_number(ridge, "The ridge", least=0)
-    if not are_few(n_samples, width):
-        return None
-    few = f"The maps were fitted on {n_samples:,} samples, which is few for {width:,} dimensions"
-    if ridge:
-        return f"{few}: a ridge of {ridge:g} keeps them from following the noise of the samples."
-    note = (
-        f"{few}: least squares follows the noise of the samples, and r2 on other sentences can be far below "
-        "zero. That is what the fit gives, and no fault."
-    )
-    if n_samples < width:
-        note += (
-            " With fewer samples than dimensions it also follows the rounding of vectors that are alike, as "
-            "those of first tokens are: r2 moves by some hundredths with the number of threads."
+
+    name: str
+    n: int
+    width: int
+    r2: float | None = None
+    r2_fitted: float | None = None
+
+
+def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
+    """Warn once, with `InputWarning`, of all fits of a call that follow the noise of their samples."""
+    if not fits:
+        return
+    worst = min(fits, key=lambda fit: -torch.inf if fit.r2 is None else fit.r2)
+    if worst.r2 is None:
+        what = (
+            f"Maps of {worst.width:,} dimensions must have at least {ENOUGH * worst.width:,} samples, got "
+            f"{worst.n:,}: with so few, most of their error on other samples is noise."
         )
-    return note
+    else:
+        what = (
+            f"{len(fits)} of {n_fits} fits on {worst.n:,} samples in {worst.width:,} dimensions mostly "
+            f"follow noise: r2 of {worst.name} is {worst.r2:.2f} on samples left out of the fit, and "
+            f"{worst.r2_fitted:.2f} on the same samples in it."
+        )
+    warn(f"{what} Use more samples or a ridge.")
 
 
 def described(value: object) -> str:

@@ -22,6 +22,7 @@ from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import require_collected, resolve_pairs
+from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.anatomy import Anatomy, output_multiplier
 from matlens.models.sites import CROSS, STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn
@@ -105,11 +106,13 @@ def fit_submodules(
     pairs = resolve_pairs(pairs, samples.provenance)
     require_collected(pairs, samples)
     # One by one: only the two sites of a pair are held in float64.
+    noisy: list[NoisyFit] = []
     one_by_one = (
-        fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge)
+        fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge, noisy=noisy)
         for pair in pairs
     )
     yield from fitting_bar(itertools.chain.from_iterable(one_by_one), len(pairs), progress=progress)
+    warn_of_noise(noisy, len(pairs))
 
 
 @checked

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
@@ -16,15 +14,13 @@ from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
-from matlens.linear.samples import are_few
+from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
 from matlens.linear.sums import solve_pairs
-from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
 from matlens.study.room import require_room_for_fit, require_room_to_solve
-from matlens.study.sizes import note_on_samples
 
 
 @checked
@@ -65,7 +61,7 @@ def fit_maps(
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return fitting_bar(maps, len(missing), progress=progress)
 
-    return _write(Path(folder) / MAPS, wanted, fit, origin)
+    return write_maps(Path(folder) / MAPS, wanted, fit, origin)
 
 
 @checked
@@ -114,21 +110,12 @@ def fit_moments(
             return iter(())
         if missing:
             require_room_to_solve(moments, missing)
+            n, width = moments.n_samples, moments.provenance.identity.d_model
+            if not penalty and are_few(n, width):  # of moments alone no sample can be left out
+                warn_of_noise([NoisyFit("maps", n, width)], 1)
         maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
         return fitting_bar(maps, len(missing), progress=progress)
 
-    return _write(Path(folder), wanted, fit, origin)
-
-
-def _write(
-    folder: Path,
-    wanted: list[tuple[str, str]],
-    fit: Callable[[list[tuple[str, str]]], Iterable[LinearMap]],
-    origin: Provenance,
-) -> MapSet:
-    """Maps into a folder, those that are missing there fitted; said where samples are few for them."""
-    if note := note_on_samples(origin.to_json()):
-        tqdm.write(note, file=sys.stderr)
     return write_maps(folder, wanted, fit, origin)
 
 

@@ -76,17 +76,17 @@ def evaluate_maps(
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
         parts.append(prediction_quality(readout or Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
-    write_results(folder, RESULTS, results, origin_of(maps, validation) | {"listed_in": RUN})
+    write_results(folder, RESULTS, results, origin_of(maps, validation, results) | {"listed_in": RUN})
     write_list(folder)
     return results
 
 
 @checked
-def origin_of(maps: MapSet, validation: Activations) -> dict[str, Any]:
+def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | None = None) -> dict[str, Any]:
     """What maps were fitted on, whether that is enough for them, and what they were tested on."""
     fit = maps.provenance.to_json()
     validated = validation.provenance.to_json("data")["data"]
-    return {"maps": fit, "note": note_on_samples(fit), "validation": validated}
+    return {"maps": fit, "note": note_on_samples(fit, results), "validation": validated}
 
 
 @checked

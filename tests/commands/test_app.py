@@ -1042,6 +1042,7 @@ def test_a_finished_run_is_answered_without_its_model(
     assert_refused(run_matlens(*command), "belongs to another job")
 
 
+@pytest.mark.filterwarnings("always::matlens.InputWarning")
 def test_few_samples_take_all_positions_and_say_so(
     run_matlens: Matlens, inputs: list[str], tmp_path: Path
 ) -> None:
@@ -1055,6 +1056,8 @@ def test_few_samples_take_all_positions_and_say_so(
 
     plain = run_matlens("run", *few, "--positions", "drawn", "--ridge", 0, "--out", tmp_path / "plain")
     assert "on 40 samples, which is few for 32 dimensions" in " ".join(plain.out.split())
+    assert plain.err.count("warning: ") == 1
+    assert "warning: " not in outcome.err
     assert "40 samples" in json.loads((tmp_path / "plain/results.json").read_text())["note"]
     assert mat_r2(results(tmp_path / "auto"), 0, 3) > mat_r2(results(tmp_path / "plain"), 0, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_mat_is_the_set_of_maps_that_are_fitted_otherwise(model: Any, data: Acti
         assert lens.method == name
     h = data[0][:9]
     assert not torch.allclose(lenses[names[0]](h, 0), lenses[names[1]](h, 0), rtol=1e-2)
+
+
+def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(
+    model: Any, data: Activations, recwarn: pytest.WarningsRecorder
+) -> None:
+    def warnings_of(n: int, *methods: str) -> list[str]:
+        recwarn.clear()
+        Lens.fit(model, data, method=methods, rows=torch.arange(data.n_rows) < n, progress=False)
+        return [str(caught.message) for caught in recwarn if caught.category is matlens.InputWarning]
+
+    warnings.simplefilter("always", matlens.InputWarning)
+    for n in (D_MODEL - 1, D_MODEL + 4):
+        (message,) = warnings_of(n, "mat", "affine", "normed", "one-jump", "id")
+        assert f"{n}" in message
+        assert not warnings_of(n, "ridge", "ridge(0.1)", "ridge-identity", "id")
+    assert f"of {3 * N_LAYERS + 1} fits" in message  # one-jump is one fit for all layers
+    assert not warnings_of(data.n_rows, "normed")
+    recwarn.clear()
+    Lens.fit(model, data.head(2), method="tuned", progress=False)
+    assert [caught.category for caught in recwarn] == [matlens.InputWarning]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.moments import Moments
-from matlens.linear.samples import few_samples_note
 from matlens.models.identity import Provenance
 
 N, D_IN, D_OUT = 60, 6, 4
@@ -211,16 +210,6 @@ def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance()
     batches = [Batch(np.arange(N), SAMPLES, changed)]
     with pytest.raises(InputError, match=r"nothing replaced or hooked.*something was replaced"):
         list(fit_stream(batches, PAIR, provenance=plain))
-
-
-def test_a_note_says_where_samples_are_few_for_the_width() -> None:
-    assert few_samples_note(1152, 576) is None
-    assert "a ridge of 2 keeps" in (few_samples_note(100, 576, ridge=2.0) or "")
-    note = few_samples_note(1151, 576)
-    assert note is not None
-    assert "1,151 samples, which is few for 576 dimensions" in note
-    assert "rounding" not in note
-    assert "the rounding of vectors that are alike" in (few_samples_note(575, 576) or "")
 
 
 def test_maps_know_how_many_samples_they_were_fitted_on() -> None:

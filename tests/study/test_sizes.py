@@ -52,6 +52,6 @@ def test_few_samples_are_said() -> None:
     assert note is not None
     for part in ("800 samples", "576 dimensions", "noise", "--train", "--positions all", "--ridge"):
         assert part in note
-    assert "a ridge of 26000 keeps" in (note_on_samples({**fit, "ridge": 26000.0}) or "")
+    assert "a ridge of 26000" in (note_on_samples({**fit, "ridge": 26000.0}) or "")
     assert note_on_samples({**fit, "n_samples": 1152}) is None
     assert note_on_samples({}) is None
