@@ -161,16 +161,17 @@ LENSES: list[Target] = [
     *[
         Target(
             f"lens.Trajectory.{name}",
-            {"token": "text", "tokens": "sentences"},
-            {"token": lambda _: "w1"},
+            {"token": "text", "answer": "text", "answers": "sentences", "position": "layer"},
+            {"token": lambda _: "w1", "answer": lambda _: "w1"},
             lambda w: w.trajectory,
             takes={
                 "token=3": lambda _, of_token: of_token is not None,  # the number of one
-                "tokens=[]": lambda _, table: "rank" in table,
-                "tokens=[3]": lambda _, table: "rank of 3" in table,
+                "answer=3": lambda w, layer: layer in (None, *w.trajectory.layers),
+                "answers=[]": lambda _, table: "rank" in table,
+                "answers=[3]": lambda _, table: set(table["answer_rank"]) <= set(range(1, 1000)),
             },
         )
-        for name in ("token_id", "rank", "probability", "to_dataframe")
+        for name in ("token_id", "rank", "probability", "first_top1", "to_dataframe")
     ],
     Target(
         "lens.Trajectory.plot",

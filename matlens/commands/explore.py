@@ -19,8 +19,8 @@ Lenses = Annotated[
     typer.Option(
         "--lens",
         metavar="FOLDER",
-        help="A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; "
-        "id is always in it.",
+        help="A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the "
+        "first; id is always in it.",
     ),
 ]
 

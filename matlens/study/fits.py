@@ -56,8 +56,9 @@ def fit_maps(
     origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-        if missing:
-            require_room_for_fit(train.n_rows, train.provenance.identity, missing)
+        if not missing:
+            return ()
+        require_room_for_fit(train.n_rows, train.provenance.identity, missing)
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return fitting_bar(maps, len(missing), progress=progress)
 

@@ -49,7 +49,7 @@ def test_what_cannot_be_explored_is_refused(commands: FfnCommands, tmp_path: Pat
         (["w1", "--out", page, "--read", "norm"], "norm"),
     ):
         assert message in commands.run("explore", *options, model="gpt2", code=2)
-    assert not page.exists() and not (tmp_path / "page.pdf").exists()
+    assert not list(tmp_path.glob("page.*"))
 
 
 def test_value_pages_are_those_of_the_library(

@@ -145,7 +145,7 @@ def test_a_killed_collection_goes_on(
     again = matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
     assert torch.equal(again[1], whole[1])
     other = make_token_examples(model, SENTENCES * 3)
-    with pytest.raises(InputError, match="examples"):
+    with pytest.raises(InputError, match="position: given there, last token now"):
         matlens.collect(model, other, [1], folder=tmp_path / "x", progress=False)
 
 

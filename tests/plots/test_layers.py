@@ -147,7 +147,8 @@ def test_lenses_are_lines_over_layers_with_intervals_and_a_bar_of_seconds(
     labels = [tick.get_text() for tick in kl.get_yticklabels()]
     assert {"1", "2", "5", "10", "20"} <= set(labels)
     assert not any(is_math_text(label) or "e" in label for label in labels)
-    assert [bar.get_width() for bar in costs.patches] == pytest.approx([23.4 * i for i in range(len(methods))])
+    seconds = [23.4 * i for i in range(len(methods))]
+    assert [bar.get_width() for bar in costs.patches] == pytest.approx(seconds)
     assert [tick.get_text() for tick in costs.get_yticklabels()] == list(methods)
 
 
@@ -351,7 +352,7 @@ def test_every_cell_is_that_of_its_token_and_layer(colour: str) -> None:
     texts = {(round(t.get_position()[0]), round(t.get_position()[1])): t.get_text() for t in ax.texts}
     for row in table.to_dict("records"):
         line = (0, 2, 3).index(row["layer"])
-        assert shown[line, row["position"]] == pytest.approx(row[colour] + (colour == "rank"))
+        assert shown[line, row["position"]] == pytest.approx(row[colour])
         assert texts[row["position"], line] == literal(f"␣{row['predicted'].strip()}")
     assert len(texts) == 12
     assert [label.get_text() for label in ax.get_yticklabels()][-1] == "3"

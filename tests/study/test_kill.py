@@ -390,7 +390,7 @@ def test_a_killed_evaluation_is_done_again(
     assert server.start(tmp_path, command, die_before=("os.rename", name, 1)).wait() == -signal.SIGKILL
     server.run(tmp_path, command)
     once = _files(tmp_path / "out")
-    assert sorted(name for name in once if "/" not in name) == ["results.csv", "results.json"]
+    assert sorted(name for name in once if "/" not in name) == ["results.csv", "results.json", "run.json"]
     server.run(tmp_path, command)
     assert _files(tmp_path / "out") == once
 
