@@ -9,9 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError
+from matlens.errors import InputError, warn
 from matlens.numerics.precision import in_float64
 from matlens.signatures import checked
+
+_HOPELESS = -1000.0  # an r2 that no reader can use
+_STEADY = 0.1  # of the median standard deviation of a coordinate, below which one hardly varies
 
 
 class Estimate(NamedTuple):
@@ -35,11 +38,30 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     ``1 - SSE/SST`` of each coordinate against the mean of ``truth``, in float64, as scikit-learn's
     `r2_score` does by default: a coordinate that is constant counts 1 if it is met exactly, else 0.
 
+    Warns with `InputWarning` if the score is below -1000 because of coordinates that hardly vary.
+
     Raises
     ------
     InputError
         Fewer than two examples, which have no variance; or the two differ in shape.
     """
+    score, n_steady = r2_and_steady(prediction, truth)
+    if n_steady:
+        warn_of_steady("the truth", n_steady)
+    return score
+
+
+def warn_of_steady(of: str, n: int) -> None:
+    """Warn of an r2 that says something of a few coordinates only."""
+    what = "1 coordinate that hardly varies" if n == 1 else f"{n:,} coordinates that hardly vary"
+    warn(
+        f"r2 is far below zero because of {what} in {of}, since it divides the error of each by its "
+        "variance. Leave them out, or compare surprisal or KL."
+    )
+
+
+def r2_and_steady(prediction: Tensor, truth: Tensor) -> tuple[float, int]:
+    """`r2`, and how many coordinates of small variance make it hopeless; 0 for any score that is not."""
     if prediction.shape != truth.shape or not truth.shape[1]:
         raise InputError(
             f"A prediction of the shape {tuple(prediction.shape)} cannot be compared with a truth of "
@@ -50,9 +72,14 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     truth, prediction = in_float64(truth), in_float64(prediction)
     residual = (truth - prediction).square().sum(0)
     total = (truth - truth.mean(0)).square().sum(0)
+    # The mean of equal numbers can be off by rounding, which is no variance.
+    total = torch.where((truth == truth[0]).all(0), torch.zeros_like(total), total)
     score = 1 - residual / total
     score = torch.where(total == 0, torch.zeros_like(score), score)
-    return float(torch.where(residual == 0, torch.ones_like(score), score).mean())
+    score = torch.where(residual == 0, torch.ones_like(score), score)
+    steady = (score < _HOPELESS) & (total < (_STEADY**2) * total.median())
+    hopeless = float(score.mean()) < _HOPELESS <= float(score[~steady].mean())
+    return float(score.mean()), int(steady.sum()) if hopeless else 0
 
 
 @checked

@@ -181,7 +181,11 @@ class SampleOptions(Group):
 
 
 def sizes_of(
-    train: int | None, val: int | None, *, default_train: int = 9000, default_val: int = 3000
+    train: int | None,
+    val: int | None,
+    *,
+    default_train: int = options.TRAIN,
+    default_val: int = options.VAL,
 ) -> dict[str, Any]:
     """Sizes of a study, as its arguments: what the user gave is kept, and a default gives way if it must."""
     sizes = {"train": train, "validation": val}

@@ -9,6 +9,7 @@ import typer
 
 from matlens import __version__
 from matlens.arguments import require_choice
+from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results
@@ -64,6 +65,7 @@ def run(
     from matlens.study.results import plot_results
 
     study = samples.study(model, corpus, **fit_arguments)
+    print_expected(study.model, study.operations, "--train, --val")
     _ = study.maps
     with leading("results") as leads:
         if leads:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from matlens.arguments import require_number
+from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
 from matlens.cli.options import Out, Seed
 from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
@@ -17,6 +18,9 @@ from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
 
 _FEWEST = 2  # sentences to judge on, of a small corpus
+_TRIED = 0.8  # passes per block that greedy choice takes, as measured on SmolLM2-135M
+_CHAINED = 0.5  # of all blocks, which chain fits
+_FOLD = 12  # operations per token and squared width of the FFN that a fit of its matrix takes
 _UNITS = (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))  # in which costs are printed
 
 
@@ -111,12 +115,14 @@ def prune(
         typer.Option(min=0, help="Train the changed matrices alone on so many tokens, minutes for 100,000."),
     ] = 0,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window of running text.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Most windows to calibrate on.")] = 160,
-    judged: Annotated[int, typer.Option(min=2, help="Most windows to judge both models on.")] = 40,
+    windows: Annotated[int, typer.Option(min=1, help="Most windows to calibrate on.")] = 40,
+    judged: Annotated[int, typer.Option(min=2, help="Most windows to judge both models on.")] = 20,
 ) -> None:
     """Leave blocks out, fold a map into the weights before them, and write a plain Hugging Face folder.
 
-    Nine tenths of the corpus are for calibration, the rest to judge on.
+    Nine tenths of the corpus are for calibration, the rest to judge on. A thorough run has '--windows 160
+    --judged 40'. It takes three times as long, and perplexity rises less: of SmolLM2-135M without 3 blocks by
+    6%, not 8%.
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
         raise InputError(
@@ -146,6 +152,8 @@ def prune(
         calibration = make_windows(bridge, fitted_on, size=window, most=windows)
         judged_windows = make_windows(bridge, judged_on, size=window, most=judged)
         judged_tokens(judged_windows)  # refused before the work, as all that is
+        n_tokens = int(calibration.lengths.sum()), int(judged_windows.lengths.sum())
+        print_expected(bridge, _pruning_operations(bridge, *n_tokens, wanted, method), "--windows, --judged")
         if attention is None:
             pruned = prune_model(
                 bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
@@ -182,6 +190,23 @@ def prune(
     what = "attention of the blocks" if attention is not None else "blocks"
     gone = pruned.blocks if attention is None else pruned.attention
     print_line(f"Without the {what} {', '.join(map(str, gone)) or 'none'}: {out}")
+
+
+def _pruning_operations(
+    model: Any, calibration: int, judged: int, wanted: int | list[int], method: Method
+) -> float:
+    """About how many floating-point operations pruning takes, by numbers of tokens."""
+    from matlens.pruning.calibration import CHOSEN_ON
+    from matlens.study.plan import Shape
+
+    shape = Shape.from_model(model)
+    tries = _TRIED * shape.n_layers if isinstance(wanted, int) else 0
+    if method == Method.chain:
+        folded = _CHAINED * shape.n_layers
+    else:
+        folded = wanted if isinstance(wanted, int) else len(wanted)
+    passes = (1 + 2 * folded / shape.n_layers) * calibration + tries * CHOSEN_ON + 2 * judged
+    return 2 * shape.n_parameters * passes + _FOLD * folded * calibration * shape.d_mlp**2
 
 
 def _blocks(option: str, text: str | None) -> int | list[int]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from matlens.cli.options import DtypeChoice, KeepRows, PositionChoice, Revision, Trust
+from matlens.cli.options import TRAIN, VAL, DtypeChoice, KeepRows, PositionChoice, Revision, Trust
 from matlens.cli.printing import print_line, print_table
 from matlens.errors import InputError
 
@@ -27,8 +27,8 @@ def plan(
         int | None,
         typer.Option(min=1, help="Tokens of the vocabulary, with --layers.", show_default="50000"),
     ] = None,
-    sentences: Annotated[int, typer.Option(min=1, help="Sentences that maps are fitted on.")] = 9000,
-    val: Annotated[int, typer.Option(min=0, help="Sentences that they are evaluated on.")] = 3000,
+    sentences: Annotated[int, typer.Option(min=1, help="Sentences that maps are fitted on.")] = TRAIN,
+    val: Annotated[int, typer.Option(min=0, help="Sentences that they are evaluated on.")] = VAL,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sentence.")] = 30,
     positions: Annotated[
         PositionChoice, typer.Option(help="drawn, all or auto, as in 'matlens run'.")

@@ -17,7 +17,7 @@ from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import context_length, is_masked, require_model, require_readable
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
-from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
+from matlens.models.tokenization import encode_text, require_tokenizer, token_policy, warn_of_unknown
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def make_examples(
     too_long = [s for s, encoding in enumerate(encoded) if len(encoding.ids) > n_ctx]
     for s in too_long:
         encoded[s] = encode_text(model, corpus.sentences[s], longest=n_ctx)
+    warn_of_unknown(model, corpus.sentences, encoded)
     positions = np.array(
         [
             draw_position(text, encoding.added, seed, draw_special)

@@ -21,7 +21,13 @@ from matlens.corpora.readers import (
     require_readable,
 )
 from matlens.errors import InputError
-from matlens.models.tokenization import TextTokens, encode_text, require_tokenizer, token_policy
+from matlens.models.tokenization import (
+    TextTokens,
+    encode_text,
+    require_tokenizer,
+    token_policy,
+    warn_of_unknown,
+)
 from matlens.signatures import checked
 from matlens.sources.sources import json_rows, text_of_row
 from matlens.sources.streams import numbered_lines
@@ -133,8 +139,9 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
     tokenizer = require_tokenizer(model)
     n_ctx = context_length(model)
     ids, positions = [], []
-    for prompt in prompts:
-        encoded = encode_text(model, prompt)
+    of_prompts = [encode_text(model, prompt) for prompt in prompts]
+    warn_of_unknown(model, prompts, of_prompts)
+    for prompt, encoded in zip(prompts, of_prompts, strict=True):
         tokens = np.asarray(encoded.ids, dtype=np.int64)
         ids.append(tokens)
         if len(tokens) > n_ctx:

@@ -18,7 +18,7 @@ from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.readers import is_masked
-from matlens.errors import InputError
+from matlens.errors import InputError, warn
 from matlens.estimators.jacobian import LONGEST, PROMPTS, longest_sentences
 from matlens.estimators.maps import LayerMap
 from matlens.estimators.trained import require_method_names, sites_of_rows
@@ -124,6 +124,12 @@ def compare_lenses(
     if len(parts) != 2:
         raise InputError(
             f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
+        )
+    train_texts, validation_texts = (frozenset(part.sentences) for part in parts)
+    if both := len(train_texts & validation_texts):
+        warn(
+            f"{both:,} of {len(validation_texts):,} validation sentences are also among the training "
+            "sentences, so lenses look better than they are on new text. Use Corpus.split."
         )
     if against is not None and against not in names:
         raise InputError(f"There is no member {short(against)}. Expected one of {short(names)}.")

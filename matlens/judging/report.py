@@ -17,6 +17,7 @@ from matlens.judging.measures import lens_r2, lens_scores
 from matlens.lens.judgement import judge_scores
 from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
+from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
 from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
@@ -101,6 +102,9 @@ def report_table(
     lenses = {name: member.lens for name, member in members.items()}
     for lens in lenses.values():
         lens.provenance.require_same(validation.provenance, ours="the lens", theirs="the activations")
+    fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
+    if fitted:
+        warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
     last = validation.provenance.identity.n_layers
     wanted = shared_layers(lenses, validation, layers)
     if sinks is not None and (sinks.shape != (validation.n_rows,) or int((~sinks).sum()) < 2):

@@ -20,6 +20,7 @@ from matlens.arguments import require_choice, require_rows, short
 from matlens.errors import InputError
 from matlens.lens.judgement import Judgement, Substitute, judge_predictions
 from matlens.linear.mapsets import MapSet
+from matlens.linear.samples import warn_of_same_sentences
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
@@ -61,8 +62,10 @@ def fit_quality(
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     require_rows(rows, validation.n_rows, least=2)
+    warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
     counted = slice(None) if rows is None else rows
-    table = []
+    table: list[dict[str, Any]] = []
+    steady: dict[str, int] = {}
     pairs = [pair for pair in maps if all(_is_stream(site) or site in validation for site in pair)]
     for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
         h, truth = validation[source][counted], validation[target][counted]
@@ -70,9 +73,14 @@ def fit_quality(
         if not (_is_stream(source) and _is_stream(target)):
             substitutes = {f"mat {source} -> {target}": substitutes["mat"]}
         for method, prediction in substitutes.items():
-            score = metrics.Estimate.without_interval(metrics.r2(prediction, truth), len(truth))
+            value, n_steady = metrics.r2_and_steady(prediction, truth)
+            if n_steady:
+                steady[target] = n_steady
+            score = metrics.Estimate.without_interval(value, len(truth))
             layers = Site.parse(source).layer, Site.parse(target).layer
             table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
+    if steady:
+        metrics.warn_of_steady(*max(steady.items(), key=lambda item: item[1]))
     return result_table(table)
 
 
@@ -92,6 +100,7 @@ def prediction_quality(
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
     readout.require_same(validation.provenance)
+    warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
     for method in methods:
         require_choice(method, METHODS, "A method")
     if not methods:

@@ -212,6 +212,8 @@ def fit_rows(
         vectors = {site: of_site[chosen] for site, of_site in vectors.items()}
     n = samples.n_rows if chosen is None else len(chosen)
     details: dict[str, Any] = {"n_fitted": n, "intercept": intercept, "ridge": ridge}
+    if chosen is not None:
+        details["rows"] = tensor_digest(chosen)
     if kept_weights is not None:
         details["weights"] = tensor_digest(kept_weights)
     yield from fit_samples(

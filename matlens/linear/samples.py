@@ -269,6 +269,29 @@ def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
     warn(f"{what} Use more samples or a ridge.")
 
 
+def warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
+    """Warn, with `InputWarning`, of maps that are judged on the sentences that they were fitted on.
+
+    Parameters
+    ----------
+    fitted, validation
+        Where the samples of a fit, and those that it is judged on, come from.
+    what
+        What was fitted, as the first words of the message.
+    parts
+        Whether only some samples count here. If the fit took only some too, they may well be others.
+    """
+    if parts and "rows" in fitted.details:
+        return
+    texts = (fitted.data or {}).get("corpus_fingerprint"), (validation.data or {}).get("corpus_fingerprint")
+    same_texts = texts[0] is not None and texts[0] == texts[1]
+    if same_texts or (fitted.examples is not None and fitted.examples == validation.examples):
+        warn(
+            f"{what} were fitted on the sentences of {validation.corpus} that they are judged on here, so "
+            "r2 and predictions are better than on new text. Use other sentences, see Corpus.split."
+        )
+
+
 def described(value: object) -> str:
     """What somebody has given in the place of a tensor."""
     if isinstance(value, Tensor):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from matlens.arguments import require_whole, short
-from matlens.errors import InputError
+from matlens.errors import InputError, warn
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -58,6 +58,27 @@ class TokenPolicy:
 
     digest: str | None
     words: str
+
+
+def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Sequence[TextTokens]) -> None:
+    """Warn, with `InputWarning`, of texts of which the tokenizer knows nothing, such as another script's."""
+    tokenizer = require_tokenizer(model)
+    unknown = tokenizer.unk_token_id
+    # By name: a BOS that the vocabulary lacks has the number of the unknown token.
+    if unknown is None or tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token):
+        return
+
+    def of_text(tokens: TextTokens) -> set[int]:
+        own = {token for token, flag in zip(*tokens, strict=True) if not flag or token == unknown}
+        return own - {tokenizer.mask_token_id}
+
+    nothing = [text for text, tokens in zip(texts, encoded, strict=True) if of_text(tokens) == {unknown}]
+    if nothing:
+        warn(
+            f"{len(nothing):,} of {len(texts):,} texts, such as {short(nothing[0])}, are only unknown tokens "
+            f"({tokenizer.unk_token}), so the model reads them as the same. Leave them out, or use a model "
+            "for their language."
+        )
 
 
 @checked

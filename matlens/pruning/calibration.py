@@ -41,7 +41,9 @@ from matlens.pruning.streams import (
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-CHOSEN_ON = 2048  # tokens of the calibration text, since every candidate is a pass over them
+CHOSEN_ON = (
+    2048  # tokens of the calibration text, since every candidate is a pass over them; 1,024 choose worse
+)
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 
 

@@ -38,6 +38,7 @@ from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.linear.samples import are_few
 from matlens.linearity.heads import head_outputs, head_pairs
 from matlens.loading.loading import load
 from matlens.loading.places import locate
@@ -51,6 +52,7 @@ from matlens.storage.files import require_writable
 from matlens.study.fits import chosen_ridge, fit_maps
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
 from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions
+from matlens.study.plan import Shape, plan_study
 from matlens.study.results import evaluate_maps, origin_of
 from matlens.study.room import require_room_for_fit
 from matlens.study.sizes import Part, fitting_sizes
@@ -58,6 +60,7 @@ from matlens.study.sizes import Part, fitting_sizes
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_CHARACTERS = 4  # of a token
 Fitted = Literal["all", "not-first", "not-sink"]
 
 
@@ -202,6 +205,21 @@ class Study:
                     if (self.main_folder / name).is_dir()
                 },
             )
+
+    @property
+    def operations(self) -> float:
+        """About how many floating-point operations collecting, fitting and evaluating take."""
+        train, _ = self.parts
+        positions: Positions = "all" if self.positions == "all" else "drawn"
+        if self.positions == "auto" and not self.ridge and are_few(len(train), self.model.cfg.d_model):
+            positions = "all"
+        plan = plan_study(
+            Shape.from_model(self.model), *self.sizes, positions=positions,
+            pairs="last" if self.pairs == "last" else "all",
+            train_tokens=sum(map(len, train.sentences)) // _CHARACTERS, keep_rows=self.keep_rows,
+        )  # fmt: skip
+        steps = [need for need in plan.needs if need.step.startswith(("collect", "fit from", "evaluate"))]
+        return sum(need.operations for need in steps)
 
     @property
     def n_layers(self) -> int:

@@ -1090,13 +1090,13 @@ def test_a_corpus_smaller_than_the_sizes_of_the_paper_is_split_in_proportion(
 ) -> None:
     command = ["collect", "--model", gpt2, "--corpus", corpus, "--device", "cpu"]
     outcome = run_matlens(*command, "--out", tmp_path / "out")
-    assert "has 100 sentences, fewer than 9,000+3,000" in " ".join(outcome.err.split())
+    assert "has 100 sentences, fewer than 3,000+1,000" in " ".join(outcome.err.split())
     assert len(matlens.activations.Activations.load(tmp_path / "out" / "train").examples) == 75
     assert len(matlens.activations.Activations.load(tmp_path / "out" / "validation").examples) == 25
     assert run_matlens(*command, "--train", 90, "--out", tmp_path / "most").code == 0
     assert len(matlens.activations.Activations.load(tmp_path / "most" / "validation").examples) == 10
     asked = run_matlens(*command, "--train", 99, "--out", tmp_path / "too-many")
-    assert_refused(asked, "99+3000 sentences", "has 100")
+    assert_refused(asked, "99+1000 sentences", "has 100")
 
 
 def test_a_model_is_looked_for_before_the_corpus_is_read(run_matlens: Matlens, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_samples
-from matlens.linear.maps import LinearMap
+from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -408,7 +408,8 @@ def test_maps_fitted_in_one_line_are_least_squares(
         torch.testing.assert_close(
             maps[pair].bias, None if bias is None else bias.float(), rtol=1e-4, atol=1e-5
         )
-    assert maps.provenance == samples.provenance.with_details(n_fitted=len(taken), **options)
+    which = {} if rows is None else {"rows": tensor_digest(taken)}
+    assert maps.provenance == samples.provenance.with_details(n_fitted=len(taken), **options, **which)
 
 
 def test_products_are_split_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

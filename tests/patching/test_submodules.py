@@ -28,6 +28,7 @@ import matlens
 from matlens import InputError, LinearMap, MapSet, collect
 from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
+from matlens.linear.maps import tensor_digest
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import Site
 from matlens.patching.replacements import mat_attn
@@ -167,9 +168,11 @@ def test_a_stand_in_says_what_it_was_fitted_on(small_model: Models) -> None:
     samples = samples_of(small_model("llama"))
     pairs = submodule_pairs(Anatomy.from_model(small_model("llama")), ["attn"])
     some = torch.arange(samples.n_rows) % 3 > 0
-    for rows, n in ((None, samples.n_rows), (some, int(some.sum()))):
+    all_rows = {"n_fitted": samples.n_rows, "intercept": False, "ridge": 0.5}
+    some_rows = all_rows | {"n_fitted": int(some.sum()), "rows": tensor_digest(some.nonzero()[:, 0])}
+    for rows, details in ((None, all_rows), (some, some_rows)):
         maps = MapSet(fit_submodules(samples, pairs, rows=rows, ridge=0.5, progress=False))
-        assert maps.provenance == samples.provenance.with_details(n_fitted=n, intercept=False, ridge=0.5)
+        assert maps.provenance == samples.provenance.with_details(**details)
         with patched(small_model("llama"), mat_attn(maps, 0, N_LAYERS)):
             pass
         other = patched(small_model("neox-sequential"), mat_attn(maps, 0, N_LAYERS))
