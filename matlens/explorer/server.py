@@ -263,7 +263,7 @@ def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Ou
     ]
     return assemble(
         "compared.html", "compared.js", title=f"{prompt} · {model}, changed", data={}, model=printable(model),
-        prompt=visible(prompt), changes=listed, sides=[("As it is", before), ("Changed", after)],
+        prompt=visible(prompt), changes=listed, sides=[("Original", before), ("Modified", after)],
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ const find = (name) => document.getElementById(name);
 const say = (text) => (find("said").textContent = text);
 const changes = [];
 const kinds = new Map(data.kinds.map((kind) => [kind.kind, kind]));
+const NO_PROMPT = "Type a prompt first, such as: The Eiffel Tower stands in the city of";
 let running = null;
 let looking = null;
 let timer = 0;
@@ -14,12 +15,16 @@ let timer = 0;
 async function ask(path, content, signal) {
   const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content), signal });
   const said = await answer.json();
-  if (!answer.ok) throw new Error(said.error);
+  if (!answer.ok) throw Object.assign(new Error(said.error), { refused: true });
   return said;
 }
 
 // What was asked before is called off: the server does not go on with it.
 async function look() {
+  if (!find("prompt").value) {
+    say(NO_PROMPT);
+    return;
+  }
   if (looking) looking.abort();
   looking = new AbortController();
   say("Reading the prompt …");
@@ -39,33 +44,43 @@ async function look() {
 // A slider that moves asks often; what it asked before is called off.
 function compareSoon() {
   clearTimeout(timer);
-  timer = setTimeout(compare, 250);
+  timer = setTimeout(() => compare(), 250);
 }
 
-async function compare() {
+async function compare(refusal = "") {
   if (!find("prompt").value) return;
   if (running) running.abort();
   running = new AbortController();
   const mine = running;
+  const asked = [...changes];
   say("Computing …");
   try {
-    const both = await ask("compare", { prompt: find("prompt").value, changes: changes.map(({ kind, which, value }) => ({ kind, which, value })) }, mine.signal);
+    const both = await ask("compare", { prompt: find("prompt").value, changes: asked.map(({ kind, which, value }) => ({ kind, which, value })) }, mine.signal);
     find("save-compared").hidden = false;
     find("save-compared").href = `${both.page}?save`;
-    find("compared").replaceChildren(...["before", "after"].map((side) => shown(both[side], side === "before" ? "As it is" : "Changed", side)));
-    say("");
+    find("compared").replaceChildren(...["before", "after"].map((side) => shown(both[side], side === "before" ? "Original" : "Modified", side)));
+    for (const change of asked) change.accepted = true;
+    say(refusal);
   } catch (error) {
-    if (error.name !== "AbortError") say(error.message);
+    if (error.name === "AbortError") return;
+    say(error.message);
+    // A change that is refused leaves the list: the newest of those that have never been computed.
+    const newest = error.refused ? asked.findLast((change) => !change.accepted) : undefined;
+    if (!newest) return;
+    changes.splice(changes.indexOf(newest), 1);
+    list();
+    if (changes.some((change) => !change.accepted)) compare(error.message);
   }
 }
 
 function shown(side, caption, name) {
   const rows = side.tokens.map(([text, probability], i) => [String(i + 1), token(text), percent(probability)]);
-  return element("section", { "data-side": name }, table(["rank", "token", "probability"], rows, { caption }), element("p", {}, "It goes on: ", element("bdi", { class: "token continuation" }, side.continuation)));
+  return element("section", { "data-side": name }, table(["rank", "token", "probability"], rows, { caption }), element("p", {}, "Continuation: ", element("bdi", { class: "token continuation" }, side.continuation)));
 }
 
 function list() {
   find("changes").replaceChildren(
+    ...(changes.length ? [] : [element("li", {}, `No changes. Choose a kind, type which, such as ${kinds.get(data.kinds[0].kind).example}, and press Add.`)]),
     ...changes.map((change, at) => {
       const label = `${kinds.get(change.kind).name} ${change.which}`;
       const shownValue = element("output", {}, String(change.value));
@@ -92,6 +107,7 @@ function offer() {
 
 choose(find("kind"), data.kinds.map(({ kind, name }) => [kind, name]), data.kinds[0].kind);
 offer();
+list();
 find("kind").addEventListener("change", offer);
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -99,7 +115,14 @@ find("ask").addEventListener("submit", (event) => {
 });
 find("add").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!find("which").value.trim()) return;
+  if (!find("which").value.trim()) {
+    say(`Type which: such as ${find("which").placeholder}.`);
+    return;
+  }
+  if (!find("prompt").value) {
+    say(NO_PROMPT);
+    return;
+  }
   changes.push({ kind: find("kind").value, which: find("which").value.trim(), value: data.coefficient });
   find("which").value = "";
   list();

@@ -12,6 +12,7 @@ const updates = data.updates && unpackAll(data.updates);
 const layers = data.layers;
 const [nLayers, nTokens, nBest] = lenses[0].top.shape;
 const PINS = 8, STEPS = 16;
+const NO_PINS = "No pinned tokens. Choose one under Pin, or press p on a cell, to see its rank here.";
 const find = (name) => document.getElementById(name);
 const text = (place) => data.texts[place];
 const shown = {
@@ -325,7 +326,7 @@ function openUpdates() {
   find("updates-about").replaceChildren(
     `What the FFN of block ${ffn} adds to the stream at token ${column}: its ${n} longest sub-updates, what each promotes, and what it adds to the scores of the pinned tokens${without ? ` (${without} of them ${without > 1 ? "are" : "is"} not followed here)` : ""}.`,
   );
-  const heads = ["value vector", "coefficient", "share", "promotes", ...pins.map((place) => element("span", {}, "on ", token(text(place))))];
+  const heads = ["value vector", "coefficient", "share", "promoted by the sub-update", ...pins.map((place) => element("span", {}, "on ", token(text(place))))];
   find("updates-body").replaceChildren(table(heads, rows, { foot }));
 }
 
@@ -340,6 +341,7 @@ function pin(place) {
 
 function listPins() {
   find("pins").replaceChildren(
+    ...(shown.pins.length ? [] : [element("li", {}, "none")]),
     ...shown.pins.map((place, i) => element("li", {}, element("i", { class: `key line${i}`, "aria-hidden": "true" }), token(text(place)), element("button", { type: "button", "aria-label": `unpin ${text(place)}`, onclick: () => pin(place) }, "×"))),
   );
   choose(find("add"), [["", "a token …"], ...followed.filter((place) => !shown.pins.includes(place)).map((place) => [String(place), text(place)])], "");
@@ -363,7 +365,7 @@ function drawCurves() {
     series: series((lens, place) => Array.from(prompt, (_, column) => rankOf(lens, shown.row, column, place))),
     pick: (column) => go(shown.row, column),
   });
-  find("curves").replaceChildren(overLayers, overTokens);
+  find("curves").replaceChildren(...(shown.pins.length ? [overLayers, overTokens] : [element("p", {}, NO_PINS)]));
 }
 
 function go(row, column) {
@@ -436,7 +438,7 @@ function recall() {
 
 function refresh(rebuild = false) {
   choose(find("lens"), lenses.map(({ name }, i) => [String(i), name]), String(shown.lens));
-  choose(find("other"), [["-1", "alone"], ...lenses.map(({ name }, i) => [String(i), name]).filter(([i]) => Number(i) !== shown.lens)], String(shown.other));
+  choose(find("other"), [["-1", "none"], ...lenses.map(({ name }, i) => [String(i), name]).filter(([i]) => Number(i) !== shown.lens)], String(shown.other));
   if (shown.view === "difference" && shown.other < 0) shown.view = "grid";
   find("view").querySelector('[value="difference"]').disabled = shown.other < 0;
   find("view").value = shown.view;
@@ -471,7 +473,11 @@ window.addEventListener("hashchange", () => {
   refresh(true);
 });
 recall();
+const linked = location.hash.includes("cell=");
 refresh(true);
-for (const { cells } of grids) cells[shown.row][shown.column].scrollIntoView({ block: "nearest", inline: "nearest" });
+// Without a cell in the address a page opens at the first column, also where the grid is wider than the screen.
+if (linked) {
+  for (const { cells } of grids) cells[shown.row][shown.column].scrollIntoView({ block: "nearest", inline: "nearest" });
+}
 performance.measure("ready", { start: 0 });
 document.documentElement.dataset.ready = "";

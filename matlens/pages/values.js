@@ -8,6 +8,7 @@ const find = (name) => document.getElementById(name);
 const total = data.nLayers * data.dMlp;
 const MOST = 60;
 const STEPS = 16;
+const EXAMPLE = "Type a word such as wine, a value vector such as L3D12, or layer 3; or press Any vector.";
 let texts = [];
 let summary = null;
 
@@ -54,7 +55,7 @@ function ofWord(word) {
   });
   matches.sort((a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2]);
   const exact = matches.filter(([how]) => how < 2);
-  say(matches.length ? `${whole(matches.length)} tokens hold ${word}.` : `No token holds ${word}.`);
+  say(matches.length ? `${whole(matches.length)} tokens contain ${word}.` : `No tokens contain ${word}. ${EXAMPLE}`);
   find("results").replaceChildren(
     element("ul", { class: "choices" }, ...matches.slice(0, MOST).map(([, , place]) => element("li", {}, link(`token=${place}`, token(texts[place]))))),
   );
@@ -142,7 +143,7 @@ async function route() {
   else if (key === "layer" && Number(value) >= 0 && Number(value) < data.nLayers) ofLayer(Math.floor(Number(value)));
   else if (key === "cluster" && data.nClusters) ofCluster(Number(value));
   else if (key === "word" && value) ofWord(value);
-  else say(fragment ? `There is nothing called ${fragment} here. Expected a word, L0D0 to ${nameOf(total - 1)}, a layer or a cluster.` : "");
+  else say(fragment ? `There is nothing called ${fragment} here. Expected a word, L0D0 to ${nameOf(total - 1)}, a layer or a cluster.` : EXAMPLE);
 }
 
 function search(text) {

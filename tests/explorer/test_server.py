@@ -417,6 +417,33 @@ def test_the_page_is_used_without_a_mouse(browser: Any, address: str) -> None:
         context.close()
 
 
+def test_a_change_that_is_refused_leaves_the_list_and_the_others_stay(browser: Any, address: str) -> None:
+    context = browser.new_context()
+    context.set_default_timeout(60_000)
+    page = context.new_page()
+
+    def add(which: str) -> None:
+        page.fill("#which", which)
+        page.click("#add button")
+
+    try:
+        page.goto(address)
+        add("L2D5")
+        assert "Type a prompt" in page.inner_text("#said")  # nothing is added that nobody could look at
+        assert page.locator("#changes input").count() == 0
+        page.fill("#prompt", "w1 w2 w3")
+        page.click("#ask button")
+        page.locator("#compared table").first.wait_for()
+        for which, named in (("L99D5", ""), ("L2D5", "L2D5"), ("L98D5", "L2D5")):
+            add(which)  # the third before the second was computed
+            if named != which:
+                page.wait_for_selector(f"#said:has-text('Layer {which[1:3]}')")
+                page.wait_for_selector(f"#changes:not(:has-text('{which}'))")
+        page.wait_for_selector("#changes:has-text('L2D5')")
+    finally:
+        context.close()
+
+
 def test_answers_are_json_whatever_is_in_them(live: LiveModel) -> None:
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "<script> \u202e w1"})
     assert json.loads(answer.text).keys() == {"before", "after", "page"}

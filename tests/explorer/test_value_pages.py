@@ -154,6 +154,8 @@ def test_vectors_are_found_by_token_name_layer_and_cluster(
     visit.page.fill("#query", "l2d40")
     visit.page.click("#search button")
     visit.page.wait_for_selector("#vector-name:text-is('L2D40')")
+    visit.page.wait_for_function("document.activeElement.id === 'vector-name'")
+    assert visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "none"
     visit.page.fill("#query", "layer 1")
     visit.page.keyboard.press("Enter")
     visit.page.wait_for_selector("#results table")
@@ -163,7 +165,7 @@ def test_vectors_are_found_by_token_name_layer_and_cluster(
     go(visit, "cluster=3", "#results caption, #results table")
     members = [str(values.at(int(row))) for row in clusters.members(3)]
     assert [cells[0] for cells in visit.rows("#results")] == members
-    go(visit, "word=no such token", "#said:has-text('No token holds')")
+    go(visit, "word=no such token", "#said:has-text('No tokens contain')")
     go(visit, "L9D1", "#said:has-text('nothing called')")
 
 

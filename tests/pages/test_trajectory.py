@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,57 @@ def test_a_phone_scrolls_the_grid_and_not_the_page(browser: Any, page: Path) -> 
             "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
         )
         assert wide <= shown == 360
+
+
+def test_a_wide_grid_opens_at_its_first_column_unless_the_address_names_a_cell(
+    browser: Any, tmp_path: Path
+) -> None:
+    wide = tmp_path / "wide.html"
+    wide.write_text(trajectory_page(**made_up(n=40)), encoding="utf-8")
+    for fragment, at_the_left in (("", True), ("#lens=id&cell=2,39", False)):
+        with visiting(browser, wide, fragment=fragment, viewport={"width": 360, "height": 700}) as visit:
+            scrolled = visit.page.evaluate("document.querySelector('#grids .scroll').scrollLeft")
+            assert (scrolled == 0) is at_the_left
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of what a browser says of a colour."""
+    parts = [float(part) for part in re.findall(r"-?[\d.]+(?:e-?\d+)?", colour)[:3]]
+    scaled = np.array(parts) / (255 if colour.startswith("rgb") else 1)
+    linear = np.where(scaled <= 0.04045, scaled / 12.92, ((scaled + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(a: float, b: float) -> float:
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["step", "more", "less"])
+def test_colours_use_the_whole_range_and_text_is_legible_on_each(
+    browser: Any, page: Path, scheme: str, kind: str
+) -> None:
+    with visiting(browser, page, color_scheme=scheme) as visit:
+        colours = visit.page.evaluate(
+            "kind => [...Array(16).keys()].map(i => {"
+            "  const made = document.body.appendChild(document.createElement('p'));"
+            "  made.className = kind + i;"
+            "  const style = getComputedStyle(made);"
+            "  return [style.backgroundColor, style.color]; })",
+            kind,
+        )
+    cells, texts = ([luminance(colour) for colour in column] for column in zip(*colours, strict=True))
+    assert all(contrast(cell, text) >= 4.5 for cell, text in zip(cells, texts, strict=True))
+    assert np.all(np.diff(cells) < 0) if scheme == "light" else np.all(np.diff(cells) > 0)
+    assert contrast(cells[0], cells[-1]) > 7
+    assert contrast(cells[1], cells[6]) > 1.5  # probabilities of 5% and of 40%
+
+
+def test_without_pins_the_page_says_how_to_pin(visit: Visit) -> None:
+    while visit.page.locator("#pins button").count():
+        visit.page.locator("#pins button").first.click()
+    assert visit.page.locator("#curves svg").count() == 0
+    assert "press p" in visit.page.inner_text("#curves")
 
 
 class _Tags(html.parser.HTMLParser):
