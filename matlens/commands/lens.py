@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
 from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
 from matlens.cli.printing import print_line, print_table
@@ -17,7 +18,10 @@ from matlens.errors import InputError
 from matlens.storage.files import require_file_name, require_writable, system_errors
 from matlens.storage.numbers import number_text
 
+_SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
+
 if TYPE_CHECKING:
+    from matlens.corpora.corpus import Corpus
     from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
@@ -47,6 +51,16 @@ LensFolder = Annotated[
     str,
     typer.Option("--lens", help="A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit."),
 ]
+
+
+def _fit_operations(model: Any, part: Corpus, names: list[str]) -> float:
+    """About how many floating-point operations closed forms take; what is trained says it by its bars."""
+    from matlens.estimators.trained import TRAINED
+    from matlens.study.plan import CHARACTERS, Shape
+
+    shape, n_tokens = Shape.from_model(model), sum(map(len, part.sentences)) / CHARACTERS
+    closed = len([name for name in names if name not in TRAINED])
+    return n_tokens * (2 * shape.n_parameters + _SUMS * closed * shape.n_layers * shape.d_model**2)
 
 
 @app.command()
@@ -107,6 +121,7 @@ def fit(
     )
     part, _ = sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
     bridge = model.load()
+    print_expected(bridge, _fit_operations(bridge, part, names), "--train, --positions drawn")
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(

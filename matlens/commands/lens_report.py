@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
-from matlens.cli.options import Out, Seed, Train, Val
+from matlens.cli.options import Out, Seed, train, val
 from matlens.cli.printing import print_figures, print_line, print_members
 from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from matlens.corpora.corpus import Corpus
 
 Methods = Annotated[
     str | None,
@@ -43,6 +47,12 @@ Evaluations = Annotated[
     ),
 ]
 
+_READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is judged with
+_LESS = "--train, --val; tuned and jacobian add more"
+_TRAIN, _VAL = 1000, 500
+_MORE = " The published table has 4000, --val 1000, tuned and jacobian: an hour."
+ReportTrain, ReportVal = train(_TRAIN, _MORE), val(_VAL)
+
 
 def listed(text: str | None) -> list[str] | None:
     """Names with a comma between."""
@@ -63,6 +73,17 @@ def numbered(text: str | None) -> list[int] | None:
         raise InputError(f"The layers are {text!r}. Expected numbers with a comma between.") from None
 
 
+def _report_operations(model: Any, parts: tuple[Corpus, Corpus], names: list[str] | None) -> float:
+    """About how many floating-point operations a report takes without what is trained for minutes."""
+    from matlens.judging.members import default_methods
+    from matlens.study.plan import CHARACTERS, Shape
+
+    shape, n_lenses = Shape.from_model(model), len(default_methods(model) if names is None else names)
+    n_tokens = sum(len(text) for part in parts for text in part.sentences) / CHARACTERS
+    read = n_lenses * len(parts[1]) * shape.d_vocab * shape.d_model
+    return 2 * shape.n_parameters * n_tokens + _READS * read
+
+
 @grouped
 def report(
     model: ModelOptions,
@@ -73,8 +94,8 @@ def report(
     prompts: Prompts = 30,
     longest: Longest = 128,
     evaluations: Evaluations = None,
-    train: Train = None,
-    val: Val = None,
+    train: ReportTrain = None,
+    val: ReportVal = None,
     seed: Seed = 0,
     out: Out = Path("out"),
 ) -> None:
@@ -92,14 +113,18 @@ def report(
     from matlens.storage.tables import write_results
     from matlens.study.sizes import fitting_sizes
 
-    sizes = sizes_of(train, val, default_train=2000, default_val=1000)
+    sizes = sizes_of(train, val, default_train=_TRAIN, default_val=_VAL)
     n_train, n_validation = fitting_sizes(
         len(sentences), sizes["n_train"], sizes["n_validation"], sizes["adjustable"]
     )
     parts = sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
     sets = None if evaluations is None else read_evaluations(evaluations)
+    bridge = model.load()
+    print_expected(
+        bridge, _report_operations(bridge, parts, names), "--train, --val; tuned and jacobian add more"
+    )
     comparison = compare_lenses(
-        model.load(), parts, out, methods=names, layers=wanted, against=against, n_prompts=prompts,
+        bridge, parts, out, methods=names, layers=wanted, against=against, n_prompts=prompts,
         longest=longest, evaluations=sets, seed=seed,
     )  # fmt: skip
     tables = {

@@ -18,7 +18,8 @@ from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
 
 _FEWEST = 2  # sentences to judge on, of a small corpus
-_TRIED = 0.8  # passes per block that greedy choice takes, as measured on SmolLM2-135M
+_WAYS, _SOLVE = 16, 500  # passes, and operations over the cube of the width, of a block, on SmolLM2-135M
+_TRIED = 0.8  # passes per block that greedy choice takes
 _CHAINED = 0.5  # of all blocks, which chain fits
 _FOLD = 12  # operations per token and squared width of the FFN that a fit of its matrix takes
 _UNITS = (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))  # in which costs are printed
@@ -29,14 +30,16 @@ def linearity(
     model: ModelOptions,
     corpus: CorpusOptions,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
-    windows: Annotated[int, typer.Option(min=2, help="Most windows or sentences to fit maps on.")] = 160,
-    judged: Annotated[int, typer.Option(min=2, help="Most windows or sentences to take losses of.")] = 8,
+    windows: Annotated[int, typer.Option(min=2, help="Most windows or sentences to fit maps on.")] = 80,
+    judged: Annotated[int, typer.Option(min=2, help="Most windows or sentences to take losses of.")] = 4,
+    every: Annotated[int, typer.Option(min=1, help="Only parts of every so many blocks; 1 for all.")] = 2,
     seed: Seed = 0,
     out: Out = Path("out"),
 ) -> None:
     """Say how linear every part of a model is, and what it costs to put its map in its place.
 
     Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed goes on where it was.
+    A thorough run has '--every 1 --windows 160 --judged 8': it takes four times as long.
     """
     model.check()
     sentences = corpus.load()
@@ -58,14 +61,16 @@ def linearity(
         make_judged_text(bridge, part, size=window, most=most, seed=seed)
         for part, most in zip(parts, (windows, judged), strict=True)
     )
-    table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas")
+    n_tokens = len(fitted_on.examples.tokens), len(judged_on.examples.tokens)
+    print_expected(bridge, _atlas_operations(bridge, *n_tokens, every), "--every, --windows, --judged")
+    table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas", every=every)
     with leading("tables of the atlas") as leads:
         if not leads:
             return
         correlations = rank_correlations(table, seed=seed)
         origin = {
             "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
-            "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+            "every": every, "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
             "atlas_seconds": atlas_seconds(out / "atlas"),
         }  # fmt: skip
         for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
@@ -190,6 +195,15 @@ def prune(
     what = "attention of the blocks" if attention is not None else "blocks"
     gone = pruned.blocks if attention is None else pruned.attention
     print_line(f"Without the {what} {', '.join(map(str, gone)) or 'none'}: {out}")
+
+
+def _atlas_operations(model: Any, fitted: int, judged: int, every: int) -> float:
+    """About how many floating-point operations the atlas takes, by numbers of tokens."""
+    from matlens.study.plan import Shape
+
+    shape = Shape.from_model(model)
+    passes = 2 * fitted + _WAYS * shape.n_layers / every * judged
+    return 2 * shape.n_parameters * passes + _SOLVE * shape.n_layers / every * shape.d_model**3
 
 
 def _pruning_operations(

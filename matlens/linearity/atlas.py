@@ -23,6 +23,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
+from matlens.arguments import require_whole
 from matlens.control.perplexity import TextLosses, perplexity_ratio
 from matlens.corpora.examples import Examples
 from matlens.inputs.judged import JudgedText
@@ -69,6 +70,7 @@ def linearity_atlas(
     *,
     folder: str | Path | None = None,
     jumps: Sequence[int] = JUMPS,
+    every: int = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Score every part of a model, replace it by its map, and leave it out (definitions, section 10).
@@ -95,6 +97,8 @@ def linearity_atlas(
         Where finished layers are kept: a call that was broken off goes on there. By default nothing is kept.
     jumps
         Over how many blocks jumps go.
+    every
+        Take the parts of every so many blocks alone, from the first one on.
     progress
         Whether to show bars.
 
@@ -109,9 +113,11 @@ def linearity_atlas(
         "provenance": Provenance(identity, fitted.examples.provenance, fitted.examples.fingerprint).to_json(),
         "judged": {**judged.examples.provenance, "examples": judged.examples.fingerprint},
         "jumps": list(jumps),
+        "every": every,
         "notes": _NOTES,
     }
-    parts = model_parts(Anatomy.from_model(model), jumps=jumps)
+    every = require_whole(every, "every", least=1)
+    parts = [part for part in model_parts(Anatomy.from_model(model), jumps=jumps) if part.layer % every == 0]
     processes = current()
     processes.agree([request, None if folder is None else str(folder)], "the job of the atlas")
     rows: list[Row] = []

@@ -35,6 +35,7 @@ PairsToPlan = Literal["last", "all"]
 BATCH_TOKENS = 2048  # of a batch on a processor
 SENTENCE = 30  # tokens, where nobody says how long sentences are
 _MOST = 2**40
+CHARACTERS = 4  # of a token of English, about
 _LAYERS, _WIDTH, _VOCABULARY = 10**4, 10**6, 10**8  # more than any model has
 _ROWS = 256  # distributions that are held together while maps are evaluated
 _SCREENED = 1 << 24  # logits that a trace looks at together

@@ -52,7 +52,7 @@ from matlens.storage.files import require_writable
 from matlens.study.fits import chosen_ridge, fit_maps
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
 from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions
-from matlens.study.plan import Shape, plan_study
+from matlens.study.plan import CHARACTERS, Shape, plan_study
 from matlens.study.results import evaluate_maps, origin_of
 from matlens.study.room import require_room_for_fit
 from matlens.study.sizes import Part, fitting_sizes
@@ -60,7 +60,6 @@ from matlens.study.sizes import Part, fitting_sizes
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_CHARACTERS = 4  # of a token
 Fitted = Literal["all", "not-first", "not-sink"]
 
 
@@ -216,7 +215,7 @@ class Study:
         plan = plan_study(
             Shape.from_model(self.model), *self.sizes, positions=positions,
             pairs="last" if self.pairs == "last" else "all",
-            train_tokens=sum(map(len, train.sentences)) // _CHARACTERS, keep_rows=self.keep_rows,
+            train_tokens=sum(map(len, train.sentences)) // CHARACTERS, keep_rows=self.keep_rows,
         )  # fmt: skip
         steps = [need for need in plan.needs if need.step.startswith(("collect", "fit from", "evaluate"))]
         return sum(need.operations for need in steps)

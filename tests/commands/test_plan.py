@@ -19,7 +19,7 @@ def test_a_shape_alone_is_enough(capsys: pytest.CaptureFixture[str], monkeypatch
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     printed = run_command(["plan", *arguments], capsys, width=160).out
     shape = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128256)
-    planned = {pairs: plan_study(shape, 10_000, 3000, pairs=pairs) for pairs in PAIRS}
+    planned = {pairs: plan_study(shape, 10_000, 1000, pairs=pairs) for pairs in PAIRS}
     rows = {row[0]: row[1:] for row in cells(printed)}
     assert rows["collect"][1] == in_words(planned["all"]["collect"].disk)
     assert rows["fit from collected vectors"][0] == in_words(
@@ -47,7 +47,7 @@ def test_all_positions_are_planned_as_they_are_run(
     for kept in (False, True):
         printed = run_command([*arguments, *["--keep-rows"] * kept], capsys, width=160).out
         rows = {row[0]: row[1:] for row in cells(printed)}
-        plan = plan_study(shape, 9000, 3000, positions="all", pairs="last", keep_rows=kept)
+        plan = plan_study(shape, 3000, 1000, positions="all", pairs="last", keep_rows=kept)
         assert rows["collect"][1] == in_words(plan["collect"].disk)
         assert (rows["collect"][3], rows["load the model"][3]) == (fits, "yes")
         assert ("fit from collected vectors" in rows) is kept

@@ -198,6 +198,10 @@ def test_what_was_broken_off_goes_on(
     pd.testing.assert_frame_equal(again, table)
     with pytest.raises(InputError, match="belongs to another job"):
         linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", jumps=[2], progress=False)
+    second = linearity.linearity_atlas(*asked, every=2, progress=False)
+    alone = whole[whole["layer"].notna() & (whole["layer"] % 2 == 0)].reset_index(drop=True)
+    ours = second[second["layer"].notna()].reset_index(drop=True)
+    pd.testing.assert_frame_equal(ours, alone)
 
 
 def test_a_finished_atlas_that_is_damaged_is_refused_by_name(
