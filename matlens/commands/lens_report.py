@@ -9,7 +9,7 @@ import typer
 
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
-from matlens.cli.options import Out, Seed, train, val
+from matlens.cli.options import REPORT_TRAIN, REPORT_VAL, Out, ReportTrain, ReportVal, Seed
 from matlens.cli.printing import print_figures, print_line, print_members
 from matlens.errors import InputError
 
@@ -49,9 +49,6 @@ Evaluations = Annotated[
 
 _READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is judged with
 _LESS = "--train, --val; tuned and jacobian add more"
-_TRAIN, _VAL = 1000, 500
-_MORE = " The published table has 4000, --val 1000, tuned and jacobian: an hour."
-ReportTrain, ReportVal = train(_TRAIN, _MORE), val(_VAL)
 
 
 def listed(text: str | None) -> list[str] | None:
@@ -113,7 +110,7 @@ def report(
     from matlens.storage.tables import write_results
     from matlens.study.sizes import fitting_sizes
 
-    sizes = sizes_of(train, val, default_train=_TRAIN, default_val=_VAL)
+    sizes = sizes_of(train, val, default_train=REPORT_TRAIN, default_val=REPORT_VAL)
     n_train, n_validation = fitting_sizes(
         len(sentences), sizes["n_train"], sizes["n_validation"], sizes["adjustable"]
     )
