@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -266,11 +265,8 @@ def _contents(folder: Path) -> Any:
 
 
 def _pruned(folder: Path) -> Any:
-    """A plain model, as transformers reads it, and what is said of it."""
-    if not (folder / "matlens.json").exists():  # a plain model, like others
-        return "without a record"
-    model = matlens.load(str(folder), device="cpu")
-    return dict(model.original_model.state_dict()), json.loads((folder / "matlens.json").read_text())
+    """A plain model, as transformers reads it; without its record it is a model like others."""
+    return dict(matlens.load(str(folder), device="cpu").original_model.state_dict())
 
 
 def _write_entries(model: str) -> Callable[[World, Path], Any]:
