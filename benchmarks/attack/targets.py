@@ -42,6 +42,8 @@ EXEMPT = {
     "control.ProfanityCheck": "takes nothing",
     "control.ProfanityCheck.grade": "needs a package that is no part of the installation",
     "metrics.Estimate.without_interval": "made by the library",
+    "metrics.r2_and_steady": "what metrics.r2 calls",
+    "metrics.warn_of_steady": "takes what metrics.r2_and_steady gives",
     "linear.arrays_of": "what linear.convert_published calls",
     "linear.read_pickle": "what linear.convert_published calls",
     "linear.write_maps": "what MapSet.save and fit_maps call",
