@@ -22,9 +22,9 @@ from . import metrics as metrics
 from . import models as models
 from . import numerics as numerics
 from . import pages as pages
+from . import parallel as parallel
 from . import patching as patching
 from . import plots as plots
-from . import processes as processes
 from . import pruning as pruning
 from . import sources as sources
 from . import storage as storage
@@ -46,6 +46,7 @@ from .loading.bridges import wrap as wrap
 from .loading.loading import load as load
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site
+from .parallel import distributed as distributed
 from .patching.contexts import patched as patched
 from .patching.replacements import jump as jump
 from .patching.replacements import mat_attn as mat_attn

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from matlens.processes.joining import joined
+from matlens import parallel
 
 LONGEST = 300.0  # seconds for a whole job
 
@@ -26,9 +26,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def run_ranks(
-    n: int, work: Callable[..., Any], folder: Path, *, patience: float = 20.0, join: bool = True
-) -> list[dict[str, Any]]:
+def run_ranks(n: int, work: Callable[[], Any], folder: Path, *, join: bool = True) -> list[dict[str, Any]]:
     """What each process has made of its work: ``result``, or the ``error`` that it ended with, or neither.
 
     Work that finds the other processes itself is called without them (``join=False``).
@@ -36,10 +34,7 @@ def run_ranks(
     folder.mkdir(parents=True)
     port = free_port()
     context = multiprocessing.get_context("fork")
-    children = [
-        context.Process(target=_child, args=(rank, n, port, work, folder, patience, join))
-        for rank in range(n)
-    ]
+    children = [context.Process(target=_child, args=(rank, n, port, work, folder, join)) for rank in range(n)]
     began = time.monotonic()
     for child in children:
         child.start()
@@ -53,9 +48,7 @@ def run_ranks(
     return [torch.load(path, weights_only=False) if path.exists() else {} for path in paths]
 
 
-def _child(
-    rank: int, n: int, port: int, work: Callable[..., Any], folder: Path, patience: float, join: bool
-) -> None:
+def _child(rank: int, n: int, port: int, work: Callable[[], Any], folder: Path, join: bool) -> None:
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # threads that could have held the old one are not forked
     os.environ |= {
@@ -65,8 +58,8 @@ def _child(
     outcome: dict[str, Any]
     try:
         if join:
-            with joined(patience=patience) as processes:
-                outcome = {"result": work(processes)}
+            with parallel.distributed():
+                outcome = {"result": work()}
         else:
             outcome = {"result": work()}
     except BaseException as error:

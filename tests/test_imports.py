@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
-    "errors", "bounds", "arguments", "arithmetic", "signatures", "progress", "processes", "translations",
+    "errors", "bounds", "arguments", "arithmetic", "signatures", "progress", "parallel", "translations",
     "numerics", "metrics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models",
     "loading", "corpora", "training", "inputs", "linear", "activations", "patching", "plots", "estimators",
     "lens", "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials", "annotation",
@@ -186,8 +186,8 @@ def test_a_face_exports_what_its_stub_lists(package: str) -> None:
         module.nothing  # noqa: B018
 
 
-def test_the_top_has_about_fifteen_names() -> None:
-    assert 12 <= len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 19
+def test_the_top_has_at_most_sixty_names() -> None:
+    assert len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 60
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)

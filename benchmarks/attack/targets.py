@@ -50,8 +50,7 @@ EXEMPT = {
     "linearity.submodule_positions": "what linearity.submodule_layers tries, at other places",
     "models.describe_changes": "words of what changes_of gives",
     "patching.remove_sub_updates": "what ffn.removal_table calls",
-    "processes.Processes": "made by processes.joined",
-    "processes.joined": "takes what torchrun says, with a limit of its own",
+    "parallel.distributed": "takes what torchrun says",
     "storage.number_text": "words of numbers that the library has computed",
     **dict.fromkeys(
         (

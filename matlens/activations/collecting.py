@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arguments import require_choice, require_whole, short
 from matlens.arithmetic import own_precision
@@ -28,7 +29,6 @@ from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.models.weights import WeightChecksum
-from matlens.processes.group import Processes, current
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.folders import read_config
@@ -229,21 +229,22 @@ def _stream(
     read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
     batches = read.batches(batch_tokens)
     done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
-    processes, changes = current() if divided else Processes(), provenance.identity.changes or ()
+    rank, world_size = (parallel.rank(), parallel.world_size()) if divided else (0, 1)
+    changes = provenance.identity.changes or ()
     weights = WeightChecksum([model.original_model], "the stream of its vectors")
     on_cpu = all(weight.device.type == "cpu" for weight in model.original_model.parameters())
     bar = Bar(total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress)
     with bar:
-        while turn := list(itertools.islice(batches, processes.size)):
+        while turn := list(itertools.islice(batches, world_size)):
             rows = None
             if on_cpu:
                 weights.check()
-            if processes.rank < len(turn):
-                batch = turn[processes.rank]
+            if rank < len(turn):
+                batch = turn[rank]
                 at, index = _places(examples, batch, positions)
                 with unchanged(model, changes), own_precision():
                     vectors = _run(model, batch, hooks, at)
-                rows = Rows(index, at[1].numpy(), vectors, provenance, processes.several)
+                rows = Rows(index, at[1].numpy(), vectors, provenance, world_size > 1)
                 for name, values in rows.vectors.items():
                     require_finite(values, name)
             yield rows

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.arguments import require_number, short
@@ -26,7 +27,6 @@ from matlens.corpora.examples import Examples
 from matlens.errors import InputError, InputWarning
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
-from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def find_sinks(
     ):
         index.append(torch.from_numpy(rows.index))
         found.append(torch.stack([rows.vectors[site].norm(dim=1) for site in layers], 1))
-    of_all = current().stack({"index": torch.cat(index), "norms": torch.cat(found)}, "norms of tokens")
+    of_all = parallel.concatenate({"index": torch.cat(index), "norms": torch.cat(found)}, "norms of tokens")
     norms = of_all["norms"][of_all["index"].argsort()]
     sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
     places = torch.from_numpy(examples.places)

@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from matlens import parallel
 from matlens.bounds import parse_json
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.linear.pairs import by_source
 from matlens.linear.sums import MomentsOfPairs, require_source
 from matlens.models.identity import Provenance
-from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.storage.arrays import Record, describe_tensors, require_record, require_size, require_tensor
 from matlens.storage.files import damaged, write_bytes
@@ -208,8 +208,7 @@ def merge_moments(moments: StoredMoments, folder: str | Path) -> StoredMoments:
     """
     moments.require_complete()
     request = {**moments.request, "shard": [1, 1], "n_samples": moments.n_samples}
-    processes = current()
-    if processes.leads:
+    if parallel.is_main():
         place = Workplace(folder, HOLDS, request, only_unfinished=("batch_tokens",))
         with place.working():
             if not place.finished:
@@ -220,5 +219,5 @@ def merge_moments(moments: StoredMoments, folder: str | Path) -> StoredMoments:
                     for source in moments.targets
                 }
                 place.finish(files)
-    processes.wait("merged moments")
+    parallel.barrier("merged moments")
     return StoredMoments(folder)

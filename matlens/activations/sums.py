@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
@@ -28,7 +29,6 @@ from matlens.linear.samples import Chosen, are_few
 from matlens.linear.sums import PairMoments, gathered
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.storage.arrays import Record
 from matlens.storage.folders import Workplace
@@ -120,18 +120,17 @@ def stream_moments(
             progress=progress, skip=skip,
         )  # fmt: skip
 
-    processes = current()
-    processes.agree([request, str(folder)], "the job of moments")
-    if processes.leads:
+    parallel.check_same([request, str(folder)], "the job of moments")
+    if parallel.is_main():
         place = Workplace(folder, HOLDS, request, only_unfinished=("batch_tokens",))
         with place.working():
             if place.finished:
-                processes.share(None, "turns that are done")
+                parallel.broadcast(None, "turns that are done")
             else:
                 _fill(place, kept, turns, chosen)
-    elif (done := processes.share(None, "turns that are done")) is not None:
+    elif (done := parallel.broadcast(None, "turns that are done")) is not None:
         _pass(kept, turns(done), chosen, None)
-    processes.wait("moments")
+    parallel.barrier("moments")
     return StoredMoments(folder)
 
 
@@ -219,7 +218,7 @@ def _fill(place: Workplace, kept: PairMoments, turns: Any, chosen: Chosen | None
                 place.folder / note["file"], note["record"], source, kept.targets[source]
             )
             kept.restore(source, moments, norms)
-    current().share(done, "turns that are done")
+    parallel.broadcast(done, "turns that are done")
     kept = _pass(kept, turns(done), chosen, _States(place.folder, notes, done))
     files: dict[str, Record] = {}
     for source in kept.targets:
@@ -235,7 +234,6 @@ def _pass(
     kept: PairMoments, turns: Iterator[Rows | None], chosen: Chosen | None, states: _States | None
 ) -> PairMoments:
     """Take all turns; of several processes the leading one has the moments of all in the end."""
-    processes = current()
     mine, batches = kept, 0
     for rows in turns:
         if rows is not None and chosen is None:
@@ -245,10 +243,10 @@ def _pass(
             if bool(taken.any()):
                 vectors = {site: of_site[taken.to(of_site.device)] for site, of_site in rows.vectors.items()}
                 mine.update(vectors, weights=weights)
-        batches += processes.size
+        batches += parallel.world_size()
         # A state of samples that wait would part them otherwise than a run that nothing breaks off.
-        ready = mine.settled or processes.several
-        due = processes.share(states is not None and ready and states.are_due(), "whether to keep a state")
+        ready = mine.settled or parallel.world_size() > 1
+        due = parallel.broadcast(states is not None and ready and states.are_due(), "whether to keep a state")
         if due:
             mine = _whole_again(gathered(mine), kept)
             if states is not None:
@@ -258,7 +256,7 @@ def _pass(
 
 def _whole_again(merged: PairMoments, like: PairMoments) -> PairMoments:
     """Moments that can be gone on with, also where all of them have gone to the leading process."""
-    if not current().several or (current().leads and merged.widths):
+    if parallel.world_size() == 1 or (parallel.is_main() and merged.widths):
         merged.widths = dict(like.widths)
         return merged
     return like.empty()

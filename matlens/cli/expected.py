@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from matlens.processes.group import current
+from matlens import parallel
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -22,7 +22,7 @@ def print_expected(model: TransformerBridge, operations: float, thorough: str = 
     ``thorough`` is what less or more of it is asked for by.
     """
     seconds = operations / (_SHARE * _operations_per_second(model))
-    if current().leads and seconds > _WORTH_SAYING:
+    if parallel.is_main() and seconds > _WORTH_SAYING:
         more = f" ({thorough})" if thorough else ""
         print(f"This takes about {duration(seconds)} on this machine{more}.", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Commands that several processes run together, as torchrun starts them: one of them writes and speaks."""
+"""Commands that several processes run together, as torchrun starts them; the main one prints."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ from typing import Any, NoReturn
 
 import typer
 
+from matlens import parallel
 from matlens.cli.printing import report_errors, run_app
-from matlens.processes.group import Processes, alone, current
-from matlens.processes.joining import joined, started_by_many
 
-_FAILED, _INTERRUPTED = 2, 130
-_HEARING = 5.0  # seconds after which a process whose error nobody has heard of prints it itself
+_INTERRUPTED = 130
+_MAIN_FIRST = 2.0  # seconds
 
 
 @contextmanager
-def leading(what: str) -> Iterator[bool]:
-    """Whether this process does alone what follows; the others wait until it is done."""
-    processes = current()
-    if processes.leads:
-        with alone():
+def on_main(what: str) -> Iterator[bool]:
+    """Whether this is the main process, which does alone what follows while the others wait."""
+    if parallel.is_main():
+        with parallel.alone():
             yield True
     else:
         yield False
-    processes.wait(what)
+    parallel.barrier(what)
 
 
-def agreed(ask: Callable[[], Any], what: str) -> Any:
-    """What the leading process finds, in every process."""
-    processes = current()
-    return processes.share(ask() if processes.leads else None, what)
+def ask_main(ask: Callable[[], Any], what: str) -> Any:
+    """What the main process finds, in every process."""
+    return parallel.broadcast(ask() if parallel.is_main() else None, what)
 
 
 def start(app: typer.Typer, *, dividing: Sequence[str] = ()) -> NoReturn:
@@ -47,15 +44,15 @@ def start(app: typer.Typer, *, dividing: Sequence[str] = ()) -> NoReturn:
     dividing
         Names of those that divide their work among processes; all others are done by one of them.
     """
-    if started_by_many():
+    if parallel.is_launched():
         run_with_others(lambda: app(standalone_mode=False), dividing=dividing)
     run_app(app)
 
 
 def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoReturn:
-    """Run a command line in each of several processes, and end the process; only the leading one prints.
+    """Run a command line in each of several processes, and end the process; only the main one prints.
 
-    Commands that do not divide their work are done by the leading process alone.
+    Commands that do not divide their work are done by the main process alone.
 
     Parameters
     ----------
@@ -67,13 +64,13 @@ def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoRet
     divides = any(sys.argv[1 : 1 + len(name.split())] == name.split() for name in dividing)
 
     def work() -> Any:
-        with joined() as processes:
+        with parallel.distributed():
             code = None
-            if processes.leads:
-                with nullcontext() if divides else alone():
+            if parallel.is_main():
+                with nullcontext() if divides else parallel.alone():
                     code = run()
             elif divides:
-                code = _quietly(run, processes)
+                code = _quietly(run)
             if code == _INTERRUPTED:  # which the command line makes of it: the others have to know
                 raise KeyboardInterrupt("interrupted")
             return code
@@ -82,19 +79,11 @@ def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoRet
     sys.exit(0)
 
 
-def _quietly(run: Callable[[], Any], processes: Processes) -> Any:
-    """Run without a word: what goes wrong is told to the leading process, which prints it."""
+def _quietly(run: Callable[[], Any]) -> Any:
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             return run()
-    except Exception as error:
-        processes.leave(error)
-        until = time.monotonic() + _HEARING
-        while time.monotonic() < until:
-            try:
-                if processes.word_of(0):
-                    sys.exit(_FAILED)
-            except RuntimeError:  # the leading process is gone, and this one has to speak
-                break
-            time.sleep(0.05)
+    except Exception:
+        # If the main process failed alike, it prints the error and torchrun ends this process meanwhile.
+        time.sleep(_MAIN_FIRST)
         raise

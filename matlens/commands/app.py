@@ -13,7 +13,7 @@ from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results
-from matlens.cli.several import agreed, leading, start
+from matlens.cli.several import ask_main, on_main, start
 from matlens.commands import cache, explore, lens, parts, shards, updates, values
 from matlens.commands import plan as planning
 from matlens.errors import InputError
@@ -57,7 +57,7 @@ def run(
     samples.check(model, fit)
     asked = {"model": model.asked, "corpus": corpus.asked, "samples": samples.asked, "fit": fit.asked}
     note = RunNote(samples.out, {**asked, "figures": {"title": title}})
-    if agreed(note.answers, "whether the run is finished"):
+    if ask_main(note.answers, "whether the run is finished"):
         print_line(f"This run is finished in {samples.out}, with the same options, model and corpus.")
         print_results(samples.out)
         print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
@@ -67,8 +67,8 @@ def run(
     study = samples.study(model, corpus, **fit_arguments)
     print_expected(study.model, study.operations, "--train, --val")
     _ = study.maps
-    with leading("results") as leads:
-        if leads:
+    with on_main("results") as is_main:
+        if is_main:
             study.evaluate()
             print_results(study.folder)
             figures = plot_results(study.folder, title=title)

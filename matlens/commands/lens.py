@@ -12,7 +12,7 @@ from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
 from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
 from matlens.cli.printing import print_line, print_table
-from matlens.cli.several import leading
+from matlens.cli.several import on_main
 from matlens.commands.lens_report import Layers, Prompts, numbered, report
 from matlens.errors import InputError
 from matlens.storage.files import require_file_name, require_writable, system_errors
@@ -128,8 +128,8 @@ def fit(
         bridge, part, method=names, positions=positions.value, layers=wanted_layers, seed=seed,
         batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
     )  # fmt: skip
-    with leading("lenses") as leads:
-        for name, lens in lenses.items() if leads else ():
+    with on_main("lenses") as is_main:
+        for name, lens in lenses.items() if is_main else ():
             folder = folders[name]
             lens.save(folder)
             n = lens.n_samples

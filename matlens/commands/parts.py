@@ -12,7 +12,7 @@ from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
 from matlens.cli.options import Out, Seed
 from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
-from matlens.cli.several import leading
+from matlens.cli.several import on_main
 from matlens.errors import InputError
 from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
@@ -64,8 +64,8 @@ def linearity(
     n_tokens = len(fitted_on.examples.tokens), len(judged_on.examples.tokens)
     print_expected(bridge, _atlas_operations(bridge, *n_tokens, every), "--every, --windows, --judged")
     table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas", every=every)
-    with leading("tables of the atlas") as leads:
-        if not leads:
+    with on_main("tables of the atlas") as is_main:
+        if not is_main:
             return
         correlations = rank_correlations(table, seed=seed)
         origin = {

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
 from matlens.corpora.corpus import Corpus
@@ -21,7 +22,6 @@ from matlens.estimators.methods import require_methods, row_keys
 from matlens.estimators.moments import LensMoments, rows_together
 from matlens.linear.samples import Chosen
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def lens_moments(
     if chosen is not None:
         provenance = provenance.with_details(**chosen.details)
     moments = LensMoments(provenance, methods, layers=layers, norm=norm)
-    current().agree([provenance.to_json(), list(names), list(moments.layers)], "the job of lenses")
+    parallel.check_same([provenance.to_json(), list(names), list(moments.layers)], "the job of lenses")
     if isinstance(data, Activations):
         for index, vectors, places, keys in _collected(data, moments.sites):
             _add_chosen(moments, chosen, index, vectors, places, keys)
@@ -107,8 +107,7 @@ def _collected(
         )
     keys = row_keys(data.examples, drawn=data.positions == "drawn")
     size = rows_together(int(data[sites[0]].shape[1]))
-    processes = current()
-    for start in range(processes.rank * size, data.n_rows, processes.size * size):
+    for start in range(parallel.rank() * size, data.n_rows, parallel.world_size() * size):
         part = slice(start, start + size)
         index = np.arange(data.n_rows)[part]
         yield index, {site: data[site][part] for site in sites}, data.places[part], keys[part]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.arguments import require_whole, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.prompts import list_of_texts
@@ -17,7 +18,6 @@ from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -87,27 +87,26 @@ def fit_jacobian(
     texts = list_of_texts(prompts)
     if not texts or not all(text.strip() for text in texts):
         raise InputError("A prompt is no text or empty, or there is none. Expected texts to fit on.")
-    processes = current()
     jacobians = torch.zeros(len(wanted), int(model.cfg.d_model), int(model.cfg.d_model))
     n_fitted = 0
     try:
         lengths = [min(longest, len(model.to_tokens(text)[0])) for text in texts]
         long = [text for text, length in zip(texts, lengths, strict=True) if length > skip + 1]
         # Where no text is long enough, TransformerLens says so.
-        own = long[processes.rank :: processes.size] if long and processes.several else texts
+        own = long[parallel.rank() :: parallel.world_size()] if long and parallel.world_size() > 1 else texts
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="skipping prompt")
             if own:
                 fitted = JacobianLens.fit(
                     model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=at_once,
                     max_seq_len=longest, skip_first_positions=skip,
-                    show_progress=progress and processes.leads,
+                    show_progress=progress and parallel.is_main(),
                 )  # fmt: skip
                 n_fitted = fitted.n_prompts
                 jacobians = torch.stack([fitted.jacobians[layer - 1].cpu() for layer in wanted])
     except (ValueError, TypeError) as error:
         raise InputError(f"TransformerLens cannot fit a Jacobian lens here: {error}") from error
-    if processes.several:
+    if parallel.world_size() > 1:
         jacobians, n_fitted = _of_all(jacobians, n_fitted)
     n_tokens = sum(length for length in lengths if length > skip + 1)
     provenance = Provenance(
@@ -125,6 +124,6 @@ def fit_jacobian(
 def _of_all(means: Float[Tensor, "layers d d"], n: int) -> tuple[Float[Tensor, "layers d d"], int]:
     """The mean over the prompts of all processes, each of which counts once, and how many they are."""
     own = {"sums": (n * means.double())[None], "n": torch.tensor([n])}
-    of_all = current().stack(own, "Jacobians")
+    of_all = parallel.concatenate(own, "Jacobians")
     count = int(of_all["n"].sum())
     return (of_all["sums"].sum(0) / count).float(), count

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.sinks import FACTOR, outlying_rows
 from matlens.arguments import short
 from matlens.errors import InputError
@@ -24,7 +25,6 @@ from matlens.linear.sums import shared_moments
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.numerics.precision import in_float64
-from matlens.processes.group import current
 from matlens.signatures import checked
 
 _HELD = 1024  # rows of each layer that leave-one-out looks at
@@ -244,20 +244,19 @@ class LensMoments:
         InputError
             A process is gone, has failed, or is doing something else.
         """
-        processes = current()
-        if not processes.several:
+        if parallel.world_size() == 1:
             return self
         self._add_waiting()
         for sets in self._sets.values():
             for layer, moments in sets.items():
                 sets[layer] = shared_moments(moments)
         seen = torch.tensor([[self.n, int(self._weighted)]])
-        counts = processes.stack({"seen": seen}, "samples that were seen")["seen"]
+        counts = parallel.concatenate({"seen": seen}, "samples that were seen")["seen"]
         rows = {"norms": self._norms.rows, "places": torch.cat(self._places)}
-        rows = processes.stack(rows, "norms of samples")
+        rows = parallel.concatenate(rows, "norms of samples")
         self._norms, self._places = RunningMedians(rows["norms"].shape[1]), [rows["places"]]
         self._norms.add(rows["norms"])
-        first = int(counts[: processes.rank, 0].sum())
+        first = int(counts[: parallel.rank(), 0].sum())
         self._aside = self._aside.of_all(first)
         self._held = self._held.of_all(first).first_keys(_HELD)
         self.n, self._weighted = int(counts[:, 0].sum()), bool(counts[:, 1].any())

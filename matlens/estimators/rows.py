@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from matlens.processes.group import current
+from matlens import parallel
 
 
 class KeptRows:
@@ -55,7 +55,7 @@ class KeptRows:
         """These rows and those of all other processes, which come so many places after what they say."""
         own = {str(layer): values for layer, values in self.vectors.items()}
         beside = {"keys": self.keys, "index": self.index + offset, "weights": self.weights}
-        rows = current().stack(own | beside, "rows that are kept")
+        rows = parallel.concatenate(own | beside, "rows that are kept")
         vectors = {layer: rows[str(layer)] for layer in self.vectors}
         return KeptRows(vectors, rows["keys"], rows["index"], rows["weights"])
 

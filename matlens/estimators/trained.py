@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.arguments import did_you_mean, require_choice, require_whole, short
@@ -27,7 +28,6 @@ from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
-from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -148,10 +148,9 @@ def train_maps(
         "polished": lambda layer: polish(readout, begin[layer], rows[layer], h_last, norm=norm, seed=seed),
         "tuned": lambda layer: tune(readout, rows[layer], h_last, seed=seed),
     }
-    processes = current()
-    mine = wanted[processes.rank :: processes.size]
+    mine = wanted[parallel.rank() :: parallel.world_size()]
     fitted = {layer: fit[name](layer) for layer in Bar(mine, desc=name, disable=not progress)}
-    maps = _of_all(fitted, wanted) if processes.several else fitted
+    maps = _of_all(fitted, wanted) if parallel.world_size() > 1 else fitted
     provenance = rows.provenance.with_details(method=name, n_fitted=len(h_last), seed=seed)
     return LensParts(maps, name, provenance, norm)
 
@@ -162,7 +161,7 @@ def _of_all(fitted: Mapping[int, LayerMap], wanted: Sequence[int]) -> dict[int, 
     for layer, of_layer in fitted.items():
         parts |= {f"{layer}.{name}": part for name, part in of_layer.parts.items()}
         parts[f"{layer}.{_SCALE}"] = torch.tensor(of_layer.scale, dtype=torch.float64)
-    whole = current().unite(parts, "maps that are trained")
+    whole = parallel.merge(parts, "maps that are trained")
     maps = {}
     for layer in wanted:
         prefix = f"{layer}."

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.moments import noise_of_fit, require_finite, require_ridge
@@ -29,7 +30,6 @@ from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all,
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.precision import in_float64, require_float64_device
-from matlens.processes.group import current
 from matlens.progress import Bar
 from matlens.signatures import checked
 
@@ -110,9 +110,10 @@ def fit_samples(
     if chosen is not None:
         wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
     n = len(wanted[named[0][0]])
-    if (processes := current()).several:
+    if (world_size := parallel.world_size()) > 1:
         _require_same_everywhere(wanted, weights, [named, n, intercept, ridge])
-        share = slice(processes.rank * n // processes.size, (processes.rank + 1) * n // processes.size)
+        rank = parallel.rank()
+        share = slice(rank * n // world_size, (rank + 1) * n // world_size)
         wanted = {site: vectors[share] for site, vectors in wanted.items()}
         weights = None if weights is None else weights[share]
     for site, vectors in wanted.items():
@@ -134,7 +135,7 @@ def fit_samples(
             kept.moments(source).update(x, blocks, weights=of_part)
         kept = gathered(kept)
         n_fits += len(targets)
-        if not ridge and processes.leads:
+        if not ridge and parallel.is_main():
             few = slice(None, None, max(1, -(-n // LEFT_OUT)))
             x, ys = wanted[source][few], [wanted[target][few] for target in targets]
             names = [f"{source} -> {target}" for target in targets]
@@ -155,20 +156,19 @@ def _require_same_everywhere(
     samples: Mapping[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]
 ) -> None:
     """Refuse to divide samples among processes of which one was given others, by a few of them."""
-    processes = current()
-    processes.agree([*arguments, sorted(samples), weights is not None], "fitting")
+    parallel.check_same([*arguments, sorted(samples), weights is not None], "fitting")
     n = len(next(iter(samples.values())))
     few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
     ours = {site: vectors[few.to(vectors.device)].cpu() for site, vectors in samples.items()}
     if weights is not None:
         ours["weights"] = weights[few.to(weights.device)].cpu()
-    theirs = processes.share_tensors(ours, "some of the samples")
+    theirs = parallel.broadcast_tensors(ours, "some of the samples")
     for site, values in ours.items():
         # Each may have run the model itself, where sums are taken in another order.
         slack = _ALIKE * float(theirs[site].abs().max())
         if values.shape != theirs[site].shape or bool(((values - theirs[site]).abs() > slack).any()):
             raise InputError(
-                f"Process {processes.rank} was given other samples of {site} than process 0. Expected all "
+                f"Process {parallel.rank()} was given other samples of {site} than process 0. Expected all "
                 "samples in every process, as matlens.collect gives them: they are divided inside. Rows that "
                 "differ from process to process go through fit_stream(..., divided=True)."
             )
@@ -305,12 +305,12 @@ def fit_stream(
     n = {"n": torch.tensor(kept.n)}
     if divided:
         kept = gathered(kept)
-        n = current().share_tensors({"n": torch.tensor(kept.n)}, "the number of samples")
+        n = parallel.broadcast_tensors({"n": torch.tensor(kept.n)}, "the number of samples")
     if provenance is None and own is not None:
         provenance = own.with_details(n_fitted=int(n["n"]), intercept=intercept, ridge=ridge)
     maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps
-    if not ridge and (current().leads or not divided):
+    if not ridge and (parallel.is_main() or not divided):
         warn_of_noise(first.noisy(kept, intercept=intercept), len(named))
 
 
@@ -355,7 +355,7 @@ def _drained(batches: list[Any]) -> Iterator[Any]:
 
 def _require_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:
     """Refuse batches that would be counted by every process, or those of one process for all samples."""
-    several = current().several
+    several = parallel.world_size() > 1
     for batch in batches:
         if several and getattr(batch, "divided", divided) != divided:
             whose = "these are all samples" if divided else "these are batches of this process alone"

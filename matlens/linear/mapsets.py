@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from matlens import parallel
 from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fitting_bar
@@ -26,7 +27,6 @@ from matlens.linear.samples import Samples, require_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
@@ -322,14 +322,13 @@ def write_maps(
         "provenance": provenance.to_json(), "pairs": pairs, "content": content, "layers": CONVENTION,
         "dtype": "float32",
     }  # fmt: skip
-    processes = current()
-    processes.agree([str(folder), list(map(list, pairs))], "folder of maps")
-    if processes.leads:
+    parallel.check_same([str(folder), list(map(list, pairs))], "folder of maps")
+    if parallel.is_main():
         _write_missing(Workplace(folder, HOLDS, request), pairs, fit)
     else:  # takes part in the fits, and writes nothing
-        for _ in fit([(source, target) for source, target in processes.share(None, "missing maps")]):
+        for _ in fit([(source, target) for source, target in parallel.broadcast(None, "missing maps")]):
             pass
-    processes.wait("maps")
+    parallel.barrier("maps")
     return MapSet.load(folder)
 
 
@@ -348,7 +347,7 @@ def _write_missing(
                 (pair for pair in pairs if _file(place.folder, pair[0]).name not in files),
                 key=lambda pair: sources.index(pair[0]),
             )
-        current().share(missing, "missing maps")
+        parallel.broadcast(missing, "missing maps")
         if place.finished:
             return
         maps = iter(fit(missing))

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.arguments import short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
@@ -19,7 +20,6 @@ from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.freed import give_back_freed
 from matlens.numerics.precision import in_float64
-from matlens.processes.group import current
 from matlens.signatures import checked
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
@@ -284,7 +284,7 @@ def gathered(kept: PairMoments) -> PairMoments:
 
     The factors of each source go to the leading process once, and are factorised together there.
     """
-    if not (processes := current()).several:
+    if parallel.world_size() == 1:
         return kept
     kept._flush()
     whole = PairMoments(
@@ -299,7 +299,7 @@ def gathered(kept: PairMoments) -> PairMoments:
             parts = _handed(moments) | {"widths": torch.tensor([kept.widths[target] for target in targets])}
             if kept._norms is not None and kept._norms[source]:
                 parts["norms"] = torch.cat(kept._norms[source])
-        for of_process in processes.gather(parts, f"moments of {source}"):
+        for of_process in parallel.gather(parts, f"moments of {source}"):
             if not of_process:
                 continue
             moments = _received(of_process, source, ", ".join(targets), kept._split)
@@ -315,7 +315,7 @@ def gathered(kept: PairMoments) -> PairMoments:
 def gathered_moments(moments: Moments) -> Moments:
     """Moments of the samples of all processes, in the leading one; the others keep their own."""
     whole: Moments | None = None
-    for of_process in current().gather(_handed(moments), f"moments of {moments.source}"):
+    for of_process in parallel.gather(_handed(moments), f"moments of {moments.source}"):
         part = _received(of_process, moments.source, moments.target, moments.split)
         whole = part if whole is None else whole.merge(part)
     return moments if whole is None else whole
@@ -324,7 +324,7 @@ def gathered_moments(moments: Moments) -> Moments:
 def shared_moments(moments: Moments) -> Moments:
     """Moments of the samples of all processes, in every process."""
     whole = gathered_moments(moments)
-    shared = current().share_tensors(_handed(whole), f"moments of all of {moments.source}")
+    shared = parallel.broadcast_tensors(_handed(whole), f"moments of all of {moments.source}")
     return _received(shared, moments.source, moments.target, moments.split)
 
 
@@ -344,15 +344,14 @@ def maps_for_all(
     maps: Iterable[LinearMap], pairs: Sequence[tuple[str, str]], provenance: Provenance | None
 ) -> Iterator[LinearMap]:
     """Maps that the leading process solves, in every process; ``pairs`` are what they are between."""
-    processes = current()
-    if not processes.several:
+    if parallel.world_size() == 1:
         yield from maps
         return
     solved = iter(maps)
     for source, target in pairs:
         parts = {}
-        if processes.leads:
+        if parallel.is_main():
             linear = next(solved)
             parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
-        parts = processes.share_tensors(parts, f"map {source} -> {target}")
+        parts = parallel.broadcast_tensors(parts, f"map {source} -> {target}")
         yield LinearMap(parts["weight"], parts.get("bias"), source, target, provenance or Provenance())

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from matlens import metrics
+from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
 from matlens.arguments import require_whole
@@ -38,7 +38,6 @@ from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
 from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
-from matlens.processes.group import alone, current
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.arrays import require_hash, require_record
@@ -118,16 +117,15 @@ def linearity_atlas(
     }
     every = require_whole(every, "every", least=1)
     parts = [part for part in model_parts(Anatomy.from_model(model), jumps=jumps) if part.layer % every == 0]
-    processes = current()
-    processes.agree([request, None if folder is None else str(folder)], "the job of the atlas")
+    parallel.check_same([request, None if folder is None else str(folder)], "the job of the atlas")
     rows: list[Row] = []
-    if processes.leads:
+    if parallel.is_main():
         with TemporaryDirectory() as temporary:
             place = Path(temporary) / "atlas" if folder is None else Path(folder)
             rows = _fill(place, request, model, readout, fitted, judged, parts, progress)
-    elif processes.share(None, _TO_FIT):
+    elif parallel.broadcast(None, _TO_FIT):
         _sum_up(model, fitted.examples, parts, progress)
-    return result_table(processes.share(rows, "rows of the atlas"), "kind", "tokens", "parts")
+    return result_table(parallel.broadcast(rows, "rows of the atlas"), "kind", "tokens", "parts")
 
 
 @checked
@@ -164,19 +162,21 @@ def _fill(
     judged: JudgedText, parts: Sequence[Part], progress: bool,
 ) -> list[Row]:  # fmt: skip
     """Fill the folder, as the one that writes; the others sum up with it, and wait."""
-    place, processes = Workplace(folder, _HOLDS, request), current()
+    place = Workplace(folder, _HOLDS, request)
     with place.working():
         if place.finished:
-            processes.share(False, _TO_FIT)
+            parallel.broadcast(False, _TO_FIT)
         else:
             steps = _Steps(folder)
             layers = sorted({part.layer for part in parts})
             left = [layer for layer in layers if f"layer {layer}" not in steps.done]
             to_fit = bool(left) or "scores" not in steps.done or TOGETHER not in steps.done
             sums = (
-                _sum_up(model, fitted.examples, parts, progress) if processes.share(to_fit, _TO_FIT) else None
+                _sum_up(model, fitted.examples, parts, progress)
+                if parallel.broadcast(to_fit, _TO_FIT)
+                else None
             )
-            with alone():
+            with parallel.alone():
                 work = _Atlas(model, readout, judged)
                 if sums is not None:
                     work.fit(sums, fitted.examples, parts, progress)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from matlens import metrics
+from matlens import metrics, parallel
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments
@@ -23,7 +23,6 @@ from matlens.linear.sums import gathered_moments
 from matlens.linearity.parts import Part
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
-from matlens.processes.group import current
 
 R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
 PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"
@@ -191,13 +190,12 @@ class PartSums:
 
     def gather(self) -> None:
         """Add what every other process has seen, in the leading one."""
-        processes = current()
-        if not processes.several:
+        if parallel.world_size() == 1:
             return
         self._sums = {name: gathered_moments(moments) for name, moments in self._sums.items()}
         none = {site: torch.empty(0, self._widths[site]) for site in self.sites}
         sinks = {site: torch.cat([none[site], *(part[site] for part in self._sinks)]) for site in none}
-        self._sinks = [processes.stack(sinks, "vectors of sinks")]
+        self._sinks = [parallel.concatenate(sinks, "vectors of sinks")]
 
     def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, FitScores]]:
         """Each part's map with an intercept and its scores: with sinks (True), and without (False).

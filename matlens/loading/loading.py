@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from matlens import parallel
 from matlens.arguments import require_kind
 from matlens.cache.dequantized import kept_configuration, read_kept
 from matlens.errors import InputError
@@ -25,7 +26,6 @@ from matlens.models.changes import remember_parts
 from matlens.models.sites import stack_hooks
 from matlens.models.weights import require_finite_weights
 from matlens.numerics.precision import find_device
-from matlens.processes.group import current
 from matlens.signatures import checked
 
 if TYPE_CHECKING:
@@ -223,8 +223,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         from transformer_lens.utilities import get_device  # seconds
 
         best = torch.device(get_device())
-        if best.type == "cuda" and (processes := current()).several:
-            return torch.device("cuda", processes.local_rank % torch.cuda.device_count())
+        if best.type == "cuda" and parallel.world_size() > 1:
+            return torch.device("cuda", parallel.local_rank() % torch.cuda.device_count())
         return best
     try:
         found = find_device(device)

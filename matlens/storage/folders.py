@@ -15,9 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from matlens import parallel
 from matlens.arguments import plain_number
 from matlens.errors import InputError, printable
-from matlens.processes.group import ProcessLost
 from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
@@ -88,7 +88,7 @@ class Workplace:
                 try:
                     with system_errors(self.folder):
                         yield
-                except ProcessLost:  # as after a kill, the job can be gone on with
+                except parallel.ProcessLost:  # as after a kill, the job can be gone on with
                     self._begun = False
                     raise
                 except Exception:

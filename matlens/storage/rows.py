@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matlens.processes.group import ProcessLost, alone, current
+from matlens import parallel
 from matlens.storage.arrays import StoredArray, StoredRows, array_header, require_record, write_array
 from matlens.storage.files import create, damaged
 from matlens.storage.folders import Workplace, make_config, read_config
@@ -185,7 +185,7 @@ class RowFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None or not issubclass(kind, Exception) or issubclass(kind, ProcessLost):
+            if kind is None or not issubclass(kind, Exception) or issubclass(kind, parallel.ProcessLost):
                 self._remember()
         finally:
             self._close()
@@ -265,9 +265,8 @@ def keep_rows(
         The folder is of another job, or what is in it is not what was written.
     """
     request = {**request, "columns": {name: list(column) for name, column in columns.items()}}
-    processes = current()
-    if turns is not None and processes.several:
-        processes.agree([request, n_rows, None if folder is None else str(folder)], f"the job of {holds}")
+    if turns is not None and parallel.world_size() > 1:
+        parallel.check_same([request, n_rows, None if folder is None else str(folder)], f"the job of {holds}")
         batches = partial(_of_all, turns, columns, everywhere=folder is None)
     if folder is None:
         kept = {
@@ -279,14 +278,14 @@ def keep_rows(
                 kept[name][torch.from_numpy(index)] = values.to(kept[name].dtype)
         return make_config(holds, request), kept
     place = Workplace(folder, holds, request, only_unfinished=only_unfinished)
-    if processes.leads:
+    if parallel.is_main():
         anew = _fill(place, columns, n_rows, batches, arrays or {}, divided=turns is not None)
     else:  # takes its turns, and writes nothing
-        done = processes.share(None, "batches that are done")
+        done = parallel.broadcast(None, "batches that are done")
         anew = done is not None
         for _ in batches(done) if anew and turns is not None else ():
             pass
-    processes.wait(f"rows of {holds}")
+    parallel.barrier(f"rows of {holds}")
     config, stored = _open_columns(place.folder, holds, finite)
     # What has just been written need not be read again to know it.
     return config, StoredRows({name: partial(column.read, checked=not anew) for name, column in stored})
@@ -302,14 +301,13 @@ def _fill(
     divided: bool,
 ) -> bool:
     """Fill a folder, as the one that writes; says whether there was something to do."""
-    processes = current()
     with place.working():
         if place.finished:
-            processes.share(None, "batches that are done")
+            parallel.broadcast(None, "batches that are done")
             return False
         with RowFiles(place.folder, columns, n_rows, arrays) as files:
-            processes.share(files.batches_done, "batches that are done")
-            with nullcontext() if divided else alone():
+            parallel.broadcast(files.batches_done, "batches that are done")
+            with nullcontext() if divided else parallel.alone():
                 for index, batch in batches(files.batches_done):
                     files.write(index, batch)
         place.finish()
@@ -318,14 +316,13 @@ def _fill(
 
 def _of_all(turns: Callable[[int], Turns], columns: Columns, done: int, *, everywhere: bool) -> Batches:
     """Batches of all processes in their order, for the leading one or for each."""
-    processes = current()
     for batch in turns(done):
         share = {} if batch is None else {"index": torch.from_numpy(batch[0]), **batch[1]}
-        gathered = processes.gather(share, "rows")
+        gathered = parallel.gather(share, "rows")
         if everywhere:
-            if not processes.leads:
-                gathered = [{} for _ in range(processes.size)]
-            gathered = [processes.share_tensors(parts, "rows of all") for parts in gathered]
+            if not parallel.is_main():
+                gathered = [{} for _ in range(parallel.world_size())]
+            gathered = [parallel.broadcast_tensors(parts, "rows of all") for parts in gathered]
         for parts in gathered:
             if parts:
                 yield parts["index"].numpy(), {name: parts[name] for name in columns}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
 from matlens.arguments import require_number
@@ -17,7 +18,6 @@ from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
 from matlens.linear.sums import solve_pairs
 from matlens.numerics.precision import in_float64
-from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
 from matlens.study.room import require_room_for_fit, require_room_to_solve
@@ -107,7 +107,7 @@ def fit_moments(
     )
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-        if not current().leads:
+        if not parallel.is_main():
             return iter(())
         if missing:
             require_room_to_solve(moments, missing)

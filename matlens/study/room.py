@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matlens import parallel
 from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import InputError
 from matlens.linear.needs import (
@@ -18,7 +19,6 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.pairs import by_source
-from matlens.processes.group import current
 from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.folders import CONFIG
@@ -178,16 +178,16 @@ def require_room_for_moments(
     InputError
         Too little is free; the message says what maps onto the last layer alone would take.
     """
-    folder, processes = Path(folder), current()
+    folder = Path(folder)
     if (folder / CONFIG).is_file():
         return
     what = f"Keeping moments for {len(pairs)} maps of {max(widths.values()):,} dimensions"
-    if processes.several:
-        what += f" in {processes.local_size} processes"
+    if parallel.world_size() > 1:
+        what += f" in {parallel.local_world_size()} processes"
     onto_last = [(source, targets[-1]) for source, targets in by_source(pairs).items()]
 
     def memory(wanted: Sequence[tuple[str, str]]) -> int:
-        return processes.local_size * streamed_fit_bytes(
+        return parallel.local_world_size() * streamed_fit_bytes(
             n_rows, _widths_of(wanted, widths), of_sample=sum(widths.values()), widest=max(widths.values()),
             written=True,
         )  # fmt: skip
@@ -200,10 +200,10 @@ def require_room_for_moments(
             return otherwise
         return f"Maps onto the last layer alone take {in_words(needed)} (--pairs last)."
 
-    if processes.local_rank == 0:  # for all on its machine
+    if parallel.local_rank() == 0:  # for all on its machine
         otherwise = "Fit on a machine with more memory, or fewer maps (--pairs)."
         require_memory(memory(pairs), what, ways(otherwise, memory(onto_last)))
-    if processes.leads:
+    if parallel.is_main():
         there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         otherwise = "Write elsewhere (--out), or fit fewer maps (--pairs)."
         require_disk(max(disk(pairs) - there, 0), folder, what, ways(otherwise, disk(onto_last)))
@@ -219,7 +219,7 @@ def require_room_to_merge(moments: StoredMoments, folder: str | Path) -> None:
         Too little is free.
     """
     folder = Path(folder)
-    if (folder / CONFIG).is_file() or not current().leads:
+    if (folder / CONFIG).is_file() or not parallel.is_main():
         return
     pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
     sources, n_shards = _widths_of(pairs, moments.widths), len(moments.shards)
@@ -240,7 +240,7 @@ def require_room_to_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str
         Too little is free.
     """
     kept = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
-    if not kept or not current().leads:
+    if not kept or not parallel.is_main():
         return
     needed = stored_fit_bytes(
         _widths_of(kept, moments.widths), n_rows=moments.n_samples, n_shards=len(moments.shards)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import matlens.study.room as module
-from matlens import InputError, make_examples
+from matlens import InputError, make_examples, parallel
 from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.corpora.corpus import Corpus
-from matlens.processes.group import Processes, using
 from matlens.study import Study, collect_parts, fit_maps
 from matlens.study.room import free_memory, in_words, moments_on_disk, require_room_to_merge
 
@@ -143,15 +142,17 @@ def test_each_process_of_a_machine_needs_room_and_one_of_them_asks(
 
     def asked(rank: int, local_rank: int) -> None:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        with using(Processes(rank, 8)):
-            module.require_room_for_moments(10**6, pairs, widths, tmp_path)
+        monkeypatch.setattr(parallel, "rank", lambda: rank)
+        monkeypatch.setattr(parallel, "world_size", lambda: 8)
+        module.require_room_for_moments(10**6, pairs, widths, tmp_path)
 
     seen: list[tuple[int, str]] = []
     monkeypatch.setattr(module, "require_memory", lambda needed, what, _: seen.append((needed, what)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank, local_rank in ((0, 0), (1, 1), (4, 0), (7, 3)):
         asked(rank, local_rank)
-    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "require_memory", lambda needed, what, _: seen.append((needed, what)))
     module.require_room_for_moments(10**6, pairs, widths, tmp_path)
     assert [needed for needed, _ in seen] == [4 * seen[2][0], 4 * seen[2][0], seen[2][0]]
     assert ["in 4 processes" in what for _, what in seen] == [True, True, False]

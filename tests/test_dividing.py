@@ -25,7 +25,6 @@ from matlens.estimators.trained import fit_maps, train_maps
 from matlens.inputs import make_judged_text
 from matlens.linearity import atlas
 from matlens.models.readout import Readout
-from matlens.processes.group import Processes
 
 BATCH = 40
 METHODS = (
@@ -51,7 +50,7 @@ def text(seed: int, n: int) -> Corpus:
     return Corpus("text", tuple(" ".join(generator.choice(WORDS, 16)) for _ in range(n)), n, 0, 0, 0)
 
 
-def outcomes(n: int, work: Callable[[Processes], Any], folder: Path) -> list[Any]:
+def outcomes(n: int, work: Callable[[], Any], folder: Path) -> list[Any]:
     made = run_ranks(n, work, folder)
     assert [outcome.get("trace") for outcome in made] == [None] * n
     return [outcome["result"] for outcome in made]
@@ -96,7 +95,7 @@ def test_closed_forms_of_several_processes_are_those_of_one(
     rows = torch.from_numpy(np.random.default_rng(5).random(n_tokens) < 0.8)
     weights = torch.rand(n_tokens, generator=torch.Generator().manual_seed(2))
 
-    def work(_: Processes | None) -> list[Any]:
+    def work() -> list[Any]:
         collected = matlens.collect(model, examples, positions="all", progress=False)
         return [
             sums_of(model, examples),
@@ -105,7 +104,7 @@ def test_closed_forms_of_several_processes_are_those_of_one(
             sums_of(model, examples.head(3)),
         ]
 
-    whole = work(None)
+    whole = work()
     assert whole[0]["details"]["mat without sinks"]["n_sinks"] > 0
     for made in outcomes(n, work, tmp_path / "outcomes"):
         for ours, theirs in zip(made[:3], whole[:3], strict=True):
@@ -119,7 +118,7 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
 ) -> None:
     """Products of all samples, from the factors of three parts of them."""
 
-    def work(_: Processes | None) -> Any:
+    def work() -> Any:
         kept = lens_moments(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
         kept.solve("mat")  # the last samples wait until somebody asks
         return {
@@ -128,7 +127,7 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
             for layer, moments in sets.items()
         }
 
-    whole = work(None)
+    whole = work()
     for made in outcomes(3, work, tmp_path / "outcomes"):
         assert made.keys() == whole.keys()
         for at, products in whole.items():
@@ -148,7 +147,7 @@ def test_each_process_passes_over_its_part(
 
     monkeypatch.setattr(collecting, "_run", noted)
 
-    def work(_: Processes | None) -> Any:
+    def work() -> Any:
         batches.clear()
         lens_moments(model, examples, "affine", batch_tokens=BATCH, progress=False)
         lenses = list(batches)
@@ -156,7 +155,7 @@ def test_each_process_passes_over_its_part(
         find_sinks(model, examples, batch_tokens=BATCH, progress=False)
         return lenses, list(batches)
 
-    whole = work(None)
+    whole = work()
     made = outcomes(3, work, tmp_path / "outcomes")
     for place in range(2):
         assert len(whole[place]) > 5
@@ -173,7 +172,7 @@ def test_layers_are_trained_by_one_process_each(
     layers: list[int] = []
     monkeypatch.setattr(trained, "Bar", lambda wanted, **_: layers.extend(wanted) or wanted)
 
-    def work(_: Processes | None) -> Any:
+    def work() -> Any:
         layers.clear()
         collected = matlens.collect(model, examples, positions="all", progress=False)
         fitted = fit_maps(model, collected, ["scaled", "normed+affine"], progress=False)
@@ -185,7 +184,7 @@ def test_layers_are_trained_by_one_process_each(
         }
         return numbers, list(layers), [list(parts.maps) for parts in (*fitted.values(), tuned)]
 
-    whole, all_layers, order = work(None)
+    whole, all_layers, order = work()
     made = outcomes(4, work, tmp_path / "outcomes")
     assert sorted(layer for _, of_process, _ in made for layer in of_process) == sorted(all_layers)
     assert made[3][1] == []
@@ -206,7 +205,7 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
     """Every prompt counts as often as another; of three prompts the fourth process has none."""
     texts = [" ".join(WORDS[start : start + 9]) for start in (3, 11, 20, 28, 35)]
 
-    def work(_: Processes | None) -> Any:
+    def work() -> Any:
         few, many = (
             fit_jacobian(model, [*prompts, "w1 w2"], layers=[1, 2], skip=1, progress=False)
             for prompts in (texts[:3], texts)
@@ -216,7 +215,7 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
             for parts in (few, many)
         ]
 
-    whole = work(None)
+    whole = work()
     assert [details["n_fitted"] for _, details in whole] == [3, 5]
     for made in outcomes(4, work, tmp_path / "outcomes"):
         for (ours, details), (theirs, expected) in zip(made, whole, strict=True):
@@ -228,12 +227,12 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_sinks_are_the_same(n: int, model: Any, examples: Examples, tmp_path: Path) -> None:
-    def work(_: Processes | None) -> Any:
+    def work() -> Any:
         return [
             find_sinks(model, of, batch_tokens=BATCH, progress=False) for of in (examples, examples.head(2))
         ]
 
-    whole = work(None)
+    whole = work()
     assert int(whole[0].sum()) > 0
     for made in outcomes(n, work, tmp_path / "outcomes"):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, whole, strict=True))
@@ -255,7 +254,7 @@ def test_an_atlas_of_several_processes_is_that_of_one(
             with pytest.raises(ZeroDivisionError):
                 linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
 
-    def work(_: Processes) -> Any:
+    def work() -> Any:
         first = linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
         return first, linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import pytest
 import torch
 from breaking import batches_noted
 from conftest import make_sentences
-from several import run_ranks
+from several import free_port, run_ranks
 from torch import Tensor
 
 import matlens
-from matlens import processes
+from matlens import parallel
 from matlens.activations import collecting, stream, stream_moments
 from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
@@ -30,7 +30,6 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import Provenance
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.processes.group import Processes, alone, current
 from matlens.storage import rows
 from matlens.study.fits import fit_moments
 
@@ -103,7 +102,7 @@ def together(
 ) -> tuple[list[Any], Path]:
     folder = tmp_path_factory.mktemp(f"together{request.param}")
 
-    def work(_: Processes) -> Any:
+    def work() -> Any:
         return everything(model, examples, examples.head(3), folder)
 
     outcomes = run_ranks(request.param, work, folder / "outcomes")
@@ -174,7 +173,7 @@ def test_processes_without_examples_have_the_same(
     """Of four processes two or three have nothing to add to any sum, nor a row."""
     given = examples.head(n_examples), examples.head(1)
     whole = everything(model, *given, tmp_path / "alone")
-    outcomes = run_ranks(4, lambda _: everything(model, *given, tmp_path / "together"), tmp_path / "outcomes")
+    outcomes = run_ranks(4, lambda: everything(model, *given, tmp_path / "together"), tmp_path / "outcomes")
     assert [outcome.get("trace") for outcome in outcomes] == [None] * 4
     made = [outcome["result"] for outcome in outcomes]
     require_same_maps(made, whole)
@@ -184,8 +183,8 @@ def test_processes_without_examples_have_the_same(
     assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*/*.npy")} == files
 
 
-def killed(folder: Path, model: Any, examples: Examples, processes: Processes, rank: int = 1) -> Any:
-    if processes.rank == rank:  # in its third turn
+def killed(folder: Path, model: Any, examples: Examples, rank: int = 1) -> Any:
+    if parallel.rank() == rank:  # in its third turn
         run, turns = collecting._run, iter(range(2))
 
         def last(*arguments: Any) -> Any:
@@ -197,121 +196,65 @@ def killed(folder: Path, model: Any, examples: Examples, processes: Processes, r
     return matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
 
 
-def test_a_killed_process_is_named_and_the_folder_goes_on(
-    model: Any, examples: Examples, tmp_path: Path
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_a_process_was_killed_the_others_end_and_the_folder_resumes(
+    rank: int, model: Any, examples: Examples, tmp_path: Path
 ) -> None:
     folder = tmp_path / "rows"
-    outcomes = run_ranks(3, lambda some: killed(folder, model, examples, some), tmp_path / "a", patience=4.0)
-    assert outcomes[1] == {}
-    assert "Process 1 of 3 is gone" in outcomes[0]["error"]
-    assert "Run the same command again" in outcomes[0]["error"]
-    assert {outcome["kind"] for outcome in (outcomes[0], outcomes[2])} == {"ProcessLost"}
-    assert batches_noted(folder) == 6
-    whole = matlens.collect(model, examples, progress=False)
-    again = matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
-    torch.testing.assert_close(again["h.3"], whole["h.3"])
 
-
-def test_the_leading_process_is_killed_and_the_folder_goes_on(
-    model: Any, examples: Examples, tmp_path: Path
-) -> None:
-    """It keeps the board on which all of them write: the others are told at once."""
-    folder = tmp_path / "rows"
-
-    def work(some: Processes) -> Any:
+    def work() -> Any:
         rows._NOTED_EVERY = -1.0  # every batch, for a process that is killed notes nothing at its end
-        return killed(folder, model, examples, some, 0)
+        return killed(folder, model, examples, rank)
 
     outcomes = run_ranks(3, work, tmp_path / "a")
-    assert outcomes[0] == {}
-    for outcome in outcomes[1:]:
-        assert outcome["kind"] == "ProcessLost"
-        assert "Process 0 of 3 is gone" in outcome["error"]
-        assert "Run the same command again" in outcome["error"]
+    assert outcomes.pop(rank) == {}
+    assert {outcome["kind"] for outcome in outcomes} == {"ProcessLost"}
     assert batches_noted(folder) == 6
     whole = matlens.collect(model, examples, progress=False)
     again = matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
     torch.testing.assert_close(again["h.3"], whole["h.3"])
 
 
-def test_a_process_that_is_slow_while_it_collects_is_waited_for(
-    model: Any, examples: Examples, tmp_path: Path
-) -> None:
-    patience = 4.0
+def test_tensors_of_any_dtype_come_in_rank_order(tmp_path: Path) -> None:
+    dtypes = (torch.float64, torch.bfloat16, torch.bool, torch.int32)
 
-    def work(some: Processes) -> Any:
-        run, turns = collecting._run, iter(range(2))
+    def work() -> Any:
+        rank = parallel.rank()
+        own = {str(dtype): torch.tensor([[rank, 1]]).to(dtype) for dtype in dtypes}
+        own |= {"none": torch.zeros(0, 2), "scalar": torch.tensor(float(rank))}
+        gathered = [(float(of["scalar"]), of["torch.float64"].tolist()) for of in parallel.gather(own, "all")]
+        stacked = parallel.concatenate({str(dtype): own[str(dtype)] for dtype in dtypes}, "rows")
+        merged = parallel.merge({f"of {rank}": torch.tensor(rank)}, "names")
+        return gathered, stacked, merged, parallel.broadcast(f"from {rank}", "a text")
 
-        def slowly(*arguments: Any) -> Any:
-            if some.rank == 1 and next(turns, None) == 1:  # in its second turn
-                time.sleep(1.5 * patience)
-            return run(*arguments)
-
-        collecting._run = slowly
-        kept = matlens.collect(model, examples, folder=tmp_path / "rows", batch_tokens=BATCH, progress=False)
-        return {site: kept[site].clone() for site in kept}
-
-    outcomes = run_ranks(2, work, tmp_path / "a", patience=patience)
-    assert [outcome.get("trace") for outcome in outcomes] == [None, None]
-    whole = matlens.collect(model, examples, batch_tokens=BATCH, progress=False)
-    for outcome in outcomes:
-        for site, vectors in outcome["result"].items():
-            torch.testing.assert_close(vectors, whole[site], rtol=0, atol=0)
+    outcomes = run_ranks(3, work, tmp_path / "a")
+    assert [outcome.get("trace") for outcome in outcomes] == [None] * 3
+    assert outcomes[0]["result"][0] == [(float(rank), [[float(rank), 1.0]]) for rank in range(3)]
+    for gathered, stacked, merged, text in (outcome["result"] for outcome in outcomes):
+        assert not gathered or len(gathered) == 3
+        for dtype in dtypes:
+            assert torch.equal(stacked[str(dtype)], torch.tensor([[0, 1], [1, 1], [2, 1]]).to(dtype))
+        assert {name: int(value) for name, value in merged.items()} == {"of 0": 0, "of 1": 1, "of 2": 2}
+        assert text == "from 0"
 
 
-def test_a_slow_process_is_waited_for_and_an_error_reaches_all(tmp_path: Path) -> None:
-    def work(some: Processes) -> Any:
-        if some.rank == 1:
-            time.sleep(6)  # three times the patience
-        first = [int(parts["x"]) for parts in some.gather({"x": torch.tensor(some.rank)}, "numbers")]
-        if some.rank == 1:
+def test_an_error_of_one_process_ends_the_others(tmp_path: Path) -> None:
+    def work() -> None:
+        if parallel.rank() == 1:
             raise InputError("The second has had enough.")
-        some.wait("never")
-        return first
+        parallel.barrier("never")
 
-    outcomes = run_ranks(2, work, tmp_path / "a", patience=2.0)
+    outcomes = run_ranks(2, work, tmp_path / "a")
     assert outcomes[1]["error"] == "The second has had enough."
-    assert outcomes[0]["error"] == "Process 1 of 2 has failed: The second has had enough."
-
-
-def test_a_job_that_was_held_up_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """A scheduler stops all processes for longer than their patience, and none has given a sign meanwhile."""
-    patience = 3.0
-
-    def work(some: Processes) -> Any:
-        (tmp_path / f"{some.rank}.pid").write_text(str(os.getpid()))
-        some.wait("start")
-        if some.rank == 1:
-            time.sleep(0.6)
-        return [int(parts["x"]) for parts in some.gather({"x": torch.tensor(some.rank)}, "numbers")]
-
-    def hold_up() -> None:
-        places = [tmp_path / f"{rank}.pid" for rank in range(2)]
-        while not all(place.is_file() and place.read_text() for place in places):
-            time.sleep(0.02)
-        time.sleep(0.3)
-        numbers = [int(place.read_text()) for place in places]
-        for number in reversed(numbers):
-            os.kill(number, signal.SIGSTOP)
-        time.sleep(2.5 * patience)
-        os.kill(numbers[0], signal.SIGCONT)
-        time.sleep(0.2)
-        os.kill(numbers[1], signal.SIGCONT)
-
-    holder = threading.Thread(target=hold_up)
-    holder.start()
-    outcomes = run_ranks(2, work, tmp_path / "a", patience=patience)
-    holder.join()
-    assert [outcome.get("trace") for outcome in outcomes] == [None, None]
-    assert outcomes[0]["result"] == [0, 1]
+    assert outcomes[0]["kind"] == "ProcessLost"
 
 
 def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
-    def fitted(change: Callable[[dict[str, Any], int], Any]) -> Callable[[Processes], Any]:
-        def work(some: Processes) -> Any:
+    def fitted(change: Callable[[dict[str, Any], int], Any]) -> Callable[[], Any]:
+        def work() -> Any:
             x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
             given = {"samples": {"h.0": x, "h.1": x + 1}, "pairs": [(0, 1)]}
-            change(given, some.rank)
+            change(given, parallel.rank())
             return [linear.weight for linear in fit_samples(**given)]
 
         return work
@@ -329,42 +272,79 @@ def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
         given["ridge"] = float(rank)
 
     for number, change in enumerate((other_rows, other_vectors, other_weights, other_penalty)):
-        outcomes = run_ranks(2, fitted(change), tmp_path / str(number), patience=5.0)
+        outcomes = run_ranks(2, fitted(change), tmp_path / str(number))
         words = "other arguments" if change is other_penalty else "other samples"
         assert f"Process 1 was given {words}" in outcomes[1]["error"], change
-        assert words in outcomes[0]["error"]
+        assert "error" in outcomes[0]
 
     def slightly_other(given: dict[str, Any], rank: int) -> None:  # as another device would have it
         given["samples"]["h.1"] = given["samples"]["h.1"] * (1 + 1e-6 * rank)
 
-    outcomes = run_ranks(2, fitted(slightly_other), tmp_path / "alike", patience=5.0)
+    outcomes = run_ranks(2, fitted(slightly_other), tmp_path / "alike")
     assert torch.equal(outcomes[0]["result"][0], outcomes[1]["result"][0])
 
 
 def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:
-    def work(some: Processes) -> Any:
-        some.agree(some.rank, "what they are given")
-        some.wait("nobody comes here")
+    def work() -> Any:
+        parallel.check_same(parallel.rank(), "what they are given")
 
-    def apart(some: Processes) -> Any:
-        some.wait("here" if some.leads else "there")
+    def apart() -> Any:
+        parallel.barrier("here" if parallel.is_main() else "there")
 
-    first, second = run_ranks(2, apart, tmp_path / "a", patience=2.0)
-    assert "Process 1 is at 'there' while process 0 is at 'here'" in first["error"]
-    assert second["kind"] == "ProcessLost"
-    outcomes = run_ranks(2, work, tmp_path / "b", patience=2.0)
-    assert "given other arguments than process 0 (what they are given differ)" in outcomes[1]["error"]
-    assert "given other arguments" in outcomes[0]["error"]
+    def early() -> Any:
+        if parallel.is_main():
+            parallel.broadcast(1, "one step more")
+
+    for name, task, words in (
+        ("a", apart, "Process 1 is at 'there' while process 0 is at 'here'"),
+        ("b", work, "given other arguments than process 0 (what they are given differ)"),
+        ("c", early, "Process 1 is at 'the end of the job' while process 0 is at 'one step more'"),
+    ):
+        outcomes = run_ranks(2, task, tmp_path / name)
+        assert [words in outcome["error"] for outcome in outcomes] == [True, True]
 
 
-def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    with processes.joined() as some, alone():
-        assert (some.rank, some.size, some.leads, some.several) == (0, 1, True, False)
-        assert some.share([1, 2], "numbers") == [1, 2]
-        assert some.gather({"x": torch.ones(2)}, "ones")[0]["x"].sum() == 2
-        assert current().size == 1
+    with parallel.distributed(), parallel.alone():
+        assert (parallel.rank(), parallel.world_size(), parallel.is_main()) == (0, 1, True)
+        assert parallel.broadcast([1, 2], "numbers") == [1, 2]
+        assert parallel.gather({"x": torch.ones(2)}, "ones")[0]["x"].sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "expected"),
+    [("2", "1", True), ("1", "0", False), ("x", "0", False), (None, None, False)],
+)
+def test_the_environment_says_whether_there_are_several(
+    size: str | None, rank: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", size), ("RANK", rank)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert parallel.is_launched() is expected
+
+
+def test_others_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_MEETING", timedelta(seconds=1))
+    variables = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError), parallel.distributed():
+        pass
+
+
+def test_a_process_that_does_not_come_in_time_is_not_waited_for(tmp_path: Path) -> None:
+    def work() -> None:
+        with parallel.distributed(timeout=1.0):
+            if parallel.rank() == 1:
+                time.sleep(4)
+            parallel.barrier("the middle")
+
+    outcomes = run_ranks(2, work, tmp_path / "a", join=False)
+    assert outcomes[0]["kind"] == "ProcessLost"
 
 
 @pytest.mark.parametrize("stream_divides", [False, True])
@@ -373,34 +353,15 @@ def test_a_stream_and_a_fit_that_divide_otherwise_are_refused(
 ) -> None:
     """Each sample would count once for every process, or maps of a part would pass for those of all."""
 
-    def work(_: Processes) -> Any:
+    def work() -> Any:
         rows = stream(
             model, examples, ["h.0", "h.3"], batch_tokens=BATCH, progress=False, divided=stream_divides
         )
         return list(fit_stream(rows, [("h.0", "h.3")], ridge=0.5, divided=not stream_divides))
 
-    for outcome in run_ranks(2, work, tmp_path / "a", patience=5.0):
+    for outcome in run_ranks(2, work, tmp_path / "a"):
         assert "Expected the same of both: stream(..., divided=True)" in outcome.get("error", "none")
-    (alone_fitted,) = work(Processes())
+    (alone_fitted,) = work()
     rows = stream(model, examples, ["h.0", "h.3"], batch_tokens=BATCH, progress=False)
     (expected,) = fit_stream(rows, [("h.0", "h.3")], ridge=0.5)
     assert torch.equal(alone_fitted.weight, expected.weight)
-
-
-@pytest.mark.parametrize("early", [0, 1])
-def test_a_process_that_ends_early_is_not_waited_for(early: int, tmp_path: Path) -> None:
-    """It waits for the others at the end, and lives; they must not wait for it in the middle for ever."""
-
-    def work(some: Processes) -> None:
-        some.wait("start")
-        if some.rank == early:
-            return
-        for number in range(3):
-            some.share(number, f"step {number}")  # who leads says this, and does not wait
-        some.wait("the middle")
-
-    outcomes = run_ranks(2, work, tmp_path / "a", patience=30.0)
-    assert f"Process {early} of 2 has ended while process {1 - early} was waiting for it" in outcomes[
-        1 - early
-    ].get("error", "none")
-    assert "has failed" in outcomes[early].get("error", "none")

@@ -1,0 +1,283 @@
+"""Divide work over the processes of one job, such as `torchrun` starts, on top of `torch.distributed`.
+
+Every process makes the same calls in the same order and gets what one process alone would get; the work
+inside is divided by examples. The main process (rank 0) writes files, prints and shows progress.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from matlens import progress
+from matlens.arguments import plain_number, require_number
+from matlens.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MEETING = timedelta(minutes=5)  # until all processes have started
+_DAY = 24 * 3600.0  # the main process may evaluate alone for hours; that one is killed is seen at once
+
+
+class ProcessLost(InputError):
+    """Another process of the job failed or was killed. Rerun the command: what is stored is kept."""
+
+
+class _Place(NamedTuple):
+    rank: int
+    world_size: int
+    group: Any = None  # of torch.distributed, for tensors in host memory
+
+
+_ALONE = _Place(0, 1)
+_current: ContextVar[_Place] = ContextVar("place", default=_ALONE)
+
+
+def rank() -> int:
+    """The number of this process in its job, from 0."""
+    return _current.get().rank
+
+
+def world_size() -> int:
+    """How many processes share the work; 1 outside of `distributed`."""
+    return _current.get().world_size
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes, prints and shows progress."""
+    return rank() == 0
+
+
+def local_rank() -> int:
+    """The number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank())) if world_size() > 1 else 0
+
+
+def local_world_size() -> int:
+    """How many processes of the job run on this machine."""
+    return min(int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), world_size())
+
+
+def is_launched() -> bool:
+    """Whether the environment says that this is one of several processes, as `torchrun` does."""
+    size, number = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
+    return size.isdecimal() and number.isdecimal() and int(size) > 1
+
+
+@contextmanager
+def distributed(*, timeout: float = _DAY) -> Iterator[None]:
+    """Share the work inside the context with the other processes that `torchrun` started.
+
+    A script runs unchanged as one process, where nothing is shared. A process group that is initialized
+    already is used; the default backends are chosen otherwise.
+
+    Parameters
+    ----------
+    timeout
+        Seconds to wait for a process that is alive but does not come. A process that was killed is noticed
+        at once.
+
+    Raises
+    ------
+    InputError
+        The other processes cannot be reached, or one failed, ended early, or made other calls.
+    """
+    longest = timedelta(seconds=require_number(timeout, "timeout", least=0.1))
+    if not is_launched() or world_size() > 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    opened = not dist.is_initialized()
+    try:
+        if opened:
+            store, number, size = next(iter(dist.rendezvous("env://", timeout=_MEETING)))
+            dist.init_process_group(store=store, rank=number, world_size=size, timeout=longest)
+        group = dist.new_group(backend="gloo", timeout=longest)
+    except (RuntimeError, ValueError) as error:
+        reason = printable(str(error).partition("\n")[0], most=200)
+        raise InputError(
+            f"The processes of this job do not find each other ({reason}). RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT must be as torchrun sets them, and the master reachable."
+        ) from error
+    place = _current.set(_Place(dist.get_rank(), dist.get_world_size(), group))
+    progress.silence(not is_main())
+    try:
+        yield
+        barrier("the end of the job")
+    finally:
+        progress.silence(False)
+        _current.reset(place)
+        if opened:  # the others are told by the closed connection if this one failed
+            dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Do what follows in this process alone, for work that not all processes do."""
+    place = _current.set(_ALONE)
+    try:
+        yield
+    finally:
+        _current.reset(place)
+
+
+# JSON that all processes know
+
+
+def broadcast(value: Any, what: str) -> Any:
+    """The main process's value, after a round trip through JSON, in every process.
+
+    Raises
+    ------
+    InputError
+        A process failed or is at another call.
+    """
+    if world_size() == 1:
+        return value
+    return _exchange(value if is_main() else None, what)[0]
+
+
+def check_same(value: Any, what: str) -> None:
+    """Raise InputError in all processes if one was given another value than the main process."""
+    if world_size() > 1:
+        values = _exchange(value, what)
+        for number, other in enumerate(values):
+            if other != values[0]:
+                raise InputError(
+                    f"Process {number} was given other arguments than process 0 ({what} differ). All "
+                    "processes must make the same calls with the same arguments; they divide the work inside."
+                )
+
+
+def barrier(what: str) -> None:
+    """Wait until every process has come here."""
+    if world_size() > 1:
+        _exchange(None, what)
+
+
+# Tensors
+
+
+def gather(tensors: Mapping[str, Tensor], what: str) -> list[dict[str, Tensor]]:
+    """The tensors of every process in rank order, on the CPU of the main process; others get an empty list.
+
+    Raises
+    ------
+    InputError
+        A process failed or is at another call.
+    """
+    if world_size() == 1:
+        return [dict(tensors)]
+    import torch.distributed as dist
+
+    group, layouts = _current.get().group, _exchange(_layout(tensors), what)
+    if not is_main():
+        for tensor in tensors.values():
+            _transfer(lambda part: dist.send(part, 0, group=group), tensor)
+        return []
+    gathered = [dict(tensors)]
+    for number, layout in enumerate(layouts[1:], 1):
+        received = _empty(layout)
+        for tensor in received.values():
+            _transfer(lambda part, source=number: dist.recv(part, source, group=group), tensor)  # type: ignore[misc]
+        gathered.append(received)
+    return gathered
+
+
+def broadcast_tensors(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """The main process's tensors, on the CPU of every other process.
+
+    Raises
+    ------
+    InputError
+        A process failed or is at another call.
+    """
+    if world_size() == 1:
+        return dict(tensors)
+    import torch.distributed as dist
+
+    group, layouts = _current.get().group, _exchange(_layout(tensors) if is_main() else None, what)
+    shared = dict(tensors) if is_main() else _empty(layouts[0])
+    for tensor in shared.values():
+        _transfer(lambda part: dist.broadcast(part, 0, group=group), tensor)
+    return shared
+
+
+def concatenate(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """Tensors of all processes concatenated along their first axis in rank order, in every process."""
+    import torch
+
+    gathered = gather(tensors, what)
+    whole = {name: torch.cat([part[name].cpu() for part in gathered]) for name in tensors if gathered}
+    return broadcast_tensors(whole, what)
+
+
+def merge(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """Tensors of all processes, each of which has some of its own names, in every process."""
+    gathered = gather(tensors, what)
+    return broadcast_tensors({name: part for of_rank in gathered for name, part in of_rank.items()}, what)
+
+
+def _exchange(value: Any, what: str) -> list[Any]:
+    """What every process says, in rank order; all must be at the same call."""
+    import torch
+    import torch.distributed as dist
+
+    place = _current.get()
+    said = torch.frombuffer(
+        bytearray(json.dumps([what, value], default=plain_number).encode()), dtype=torch.uint8
+    )
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(place.world_size)]
+    _careful(lambda: dist.all_gather(sizes, torch.tensor([len(said)]), group=place.group))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(said)] = said
+    heard = [torch.empty_like(padded) for _ in sizes]
+    _careful(lambda: dist.all_gather(heard, padded, group=place.group))
+    texts = [bytes(part[: int(size)].numpy()).decode() for part, size in zip(heard, sizes, strict=True)]
+    calls, values = zip(*map(json.loads, texts), strict=True)
+    for number, call in enumerate(calls):
+        if call != calls[0]:
+            raise InputError(
+                f"Process {number} is at '{call}' while process 0 is at '{calls[0]}'. All processes must "
+                "make the same calls in the same order, and what one does alone in 'with parallel.alone():'."
+            )
+    return list(values)
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> list[Any]:
+    return [
+        [name, list(part.shape), str(part.dtype).removeprefix("torch.")] for name, part in tensors.items()
+    ]
+
+
+def _empty(layout: list[Any]) -> dict[str, Tensor]:
+    import torch
+
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in layout}
+
+
+def _transfer(move: Callable[[Tensor], Any], tensor: Tensor) -> None:
+    """Send or receive a tensor as bytes, since gloo does not know all dtypes."""
+    import torch
+
+    if tensor.numel():
+        part = tensor.detach().cpu().contiguous()  # the tensor itself where it is received
+        _careful(lambda: move(part.view(-1).view(torch.uint8)))
+
+
+def _careful(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:  # as all errors of torch.distributed are
+        how = "did not come in time" if "imed out" in str(error) else "failed or was killed"
+        raise ProcessLost(
+            f"Another process of this job {how}. Rerun the same command, with any number of processes: it "
+            "resumes from what is stored."
+        ) from error
