@@ -2,7 +2,7 @@
 
 Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens dealt anew
 are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
-(`matlens.annotation.find_patterns`). Written are the shares of vectors with a pattern, by its size and layer,
+(`annotation.find_patterns`). Written are the shares of vectors with a pattern, by its size and layer,
 and as ``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.
 Expect large patterns among value vectors, most of them in the last third of the layers, and hardly any
 among random ones. The corpus only says which words are used alike: the model is not run on it.
@@ -14,11 +14,11 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from annotation import distinct_concepts, pattern_shares, search_concepts
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from matlens.annotation import distinct_concepts, pattern_shares, search_concepts
 from matlens.cli import Report, run_study
 from matlens.corpora import WordSimilarity
 from matlens.plots import pattern_sizes

@@ -15,11 +15,7 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
-from rich.table import Table
-
-from matlens import make_examples
-from matlens.annotation import (
+from annotation import (
     MIN_PATTERN_TOKENS,
     WordNet,
     annotator_agreement,
@@ -30,6 +26,10 @@ from matlens.annotation import (
     tally_concepts,
     write_concept_sheets,
 )
+from rich.console import Console
+from rich.table import Table
+
+from matlens import make_examples
 from matlens.cli import Report, run_study
 from matlens.plots import concept_shares
 from matlens.study import Study

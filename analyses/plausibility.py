@@ -13,16 +13,16 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
-from rich.table import Table
-
-from matlens import InputError, collect, load_corpus, make_examples
-from matlens.annotation import (
+from annotation import (
     make_plausibility_sheet,
     plausibility_rates,
     read_plausibility_sheet,
     write_sheet,
 )
+from rich.console import Console
+from rich.table import Table
+
+from matlens import InputError, collect, load_corpus, make_examples
 from matlens.cli import Report, run_study
 from matlens.lens import read_predictions, top_predictions
 from matlens.study import Study

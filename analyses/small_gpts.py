@@ -18,12 +18,12 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
+from training import bpe_tokenizer, compare_with_ngrams, token_sequences, train, training_table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.study import Study
-from matlens.training import bpe_tokenizer, compare_with_ngrams, token_sequences, train, training_table
 
 NAME = "small_gpts"
 WIDTHS = {2: 64, 4: 96, 8: 128}  # by layers

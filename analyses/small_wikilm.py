@@ -19,11 +19,11 @@ from typing import Annotated
 
 import torch
 import typer
+from training import compare_with_ngrams, token_sequences, train, training_table, word_dictionary
 
 from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.study import Study
-from matlens.training import compare_with_ngrams, token_sequences, train, training_table, word_dictionary
 from matlens.wikilm import WikiLMConfig, WikiLMForCausalLM, write_wikilm
 
 NAME = "small_wikilm"

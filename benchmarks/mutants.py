@@ -121,7 +121,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "linearity/ranking": (),
     "linearity/sinks": (),
     "pruning/healing": (),
-    "annotation/plausibility": (),
+    "annotation/plausibility": ("tests/analyses/test_plausibility.py",),
     "study/fits": ("tests/activations/test_sums.py",),
     "study/results": (),
 }
@@ -179,7 +179,8 @@ def main(
 
 def path_of(module: str) -> Path:
     """The file of a module."""
-    return ROOT / "matlens" / f"{module}.py"
+    paths = (ROOT / folder / f"{module}.py" for folder in ("matlens", "analyses"))
+    return next(path for path in paths if path.is_file())
 
 
 def draw(module: str, sample: int, seed: int) -> list[Mutant]:

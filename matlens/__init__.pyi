@@ -1,5 +1,4 @@
 from . import activations as activations
-from . import annotation as annotation
 from . import cache as cache
 from . import catalogue as catalogue
 from . import cli as cli
@@ -29,7 +28,6 @@ from . import pruning as pruning
 from . import sources as sources
 from . import storage as storage
 from . import study as study
-from . import training as training
 from . import trials as trials
 from . import wikilm as wikilm
 from .activations.collecting import collect as collect

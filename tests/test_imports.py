@@ -23,8 +23,8 @@ TESTS = Path(__file__).parent
 FLOORS = (
     "errors", "bounds", "arguments", "arithmetic", "signatures", "progress", "parallel", "translations",
     "numerics", "metrics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models",
-    "loading", "corpora", "training", "inputs", "linear", "activations", "patching", "plots", "estimators",
-    "lens", "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials", "annotation",
+    "loading", "corpora", "inputs", "linear", "activations", "patching", "plots", "estimators",
+    "lens", "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials",
     "study", "explorer", "cli", "commands", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())

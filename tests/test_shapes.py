@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from annotation import find_patterns
 from jaxtyping import TypeCheckError
 
 import matlens
 from matlens import InputError, metrics
 from matlens.activations import outlying_rows
-from matlens.annotation import find_patterns
 from matlens.control import SelfDebiasing
 from matlens.corpora import Examples
 from matlens.estimators import divergence

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import annotation
+
 import matlens
 from attack.world import N_CLUSTERS, World
-from matlens import annotation, catalogue, explorer, ffn, inputs, lens, linearity, pruning, study
+from matlens import catalogue, explorer, ffn, inputs, lens, linearity, pruning, study
 from matlens.activations import StoredMoments, stream_moments, sums
 from matlens.explorer import value_pages
 from matlens.linear import sums as pair_sums

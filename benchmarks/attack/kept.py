@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import annotation
 import numpy as np
 import torch
 from pandas import DataFrame, read_csv
 
 import matlens
 from attack.world import World
-from matlens import activations, annotation, exits, ffn, linear, models, patching, plots
+from matlens import activations, exits, ffn, linear, models, patching, plots
 
 
 def run_in(world: World, context: Any) -> Any:

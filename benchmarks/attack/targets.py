@@ -30,8 +30,6 @@ EXEMPT = {
     "models.Family": "made by the library",
     "models.block_hook": "a name",
     "models.require_finite": "a check of the library's own",
-    "annotation.WordNet": "takes nothing",
-    "annotation.WordNet.describe": "needs a dictionary that is downloaded",
     "cli.print_atlas": "prints what the library has computed",
     "cli.print_members": "prints what the library has computed",
     "trials.task_scores": "needs a package that is no part of the installation",
@@ -50,7 +48,13 @@ EXEMPT = {
     "linearity.submodule_positions": "what linearity.submodule_layers tries, at other places",
     "models.describe_changes": "words of what changes_of gives",
     "patching.remove_sub_updates": "what ffn.removal_table calls",
-    "parallel.distributed": "takes what torchrun says",
+    "distributed": "takes what torchrun says",
+    **{
+        f"parallel.{name}": "takes what other processes of the job have"
+        for name in (
+            "broadcast", "check_same", "barrier", "gather", "broadcast_tensors", "concatenate", "merge",
+        )
+    },
     "storage.number_text": "words of numbers that the library has computed",
     **dict.fromkeys(
         (
@@ -64,7 +68,6 @@ EXEMPT = {
     "hub.HubRepository": "a name that the hub's client looks at",
     "hub.HubSnapshot": "made by the library",
     "ffn.ValueVectors.from_parts": "what catalogue.Catalogue calls",
-    "training.warmed_cosine": "a share of a rate, of whole numbers that training.train has checked",
     "wikilm.WikiLMConfig": "refuses what makes no model, as tests/wikilm/test_modelling.py tries",
     "wikilm.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
     "wikilm.WikiLMForCausalLM.features": "what TransformerLens and transformers call",

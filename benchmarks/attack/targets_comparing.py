@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import annotation
 import torch
 
 from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
 from attack.signatures import Target
 from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
-from matlens import annotation, control, exits, ffn, lens, linearity
+from matlens import control, exits, ffn, lens, linearity
 
 ACTIVATIONS = "activations, other activations"
 _CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import training
 
 from attack.kept import draw, once
 from attack.signatures import Target
 from attack.world import World
-from matlens import training, wikilm
+from matlens import wikilm
 
 _SEQUENCES = [[2, 5, 6, 7, 2], [2, 8, 5, 2]]
 
@@ -79,54 +80,5 @@ TRAINING: list[Target] = [
         {"texts": lambda w: list(w.sentences[:2])},
         takes={"texts=[]": lambda _, words: words == []},
     ),
-    Target(
-        "training.NgramModel",
-        {"sequences": "object", "order": "whole"},
-        {"sequences": _sequences},
-    ),
-    Target(
-        "training.NgramModel.probability",
-        {"context": "object", "token": ""},
-        {"context": lambda _: [2, 5], "token": lambda _: 6},
-        _ngrams,
-        takes={"context=[]": lambda _, chance: 0 < chance < 1},
-    ),
-    Target("training.NgramModel.perplexity", {"sequences": "object"}, {"sequences": _sequences}, _ngrams),
-    Target(
-        "training.train",
-        {
-            "model": "object", "sequences": "object", "held_out": "object", "n_updates": "whole",
-            "rate": "positive", "every": "whole",
-        },
-        {
-            "model": _small, "sequences": _sequences, "held_out": _sequences, "n_updates": lambda _: 1,
-        },
-        takes={"folder=a_folder_of_others": lambda _, run: run.updates == 1},
-    ),
-    Target(
-        "training.compare_with_ngrams",
-        {"model": "object", "sequences": "object", "held_out": "object"},
-        {"model": _small, "sequences": _sequences, "held_out": _sequences},
-    ),
-    Target(
-        "training.training_table",
-        {"run": "object", "perplexities": "object", "corpus": "", "model": "", "n_held_out": "whole"},
-        {
-            "run": lambda _: training.TrainingRun(1, 1.0, [(1, 2.0, 2.0)]), "perplexities": lambda _: {},
-            "model": lambda _: "small", "corpus": lambda _: "words", "n_held_out": lambda _: 2,
-        },
-        takes={"perplexities={}": lambda _, table: len(table) == 2},
-    ),
     Target("plots.training_curves", good={"table": _trained}, finish=draw),
-    Target(
-        "training.bpe_tokenizer",
-        {"n_tokens": "whole", "longest": "whole"},
-        {"n_tokens": lambda _: 300, "longest": lambda _: 16},
-    ),
-    Target(
-        "training.token_sequences",
-        {"longest": "whole"},
-        {"longest": lambda _: 16, "tokenizer": lambda w: _dictionary(w).tokenizer()},
-    ),
-    Target("training.word_dictionary", {"n_words": "whole"}, {"n_words": lambda _: 16}),
 ]  # fmt: skip

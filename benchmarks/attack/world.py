@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import annotation
 import numpy as np
 import pandas as pd
 import torch
@@ -17,7 +18,7 @@ import transformers
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import annotation, control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
+from matlens import control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
 from matlens.lens import Trajectory, as_substitute
 from matlens.study import Study
 

@@ -107,7 +107,7 @@ def training_curves(table: pd.DataFrame) -> Figure:
     Parameters
     ----------
     table
-        As `matlens.training.training_table` gives it; several of them, one behind the other.
+        As `training.training_table` gives it; several of them, one behind the other.
     """
     losses = table[table["metric"] == "loss"]
     figure = Figure(figsize=(5.2, 3.2))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import annotation
 import numpy as np
 import pandas as pd
 import pytest
@@ -30,7 +31,7 @@ from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
 
 import matlens
-from matlens import annotation, control, exits, ffn
+from matlens import control, exits, ffn
 from matlens.corpora import TokenFrequency, WordSimilarity, make_windows
 from matlens.lens import prediction_confidence
 

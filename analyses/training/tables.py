@@ -14,8 +14,8 @@ from matlens.arguments import require_whole
 from matlens.metrics import Estimate
 from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
-from matlens.training.ngrams import NgramModel
-from matlens.training.running import TrainingRun, require_readable, sequence_losses
+from training.ngrams import NgramModel
+from training.running import TrainingRun, require_readable, sequence_losses
 
 TRAINING, ORDERS = "training", {"unigrams": 1, "bigrams": 2, "trigrams": 3}
 

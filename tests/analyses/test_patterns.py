@@ -10,11 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS
-from scipy import stats
-
-from matlens import InputError
-from matlens.annotation.patterns import (
+from annotation.patterns import (
     PATTERN_COLUMNS,
     PATTERN_SIZES,
     distinct_concepts,
@@ -22,6 +18,10 @@ from matlens.annotation.patterns import (
     pattern_shares,
     search_concepts,
 )
+from conftest import D_MODEL, N_LAYERS
+from scipy import stats
+
+from matlens import InputError
 from matlens.corpora.word_similarity import WordSimilarity
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors

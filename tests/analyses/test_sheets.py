@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from annotation.sheets import read_sheet, refuse_lines, write_sheet, write_sheets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError
-from matlens.annotation.sheets import read_sheet, refuse_lines, write_sheet, write_sheets
 
 COLUMNS = ("item", "text", "mark")
 TABLE = pd.DataFrame({"item": ["1", "2", "3"], "text": ["a, b", 'said "no"', "日本 ␣"], "mark": ""})

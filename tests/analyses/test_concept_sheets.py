@@ -10,11 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from matlens import InputError
-from matlens.annotation.concept_sheets import (
+from annotation.concept_sheets import (
     CLASSES,
     PAGE_FILE,
     PATTERNS_FILE,
@@ -24,7 +20,11 @@ from matlens.annotation.concept_sheets import (
     sheet_code,
     write_concept_sheets,
 )
-from matlens.annotation.concepts import SAMPLE_COLUMNS
+from annotation.concepts import SAMPLE_COLUMNS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from matlens import InputError
 from matlens.models.vocabulary import visible
 from matlens.storage.cells import guarded_cell
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from matlens.annotation.sheets import read_sheet, refuse_lines, write_sheets
+from annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.errors import InputError
 from matlens.signatures import checked
 from matlens.storage.files import system_errors
@@ -103,7 +103,7 @@ def write_concept_sheets(
 def render_page(sample: pd.DataFrame, meanings: Mapping[str, str] | None = None) -> str:
     """The sheet as one HTML page, which needs nothing from elsewhere; ``meanings`` stand beside tokens."""
     environment = Environment(
-        loader=PackageLoader("matlens.annotation", ""),
+        loader=PackageLoader("annotation", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

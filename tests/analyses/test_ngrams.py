@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from training.ngrams import NgramModel
 
 from matlens import InputError
-from matlens.training.ngrams import NgramModel
 
 V, ORDER = 6, 3
 GENERATOR = np.random.default_rng(0)

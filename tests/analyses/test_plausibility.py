@@ -8,15 +8,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from scipy import stats
-
-from matlens import InputError
-from matlens.annotation.plausibility import (
+from annotation.plausibility import (
     SHEET_COLUMNS,
     make_plausibility_sheet,
     plausibility_rates,
     read_plausibility_sheet,
 )
+from scipy import stats
+
+from matlens import InputError
 from matlens.lens.predictions import COLUMNS
 from matlens.models.vocabulary import visible
 

@@ -20,8 +20,8 @@ from matlens.errors import InputError
 from matlens.progress import Bar
 from matlens.signatures import checked
 from matlens.storage.files import content_hash, require_file_name, system_errors, write_bytes
-from matlens.training.ngrams import require_sequences
 from matlens.wikilm.adaptive import AdaptiveSoftmax
+from training.ngrams import require_sequences
 
 STATE = "training.safetensors"
 _RECORD = "record"

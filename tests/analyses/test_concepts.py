@@ -11,15 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import N_LAYERS, make_sentences
-from scipy import stats
-from sklearn.metrics import cohen_kappa_score
-
-import matlens
-from matlens import InputError
-from matlens.annotation import concepts
-from matlens.annotation.concept_sheets import Annotation
-from matlens.annotation.concepts import (
+from annotation import concepts
+from annotation.concept_sheets import Annotation
+from annotation.concepts import (
     KINDS,
     MEASURES,
     SAMPLE_COLUMNS,
@@ -29,6 +23,12 @@ from matlens.annotation.concepts import (
     tally_concepts,
     tally_items,
 )
+from conftest import N_LAYERS, make_sentences
+from scipy import stats
+from sklearn.metrics import cohen_kappa_score
+
+import matlens
+from matlens import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors

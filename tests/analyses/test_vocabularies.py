@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 from conftest import make_sentences
+from training.vocabularies import END, bpe_tokenizer, token_sequences, word_dictionary
 
 from matlens import InputError
-from matlens.training.vocabularies import END, bpe_tokenizer, token_sequences, word_dictionary
 
 
 def test_a_dictionary_has_the_most_frequent_words() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from training import running
+from training.running import next_token_losses, sequence_losses, train, warmed_cosine
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from matlens import InputError
-from matlens.training import running
-from matlens.training.running import next_token_losses, sequence_losses, train, warmed_cosine
 from matlens.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
 
 V = 24

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
-from matlens.annotation.sheets import read_sheet, refuse_lines
 from matlens.arguments import random_state, short
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS

@@ -8,9 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-
-from matlens import InputError
-from matlens.annotation.concept_sheets import (
+from annotation.concept_sheets import (
     PATTERNS_FILE,
     TOKENS_FILE,
     read_concept_sheets,
@@ -18,8 +16,10 @@ from matlens.annotation.concept_sheets import (
     sheet_code,
     write_concept_sheets,
 )
-from matlens.annotation.concepts import SAMPLE_COLUMNS
-from matlens.annotation.descriptions import LONGEST, WordNet
+from annotation.concepts import SAMPLE_COLUMNS
+from annotation.descriptions import LONGEST, WordNet
+
+from matlens import InputError
 
 ENTRIES = {
     "tea": ["a hot\n drink", "a late meal"], "leading": ["thin strip of <metal>"], "long": ["x" * 500],

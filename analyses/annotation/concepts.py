@@ -18,8 +18,8 @@ import pandas as pd
 import torch
 from sklearn.metrics import cohen_kappa_score
 
+from annotation.concept_sheets import CLASSES, Annotation, require_sample
 from matlens import metrics
-from matlens.annotation.concept_sheets import CLASSES, Annotation, require_sample
 from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError

@@ -1,9 +1,0 @@
-from .ngrams import NgramModel as NgramModel
-from .running import TrainingRun as TrainingRun
-from .running import train as train
-from .running import warmed_cosine as warmed_cosine
-from .tables import compare_with_ngrams as compare_with_ngrams
-from .tables import training_table as training_table
-from .vocabularies import bpe_tokenizer as bpe_tokenizer
-from .vocabularies import token_sequences as token_sequences
-from .vocabularies import word_dictionary as word_dictionary
