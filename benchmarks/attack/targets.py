@@ -52,7 +52,8 @@ EXEMPT = {
     **{
         f"parallel.{name}": "takes what other processes of the job have"
         for name in (
-            "broadcast", "check_same", "barrier", "gather", "broadcast_tensors", "concatenate", "merge",
+            "distributed", "broadcast", "check_same", "barrier", "gather", "broadcast_tensors", "concatenate",
+            "merge",
         )
     },
     "storage.number_text": "words of numbers that the library has computed",
