@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matlens import progress
-from matlens.arguments import plain_number, require_number
+from matlens.checks import check_number, plain_number
 from matlens.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
     InputError
         The other processes cannot be reached, or one failed, ended early, or made other calls.
     """
-    longest = timedelta(seconds=require_number(timeout, "timeout", least=0.1))
+    longest = timedelta(seconds=check_number(timeout, "timeout", min=0.1))
     if not is_launched() or world_size() > 1:
         yield
         return

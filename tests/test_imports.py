@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 
 # The floors of the house, the lowest first: a room imports from those before it and from itself.
 FLOORS = (
-    "errors", "bounds", "arguments", "arithmetic", "signatures", "progress", "parallel", "translations",
+    "errors", "bounds", "arithmetic", "checks", "progress", "parallel", "translations",
     "numerics", "metrics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models",
     "loading", "corpora", "inputs", "linear", "activations", "patching", "plots", "estimators",
     "lens", "judging", "ffn", "exits", "catalogue", "control", "linearity", "pruning", "trials",

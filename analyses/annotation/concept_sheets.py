@@ -20,8 +20,8 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from annotation.sheets import read_sheet, refuse_lines, write_sheets
+from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.storage.files import system_errors
 from matlens.storage.tables import require_columns
 

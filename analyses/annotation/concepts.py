@@ -20,13 +20,12 @@ from sklearn.metrics import cohen_kappa_score
 
 from annotation.concept_sheets import CLASSES, Annotation, require_sample
 from matlens import metrics
-from matlens.arguments import require_kind, require_seed, require_whole, short
+from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
 from matlens.models.vocabulary import token_texts, visible
-from matlens.signatures import checked
 from matlens.storage.tables import read_table, require_columns, result_row, result_table
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ def draw_concept_sample(
     examples: Examples,
     *,
     per_layer: int = 10,
-    k: int = TOP,
-    seed: int = 0,
+    k: PositiveInt = TOP,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Draw vectors whose top tokens are to be annotated, one row a token.
@@ -81,8 +80,6 @@ def draw_concept_sample(
     InputError
         There are too few examples, or too few value vectors in a layer.
     """
-    seed = require_seed(seed)
-    k = require_whole(k, "k", least=1)
     n_layers, generator = int(model.cfg.n_layers), np.random.default_rng(seed)
     if per_layer < 1 or len(examples) < n_layers * per_layer:
         raise InputError(
@@ -156,7 +153,6 @@ def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
     ``small_patterns`` that of those that do not count.
     """
     require_sample(sample)
-    require_kind(annotation, Annotation, "annotation", way=_READ_SHEETS)
     strange = set(annotation.marks["item"]) - set(sample["item"])
     if strange:
         raise InputError(
@@ -281,9 +277,6 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
 def _require_annotations(annotations: Sequence[Annotation]) -> None:
     if isinstance(annotations, Annotation) or not isinstance(annotations, Sequence):
         raise InputError(f"annotations is {short(annotations)}. Expected a list of them. {_READ_SHEETS}")
-    for i, annotation in enumerate(annotations):
-        require_kind(annotation, Annotation, f"annotations[{i}]", way=_READ_SHEETS)
-
     if not annotations:
         raise InputError(f"There are no filled sheets. Expected at least one. {_READ_SHEETS}")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 LONGEST = 120  # characters of a description
 _HOW = (

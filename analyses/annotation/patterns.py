@@ -20,14 +20,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_kind, require_number, require_seed, require_whole, short
+from matlens.checks import Fraction, PositiveInt, Seed, checked, short
 from matlens.corpora.word_similarity import WordSimilarity
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
 
 if TYPE_CHECKING:
@@ -69,8 +68,6 @@ def find_patterns(
     InputError
         No token of the lists is a word of the corpus.
     """
-    require_kind(ids, Tensor, "ids", way="Take those of ffn.top_tokens_of_all.")
-    require_kind(word_similarity, WordSimilarity, "word_similarity", way=_FIT)
     if (
         ids.ndim != 2
         or not ids.numel()
@@ -121,8 +118,8 @@ def search_concepts(
     model: TransformerBridge,
     word_similarity: WordSimilarity,
     *,
-    k: int = TOP,
-    seed: int = 0,
+    k: PositiveInt = TOP,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> dict[str, pd.DataFrame]:
     """Patterns of all value vectors, of as many random vectors, and of the values' tokens dealt anew.
@@ -151,8 +148,7 @@ def search_concepts(
     InputError
         The model has no value vectors, or the corpus none of its tokens.
     """
-    k, seed = require_whole(k, "k", least=1), require_seed(seed)
-    require_kind(word_similarity, WordSimilarity, "word_similarity", way=_FIT)
+    k, seed = k, seed
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
     layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
@@ -187,7 +183,7 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
 
 @checked
 def pattern_shares(
-    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
+    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: PositiveInt = TOP
 ) -> pd.DataFrame:
     """How many vectors have a pattern, layer by layer and over all layers (where ``layer`` is empty).
 
@@ -204,8 +200,6 @@ def pattern_shares(
     k
         Number of top tokens that were searched.
     """
-    k = require_whole(k, "k", least=1)
-    require_kind(tables, Mapping, "tables", way=_SEARCH)
     if not tables:
         raise InputError(f"There are no tables. {_SEARCH}")
     for name, table in tables.items():
@@ -250,7 +244,12 @@ def _tensor(column: pd.Series) -> Tensor:
 
 @checked
 def distinct_concepts(
-    patterns: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
+    patterns: pd.DataFrame,
+    *,
+    n: PositiveInt = 30,
+    words: PositiveInt = 5,
+    per_layer: PositiveInt = 3,
+    shared: Fraction = 1 / 3,
 ) -> pd.DataFrame:
     """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 
@@ -276,9 +275,7 @@ def distinct_concepts(
         ("layer", "words", "tokens", "similarity", "pattern"),
         what="a table of annotation.search_concepts",
     )
-    n, words = require_whole(n, "n", least=1), require_whole(words, "words", least=1)
-    per_layer = require_whole(per_layer, "per_layer", least=1)
-    shared = require_number(shared, "shared", least=0, most=1)
+    n, words = n, words
     order = patterns[patterns["words"] >= words].sort_values(
         ["tokens", "words", "similarity"], ascending=False, kind="stable"
     )

@@ -14,18 +14,17 @@ import torch
 
 from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
-from matlens.arguments import random_state, short
+from matlens.checks import Seed, checked, random_state, short
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
 
 @checked
-def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
+def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: Seed = 0) -> pd.DataFrame:
     """Every distinct token of every sentence once, shuffled within its sentence, to be marked 1 or 0.
 
     Parameters

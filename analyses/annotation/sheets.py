@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens.arguments import short
 from matlens.bounds import SHEET
+from matlens.checks import checked, short
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.sources.streams import wide_encoding
 from matlens.storage.cells import original_table
 from matlens.storage.files import open_regular, read_bounded, system_errors, write_together

@@ -6,9 +6,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, check_int, checked
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 _MOST = 10  # tokens of an n-gram
 
@@ -37,9 +36,9 @@ class NgramModel:
         There are no sequences of two tokens or more, a token is out of range, or the order less than 1.
     """
 
-    def __init__(self, sequences: Sequence[Sequence[int]], *, d_vocab: int, order: int = 3) -> None:
-        self.order = require_whole(order, "The order", least=1, most=_MOST)
-        self.d_vocab = require_whole(d_vocab, "The number of tokens", least=1)
+    def __init__(self, sequences: Sequence[Sequence[int]], *, d_vocab: PositiveInt, order: int = 3) -> None:
+        self.order = check_int(order, "The order", min=1, max=_MOST)
+        self.d_vocab = d_vocab
         require_sequences(sequences, self.d_vocab)
         # Per length, from 1 on: counts of tokens behind each context.
         self._counts: list[dict[tuple[int, ...], Counter[int]]] = [

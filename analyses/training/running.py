@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from matlens.arguments import require_number, require_seed, require_whole
+from matlens.checks import Between, PositiveInt, Seed, checked
 from matlens.errors import InputError
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.files import content_hash, require_file_name, system_errors, write_bytes
 from matlens.wikilm.adaptive import AdaptiveSoftmax
 from training.ngrams import require_sequences
@@ -63,11 +62,11 @@ def train(
     held_out: Sequence[Sequence[int]],
     *,
     folder: str | Path,
-    n_updates: int,
-    batch_size: int = 32,
-    rate: float = 1e-3,
-    every: int = 100,
-    seed: int = 0,
+    n_updates: PositiveInt,
+    batch_size: PositiveInt = 32,
+    rate: Annotated[float, Between(1e-12)] = 1e-3,
+    every: PositiveInt = 100,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> TrainingRun:
     """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
@@ -97,10 +96,7 @@ def train(
     InputError
         There are no sequences, the folder holds the state of another training, or the loss is not finite.
     """
-    n_updates = require_whole(n_updates, "n_updates", least=1)
-    batch_size = require_whole(batch_size, "batch_size", least=1)
-    every, seed = require_whole(every, "every", least=1), require_seed(seed)
-    rate = require_number(rate, "rate", least=1e-12)
+    every, seed = every, seed
     for part in (sequences, held_out):
         require_readable(model, part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)

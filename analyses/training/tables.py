@@ -10,9 +10,8 @@ import pandas as pd
 from torch import nn
 
 from matlens import metrics
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.metrics import Estimate
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 from training.ngrams import NgramModel
 from training.running import TrainingRun, require_readable, sequence_losses
@@ -49,7 +48,7 @@ def compare_with_ngrams(
 
 @checked
 def training_table(
-    run: TrainingRun, perplexities: Mapping[str, Any], *, model: str, corpus: str, n_held_out: int
+    run: TrainingRun, perplexities: Mapping[str, Any], *, model: str, corpus: str, n_held_out: PositiveInt
 ) -> pd.DataFrame:
     """Rows of ``loss`` by update (``k``), of training and held-out text, and of ``perplexity``.
 
@@ -64,7 +63,6 @@ def training_table(
     n_held_out
         How many sequences the held-out losses are of.
     """
-    require_whole(n_held_out, "n_held_out", least=1)
     named: dict[str, Any] = {"model": model, "corpus": corpus, "layer": None, "target": None}
     rows = [
         result_row(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from matlens.arguments import require_whole, short
+from matlens.checks import Between, PositiveInt, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.wikilm.dictionary import WordDictionary, words_of
 
 END = "<|endoftext|>"  # as in GPT-2, before each text and behind it
@@ -31,7 +30,7 @@ def word_dictionary(corpus: Corpus, *, n_words: int) -> WordDictionary:
 
 
 @checked
-def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
+def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], longest: PositiveInt) -> Any:
     """A tokenizer of GPT-2's kind, byte-level BPE, learnt from a corpus.
 
     Parameters
@@ -43,8 +42,6 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
     longest
         The longest text that the model will read, in tokens.
     """
-    n_tokens = require_whole(n_tokens, "n_tokens", least=258)
-    longest = require_whole(longest, "longest", least=1)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +60,9 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
 
 
 @checked
-def token_sequences(tokenizer: Any, corpus: Corpus, *, longest: int) -> list[list[int]]:
+def token_sequences(
+    tokenizer: Any, corpus: Corpus, *, longest: Annotated[int, Between(3)]
+) -> list[list[int]]:
     """Each sentence as the end of a text, its tokens, and the end of a text again.
 
     Parameters
@@ -75,7 +74,6 @@ def token_sequences(tokenizer: Any, corpus: Corpus, *, longest: int) -> list[lis
     longest
         Sentences that have more tokens, both ends included, are cut.
     """
-    longest = require_whole(longest, "longest", least=3)
     end = getattr(tokenizer, "eos_token_id", None)
     if end is None or not callable(tokenizer):
         raise InputError(f"tokenizer is {short(tokenizer)}. Expected one of transformers with an eos_token.")

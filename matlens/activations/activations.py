@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from matlens.checks import checked
 from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.signatures import checked
 from matlens.storage.files import damaged
 from matlens.storage.folders import CONFIG, reading_record
 from matlens.storage.rows import read_rows

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions
-from matlens.arguments import require_choice, require_whole, short
 from matlens.arithmetic import own_precision
+from matlens.checks import PositiveInt, check_choice, check_int, checked, short
 from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples, require_examples
 from matlens.corpora.readers import reads_whole, require_model, require_own_tokens
@@ -30,7 +30,6 @@ from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import STREAM, Site, require_finite
 from matlens.models.weights import WeightChecksum
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.folders import read_config
 from matlens.storage.rows import Column, keep_rows
 
@@ -73,7 +72,7 @@ def collect(
     *,
     positions: Positions = "drawn",
     folder: str | Path | None = None,
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Activations:
     """Run the examples through the model once and keep the vectors of the chosen sites, in float32.
@@ -160,7 +159,7 @@ def stream(
     sites: Sequence[Site | str | int],
     *,
     positions: Positions = "drawn",
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
     skip: int = 0,
     divided: bool = False,
@@ -201,7 +200,7 @@ def stream_turns(
     _require_arguments(model, examples, positions)
     anatomy = Anatomy.from_model(model)
     hooks = {str(site): anatomy.hook(site) for site in _resolve_sites(anatomy, sites)}
-    batch_tokens, skip = _batch_tokens(model, batch_tokens), require_whole(skip, "skip", least=0)
+    batch_tokens, skip = _batch_tokens(model, batch_tokens), check_int(skip, "skip", min=0)
     provenance = Provenance(
         ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions,
         hooks=hook_names(anatomy, hooks),
@@ -255,7 +254,7 @@ def _stream(
 def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
     require_model(model)
     require_examples(examples)
-    require_choice(positions, get_args(Positions), "positions")
+    check_choice(positions, get_args(Positions), "positions")
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
     require_own_tokens(model, examples)
@@ -281,7 +280,7 @@ def _resolve_sites(anatomy: Anatomy, sites: Any) -> list[Site]:
 
 
 def _batch_tokens(model: TransformerBridge, wanted: int | None) -> int:
-    return default_batch_tokens(model) if wanted is None else require_whole(wanted, "batch_tokens", least=1)
+    return default_batch_tokens(model) if wanted is None else check_int(wanted, "batch_tokens", min=1)
 
 
 @checked

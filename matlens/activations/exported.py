@@ -21,7 +21,7 @@ from torch import Tensor
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, hook_names
-from matlens.arguments import require_choice, require_whole, short
+from matlens.checks import PositiveInt, check_choice, checked, short
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import require_model
 from matlens.corpora.token_examples import make_token_examples
@@ -30,7 +30,6 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance, require_raw
 from matlens.models.sites import Site
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.files import open_regular
 from matlens.storage.rows import Column, keep_rows
 
@@ -60,7 +59,7 @@ def read_exported(
     *,
     positions: Positions = "all",
     folder: str | Path | None = None,
-    n_checked: int = 2,
+    n_checked: PositiveInt = 2,
     name: str = "exported",
     progress: bool = True,
 ) -> Activations:
@@ -99,8 +98,7 @@ def read_exported(
     """
     require_model(model)
     require_raw(model)
-    require_choice(positions, ("drawn", "all"), "positions")
-    n_checked = require_whole(n_checked, "n_checked", least=1)
+    check_choice(positions, ("drawn", "all"), "positions")
     anatomy = Anatomy.from_model(model)
     sites = [None if entry is None else str(anatomy.resolve(entry)) for entry in entries]
     named = [site for site in sites if site is not None]

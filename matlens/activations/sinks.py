@@ -12,7 +12,7 @@ by less: in some models they reach that at one layer alone, and stand out at all
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -22,12 +22,11 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.arguments import require_number, short
+from matlens.checks import Between, PositiveInt, checked, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError, InputWarning
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -144,7 +143,7 @@ def find_sinks(
     examples: Examples,
     *,
     factor: float = FACTOR,
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Bool[Tensor, "n longest"]:
     """Which token of each sentence is a sink, by the same rule over all tokens and all layers.
@@ -179,7 +178,7 @@ def find_sinks(
 def outlying_rows(
     norms: Float[Tensor, "n layers"],
     *,
-    factor: float = FACTOR,
+    factor: Annotated[float, Between(1)] = FACTOR,
     places: Int[np.ndarray, " n"] | None = None,
 ) -> Bool[Tensor, " n"]:
     """Which rows are sinks, by their norms at some layers.
@@ -205,7 +204,6 @@ def outlying_rows(
         A norm is negative or not finite, there is no layer, the factor is less than 1, or there are not as
         many places as rows.
     """
-    factor = require_number(factor, "The factor", least=1)
     if norms.ndim == 2 and not norms.shape[1]:
         raise InputError("There are no norms: the rows have no layer. Expected one layer or more.")
     if norms.ndim != 2 or not bool((norms.isfinite() & (norms >= 0)).all()):

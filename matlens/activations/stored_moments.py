@@ -16,12 +16,12 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.bounds import parse_json
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.linear.pairs import by_source
 from matlens.linear.sums import MomentsOfPairs, require_source
 from matlens.models.identity import Provenance
-from matlens.signatures import checked
 from matlens.storage.arrays import Record, describe_tensors, require_record, require_size, require_tensor
 from matlens.storage.files import damaged, write_bytes
 from matlens.storage.folders import Workplace, read_config, reading_record

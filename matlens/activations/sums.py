@@ -20,7 +20,7 @@ from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, check_int, checked
 from matlens.corpora.examples import Examples, require_examples
 from matlens.corpora.readers import require_model
 from matlens.errors import InputError
@@ -29,7 +29,6 @@ from matlens.linear.samples import Chosen, are_few
 from matlens.linear.sums import PairMoments, gathered
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.signatures import checked
 from matlens.storage.arrays import Record
 from matlens.storage.folders import Workplace
 from matlens.storage.notes import Notes
@@ -52,7 +51,7 @@ def stream_moments(
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
     shard: tuple[int, int] = (1, 1),
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> StoredMoments:
     """Run the examples through the model once and keep, in a folder, what least squares needs of them.
@@ -160,8 +159,8 @@ def require_shard(shard: Sequence[int]) -> tuple[int, int]:
     """
     if len(shard) != 2:
         raise InputError(f"The shard has {len(shard)} numbers. Expected two, such as (3, 8) for 3 of 8.")
-    of = require_whole(shard[1], "The number of shards", least=1, most=100_000)
-    return require_whole(shard[0], "The number of the shard", least=1, most=of), of
+    of = check_int(shard[1], "The number of shards", min=1, max=100_000)
+    return check_int(shard[0], "The number of the shard", min=1, max=of), of
 
 
 @checked

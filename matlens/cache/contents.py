@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from matlens.cache.entries import HASHES, Cache
+from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
 
 _GRAIN = 2.0  # seconds within which some file systems see no change

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 from matlens.storage.files import (
     hash_file,
     library_errors,

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from matlens.arguments import require_choice, require_whole
 from matlens.cache.contents import hash_contents
 from matlens.cache.dequantized import MODEL, model_key, software
 from matlens.cache.entries import Cache, default_cache
 from matlens.catalogue.known import Known, describe_or_say_why
 from matlens.catalogue.weights import DamagedWeights, NotInFiles, WeightFiles
+from matlens.checks import check_choice, check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.norms import linear_head
 from matlens.ffn.projection import TOP, Projection, TopTokens, top_tokens_of_all
@@ -33,7 +33,6 @@ from matlens.kinds.stacks import Stack
 from matlens.loading.loading import choose_device, load, model_name
 from matlens.loading.places import CHECKPOINT, locate
 from matlens.models.identity import ModelIdentity
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -149,7 +148,7 @@ class Catalogue:
         made = {
             "plain": Projection.from_model, "norm": Projection.after_norm, "head": Projection.through_head,
         }  # fmt: skip
-        require_choice(reading, list(made), "reading")
+        check_choice(reading, list(made), "reading")
         known = self._known
         if known is not None:
             try:
@@ -190,7 +189,7 @@ class Catalogue:
         """
         from safetensors.torch import load_file, save_file
 
-        k = require_whole(k, "The number of tokens", least=1, most=len(projection.unembedding))
+        k = check_int(k, "The number of tokens", min=1, max=len(projection.unembedding))
         if self._place is None:
             return top_tokens_of_all(values, projection, k=k, progress=progress)
         projection.require_same(values.identity)

@@ -13,7 +13,7 @@ from functools import wraps
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from matlens.arguments import require_number, require_whole, short
+from matlens.checks import check_int, check_number, short
 from matlens.cli import options
 from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice, StackChoice
 from matlens.errors import InputError
@@ -218,7 +218,7 @@ class FitOptions(Group):
     def fit_arguments(self) -> dict[str, Any]:
         """Arguments of `fit_maps`."""
         if self.ridge is not None:
-            require_number(self.ridge, "--ridge", least=0)
+            check_number(self.ridge, "--ridge", min=0)
         return {"pairs": _pairs(self.pairs), "intercept": self.intercept, "ridge": self.ridge}
 
 
@@ -233,7 +233,7 @@ class ReadOptions:
         """How vectors of the model are read."""
         projection = catalogue.projection(self.read.value)
         most = len(projection.unembedding)
-        require_whole(self.tokens, "The number of tokens", least=1, most=most)  # before the work
+        check_int(self.tokens, "The number of tokens", min=1, max=most)  # before the work
         return projection
 
 

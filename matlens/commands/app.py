@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from matlens import __version__
-from matlens.arguments import require_choice
+from matlens.checks import check_choice
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
@@ -132,7 +132,7 @@ def evaluate(
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
-    there = DtypeChoice(require_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
+    there = DtypeChoice(check_choice(fitted_on.dtype, DtypeChoice, "The precision of the maps' model"))
     if same_precision and dtype not in (None, there):
         raise InputError(
             f"The maps in {folder / MAPS} were fitted in {there.value}, not in {dtype.value}. Where the same "

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from matlens.arguments import require_number
+from matlens.checks import check_number
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
 from matlens.cli.options import Out, Seed
@@ -136,7 +136,7 @@ def prune(
     wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
     method = method or (Method.chain if attention is None else Method.refit)
     if penalty is not None:
-        require_number(penalty, "--penalty", least=0)
+        check_number(penalty, "--penalty", min=0)
     from matlens.pruning.saving import reserved, save_pruned
 
     with reserved(out):  # before the work, as the only one that does it

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from matlens.checks import check_choice
 from matlens.cli.options import TRAIN, VAL, DtypeChoice, KeepRows, PositionChoice, Revision, Trust
 from matlens.cli.printing import print_line, print_table
 from matlens.errors import InputError
@@ -41,12 +42,11 @@ def plan(
     trust_remote_code: Trust = False,
 ) -> None:
     """Say what memory, disk and operations each step takes, and which maps fit, before anything runs."""
-    from matlens.arguments import require_choice
     from matlens.linear.samples import are_few
     from matlens.study.plan import PAIRS, Shape, plan_study
     from matlens.study.room import free_disk, free_memory, in_words
 
-    require_choice(pairs, PAIRS, "--pairs")
+    check_choice(pairs, PAIRS, "--pairs")
     given = [number is not None for number in (layers, width, mlp, vocab)]
     if any(given) if model is not None else not all(given[:2]):
         raise InputError(

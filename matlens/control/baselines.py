@@ -15,12 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
-from matlens.arguments import short
+from matlens.checks import Tokenizer, checked, short
 from matlens.control.graders import ATTRIBUTES
 from matlens.corpora.readers import context_length
 from matlens.errors import InputError
 from matlens.numerics.probabilities import log_softmax
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -130,7 +129,7 @@ class SelfDebiasing(LogitsProcessor):
 
 
 @checked
-def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
+def word_filter(tokenizer: Tokenizer, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
     """Ban words: no continuation contains one, with a space before it or none, and capitalised or not.
 
     A word is banned as the tokens that it is made of; where it is a single one, so are longer words that

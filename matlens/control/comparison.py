@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pandas as pd
 from transformers import LogitsProcessor
 
-from matlens.arguments import require_kind
+from matlens.checks import Seed, checked
 from matlens.control.baselines import SelfDebiasing
 from matlens.control.control import PAPER_COEFFICIENT, controlled
 from matlens.control.generation import continue_prompts
@@ -24,7 +24,6 @@ from matlens.ffn.projection import Projection, token_table, top_tokens_of_all, v
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.metrics import Estimate
 from matlens.models.vocabulary import word_tokens
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def choose_values(
     *,
     picked: Sequence[ValueName] = (),
     n: int = 10,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> dict[str, tuple[str, ...]]:
     """Value vectors to be turned on, by the method that they are chosen by.
 
@@ -202,7 +201,7 @@ def compare_control(
     *,
     n_samples: int | None = None,
     n_beams: int = 1,
-    seed: int = 0,
+    seed: Seed = 0,
     announce: Callable[[str], None] = lambda change: None,
 ) -> ControlComparison:
     """Continue prompts and read texts under every change; the first one is what others are set beside.
@@ -236,7 +235,6 @@ def compare_control(
         There are no changes or no prompts, or one cannot be continued or read; see `continue_prompts` and
         `text_losses`.
     """
-    require_kind(prompts, Mapping, "prompts", way="Give lists of prompts by their names.")
     if not changes or not prompts:
         raise InputError(
             f"{len(changes)} changes of the model and {len(prompts)} lists of prompts are given. Expected "

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from matlens.arguments import require_choice, require_number, require_plain_arrays, short
+from matlens.checks import check_choice, check_number, short
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
@@ -50,8 +50,8 @@ class CoefficientChange:
     number: float
 
     def __post_init__(self) -> None:
-        require_choice(self.how, ("set", "added", "scaled"), "how")
-        require_number(self.number, "The number")
+        check_choice(self.how, ("set", "added", "scaled"), "how")
+        check_number(self.number, "The number")
 
     def __str__(self) -> str:
         return {"set": "set to", "added": "changed by adding", "scaled": "scaled by"}[self.how] + (
@@ -61,12 +61,12 @@ class CoefficientChange:
 
 def added(number: float) -> CoefficientChange:
     """Add a number to a coefficient, whatever it is."""
-    return CoefficientChange("added", require_number(number, "The number to add"))
+    return CoefficientChange("added", check_number(number, "The number to add"))
 
 
 def scaled(factor: float) -> CoefficientChange:
     """Multiply a coefficient by a factor: 0 turns the value vector off."""
-    return CoefficientChange("scaled", require_number(factor, "The factor"))
+    return CoefficientChange("scaled", check_number(factor, "The factor"))
 
 
 Value = float | CoefficientChange
@@ -185,7 +185,7 @@ def _change(value: Any, vector: ValueVector) -> CoefficientChange:
     if isinstance(value, CoefficientChange):
         return value
     try:
-        return CoefficientChange("set", require_number(value, "The value"))
+        return CoefficientChange("set", check_number(value, "The value"))
     except InputError:
         raise InputError(
             f"{short(value)} is no value for the coefficient of {vector}. Expected a finite number, or "
@@ -194,7 +194,6 @@ def _change(value: Any, vector: ValueVector) -> CoefficientChange:
 
 
 def _require_where(where: Any) -> None:
-    require_plain_arrays(where, "where")
     if isinstance(where, Tensor):
         positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
         if positions and bool((where >= 0).all()):

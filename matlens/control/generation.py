@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from matlens.checks import Seed, checked
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.readers import require_decoder
 from matlens.errors import InputError
@@ -24,7 +25,6 @@ from matlens.models.identity import require_raw
 from matlens.models.tokenization import encode_text
 from matlens.numerics.precision import has_float64, in_float64
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -42,7 +42,7 @@ def continue_prompts(
     n_tokens: int = CONTINUATION_TOKENS,
     n_samples: int | None = None,
     n_beams: int = 1,
-    seed: int = 0,
+    seed: Seed = 0,
     processor: LogitsProcessor | None = None,
     batch_size: int = 64,
     use_cache: bool = True,

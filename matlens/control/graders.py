@@ -13,10 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from matlens.arguments import did_you_mean, short
+from matlens.checks import checked, did_you_mean, short
 from matlens.control.scores import require_texts
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable
 TOXICITY = "toxicity"

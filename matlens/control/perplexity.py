@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
@@ -28,7 +28,6 @@ from matlens.models.sites import require_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -59,7 +58,7 @@ def text_losses(
     texts: Examples | Corpus | Sequence[str],
     *,
     debiasing: SelfDebiasing | None = None,
-    batch_tokens: int = _TOKENS,
+    batch_tokens: PositiveInt = _TOKENS,
     progress: bool = True,
 ) -> TextLosses:
     """``-ln p(token | tokens before it)``, summed over each text, in nats.
@@ -88,7 +87,6 @@ def text_losses(
         The model predicts no next token, no text has two tokens, an announcement and a text are longer than
         the context, or the logits are not finite.
     """
-    require_whole(batch_tokens, "batch_tokens", least=1)
     require_decoder(model, "has no perplexity")
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
     require_own_tokens(model, examples)

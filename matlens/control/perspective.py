@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -16,12 +16,11 @@ import requests
 from jaxtyping import Float
 from urllib3.exceptions import HTTPError
 
-from matlens.arguments import require_kind, require_number, require_whole
 from matlens.bounds import parse_json
+from matlens.checks import Between, NonNegative, checked
 from matlens.control.scores import require_scores, require_texts
 from matlens.errors import InputError, printable
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 PER_SECOND = 1.0  # requests that a new key is allowed
@@ -80,9 +79,9 @@ class Perspective:
         attributes: Sequence[str],
         *,
         url: str = URL,
-        per_second: float = PER_SECOND,
-        retries: int = 6,
-        backoff: float = 1.0,
+        per_second: Annotated[float, Between(1e-06)] = PER_SECOND,
+        retries: Annotated[int, Between(0, 1000)] = 6,
+        backoff: NonNegative = 1.0,
     ) -> None:
         usable = isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key
         if not usable or not 0 < len(key) <= 4096:
@@ -94,12 +93,10 @@ class Perspective:
         self.attributes = tuple(require_texts(attributes, "attributes"))
         if not self.attributes or not all(name.isidentifier() for name in self.attributes):
             raise InputError("The attributes are not usable. Expected names such as 'toxicity', one or more.")
-        require_kind(url, str, "url", way="Give the address of a server.")
         self._url, self._address = url, self._clean(_without_secrets(url))
-        per_second = require_number(per_second, "per_second", least=1e-6)
         self._pause, self._last = 1 / per_second, -math.inf
-        self._retries = require_whole(retries, "retries", least=0, most=1000)
-        self._backoff = require_number(backoff, "backoff", least=0)
+        self._retries = retries
+        self._backoff = backoff
         self._session = requests.Session()
         # What a server packs could be of any size once it is unpacked.
         self._session.headers.update({"x-goog-api-key": key, "Accept-Encoding": "identity"})

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from matlens.arguments import short
+from matlens.checks import short
 from matlens.errors import InputError, printable
 
 

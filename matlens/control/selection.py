@@ -5,24 +5,23 @@ To choose them by words, see `values_with_tokens` and `values_promoting` of `mat
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
-from matlens.arguments import require_number, require_whole, short
+from matlens.checks import Seed, Tokenizer, check_int, checked, short
 from matlens.control.graders import TOXICITY, Grader
 from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.ffn.projection import TopTokens, name_columns
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts
-from matlens.signatures import checked
 
 HARMLESS = 0.1  # the paper's threshold
 
 
 @checked
-def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader: Grader) -> pd.DataFrame:
+def grade_values(
+    values: ValueVectors, tokens: TopTokens, tokenizer: Tokenizer, grader: Grader
+) -> pd.DataFrame:
     """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
 
     The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
@@ -60,7 +59,7 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: Any, grader
 
 
 @checked
-def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: int = 0) -> pd.DataFrame:
+def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: Seed = 0) -> pd.DataFrame:
     """Draw ``n`` value vectors at random among those with a score below a threshold (appendix A.4).
 
     Parameters
@@ -80,7 +79,7 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
         There are fewer than ``n`` such vectors, or ``n`` is less than 1.
     """
     _require_graded(graded)
-    harmless = graded[graded["score"] < require_number(below, "The threshold")]
+    harmless = graded[graded["score"] < below]
     return _require_enough(harmless, n, f"a score below {below}").sample(n, random_state=seed)
 
 
@@ -114,7 +113,7 @@ def _require_graded(graded: pd.DataFrame) -> None:
 
 def _require_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
     most = len(graded)
-    if not 1 <= require_whole(n, "n") <= most:
+    if not 1 <= check_int(n, "n") <= most:
         raise InputError(
             f"{n} value vectors were asked for, and {most} have {quality}. Expected 1 to {most}."
         )

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from scipy import stats
 
 from matlens import metrics
+from matlens.checks import checked
 from matlens.control.generation import CONTINUATION_COLUMNS
 from matlens.control.graders import Grader
 from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns
 
 TOXIC = 0.5  # from this score on a text counts as toxic, as in the paper

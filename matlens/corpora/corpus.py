@@ -14,10 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from matlens.arguments import require_kind, require_seed, require_whole, short
 from matlens.bounds import CORPUS, SENTENCES
+from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 from matlens.sources.sources import Source, file_of_source, open_source
 from matlens.sources.streams import check_to_the_end
 
@@ -73,7 +72,7 @@ class Corpus:
             f"{self.n_duplicate:,} duplicates)"
         )
 
-    def split(self, *, n_train: int, n_validation: int, seed: int = 0) -> tuple["Corpus", "Corpus"]:
+    def split(self, *, n_train: int, n_validation: int, seed: Seed = 0) -> tuple["Corpus", "Corpus"]:
         """Draw two parts at random that share no sentence.
 
         With one seed the validation part stays the same whatever `n_train` is, and a larger
@@ -92,9 +91,6 @@ class Corpus:
         tuple of Corpus
             The training and the validation part, each in the order drawn.
         """
-        n_train = require_whole(n_train, "n_train")
-        n_validation = require_whole(n_validation, "n_validation")
-        seed = require_seed(seed)
         if n_train < 1 or n_validation < 2:
             raise InputError(
                 f"{self.name} cannot be split into {n_train} training and {n_validation} validation "
@@ -145,7 +141,7 @@ def load_corpus(
     *,
     field: str = "text",
     split: str = "train",
-    limit: int | None = None,
+    limit: PositiveInt | None = None,
     name: str | None = None,
 ) -> Corpus:
     r"""Read the sentences of a source and leave out those that are empty, short or repeated.
@@ -180,12 +176,8 @@ def load_corpus(
         The source cannot be found or read, it is past one of the bounds of `matlens.bounds`, or no sentence
         of it is left.
     """
-    if limit is not None:
-        limit = require_whole(limit, "limit", least=1)
-    if name is not None:
-        require_kind(name, str, "name", way="Give the corpus a name in words.")
-        if not name.strip():
-            raise InputError("The name of the corpus is empty. Give it one in words.")
+    if name is not None and not name.strip():
+        raise InputError("The name of the corpus must not be empty.")
     pieces = open_source(source, field, split)
     if name is None:
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "given sentences"

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matlens.arguments import require_seed, short
+from matlens.checks import Seed, checked, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import context_length, is_masked, require_model, require_readable
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
 from matlens.models.tokenization import encode_text, require_tokenizer, token_policy, warn_of_unknown
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @checked
 def make_examples(
-    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: int = 0, draw_special: bool = True
+    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, draw_special: bool = True
 ) -> Examples:
     """Tokenise a corpus as the model's own tokenizer does and draw a position in each sentence.
 
@@ -51,7 +50,6 @@ def make_examples(
     """
     require_model(model)
     corpus = as_corpus(corpus)
-    seed = require_seed(seed)
     require_readable(model)
     tokenizer = require_tokenizer(model)
     if stack_of(model) == DECODER:

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from matlens.arguments import require_kind, require_whole, short
+from matlens.checks import PositiveInt, check, check_int, checked, short
 from matlens.corpora.batches import Batch, padded
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
 LAST = "last token"  # where a position was chosen
@@ -135,9 +134,9 @@ class Examples:
         """Whether each sentence has a source, which the encoder of an encoder-decoder reads."""
         return len(self.source_offsets) > 0
 
-    def head(self, n: int) -> Examples:
+    def head(self, n: PositiveInt) -> Examples:
         """The first ``n`` sentences, with all of their positions."""
-        n = min(require_whole(n, "The number of sentences", least=1), len(self))
+        n = min(n, len(self))
         kept = int(np.searchsorted(self.sentences, n))
         return Examples(
             self.tokens[: self.offsets[n]], self.offsets[: n + 1], self.positions[:kept],
@@ -176,12 +175,11 @@ class Examples:
         number = starts[:-1][index][row] + within
         return row, self.positions[number], number
 
-    def batches(self, max_tokens: int) -> Iterator[Batch]:
+    def batches(self, max_tokens: PositiveInt) -> Iterator[Batch]:
         """Batches of sentences of like length, the longest first, so that a lack of memory shows at once.
 
         A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
         """
-        max_tokens = require_whole(max_tokens, "The number of tokens in a batch", least=1)
         order = np.argsort(-self.lengths, kind="stable")
         start = 0
         while start < len(order):
@@ -190,10 +188,9 @@ class Examples:
             yield self._batch(order[start : start + count], length)
             start += count
 
-    def copies(self, sentence: int, n: int) -> Batch:
+    def copies(self, sentence: int, n: PositiveInt) -> Batch:
         """A batch of ``n`` copies of a sentence."""
-        n = require_whole(n, "The number of copies", least=1)
-        index = np.full(n, require_whole(sentence, "sentence", least=0, most=len(self) - 1))
+        index = np.full(n, check_int(sentence, "sentence", min=0, max=len(self) - 1))
         return self._batch(index, int(self.lengths[sentence]))
 
     def _batch(self, index: np.ndarray, length: int) -> Batch:
@@ -222,7 +219,7 @@ def require_examples(examples: Any) -> None:
     InputError
         A corpus, texts, or token ids were given instead.
     """
-    require_kind(examples, Examples, "What the model is to read", way=MAKE_EXAMPLES)
+    check(examples, Examples, "examples")
 
 
 def _require_consistent(examples: Examples) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.arguments import require_kind, require_whole, short
+from matlens.checks import Tokenizer, check_int, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _LARGEST = 2**24  # tokens of a vocabulary
@@ -39,7 +36,7 @@ class TokenFrequency:
     """
 
     def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
-        d_vocab = require_whole(d_vocab, "d_vocab", least=1, most=_LARGEST)
+        d_vocab = check_int(d_vocab, "d_vocab", min=1, max=_LARGEST)
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
             raise InputError(
@@ -58,7 +55,7 @@ class TokenFrequency:
         self.common[order[: int(np.searchsorted(running, _SHARE_OF_TEXT * running[-1])) + 1]] = True
 
     @classmethod
-    def from_corpus(cls, corpus: Corpus, tokenizer: Any, d_vocab: int) -> TokenFrequency:
+    def from_corpus(cls, corpus: Corpus, tokenizer: Tokenizer, d_vocab: int) -> TokenFrequency:
         """Count the tokens of all sentences of a corpus.
 
         Raises
@@ -66,7 +63,6 @@ class TokenFrequency:
         InputError
             It is no corpus or no tokenizer, or a token is past the vocabulary.
         """
-        require_kind(corpus, Corpus, "corpus", way="Load it with matlens.load_corpus().")
         if not callable(tokenizer):
             raise InputError(
                 f"The tokenizer is {short(tokenizer)}. Expected the model's own: model.tokenizer."

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from torch import Tensor
 
-from matlens.arguments import require_whole, short
+from matlens.checks import Between, PositiveInt, checked, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import LAST, TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import (
@@ -28,7 +28,6 @@ from matlens.models.tokenization import (
     token_policy,
     warn_of_unknown,
 )
-from matlens.signatures import checked
 from matlens.sources.sources import json_rows, text_of_row
 from matlens.sources.streams import numbered_lines
 
@@ -166,8 +165,8 @@ def make_windows(
     model: TransformerBridge,
     source: str | Path | Corpus | Sequence[str],
     *,
-    size: int = WINDOW_TOKENS,
-    most: int | None = None,
+    size: Annotated[int, Between(2)] = WINDOW_TOKENS,
+    most: PositiveInt | None = None,
     name: str | None = None,
 ) -> Examples:
     """Cut running text into windows that do not overlap, to be read each for itself (paper B, Table 5).
@@ -199,8 +198,7 @@ def make_windows(
     require_model(model)
     require_readable(model)
     require_decoder(model, "reads no running text")
-    size = min(require_whole(size, "size", least=2), context_length(model))
-    most = None if most is None else require_whole(most, "most", least=1)
+    size = min(size, context_length(model))
     text, default = _running_text(source)
     ids, front = _with_front(encode_text(model, text))
     step = size - len(front)

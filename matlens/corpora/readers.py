@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from matlens.checks import checked
 from matlens.corpora.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.models.changes import require_eval_mode
 from matlens.models.tokenization import token_policy
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

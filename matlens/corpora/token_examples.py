@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from matlens.arguments import require_kind, require_plain_arrays, short
+from matlens.checks import short
 from matlens.corpora.examples import LAST, Examples, end_to_end
 from matlens.corpora.readers import is_masked, require_model, require_readable, require_tokens
 from matlens.errors import InputError
@@ -76,7 +76,6 @@ def make_token_examples(
     """
     require_model(model)
     require_readable(model)
-    require_kind(name, str, "The name", way="Name the examples as a corpus is named.")
     if isinstance(tokens, Mapping) or hasattr(tokens, "input_ids"):
         tokens, attention_mask = _from_encoding(tokens, attention_mask)
     rows = _rows(tokens)
@@ -213,7 +212,6 @@ def _rows(tokens: Any) -> list[np.ndarray]:
 
 
 def _array(values: Any) -> np.ndarray:
-    require_plain_arrays(values, "What is given of tokens")
     if isinstance(values, Tensor):
         if not values.is_floating_point() and not values.is_complex():
             return values.detach().cpu().numpy()

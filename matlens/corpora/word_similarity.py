@@ -21,9 +21,8 @@ from jaxtyping import Bool, Float, Int
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-from matlens.arguments import random_state, require_seed, require_whole, short
+from matlens.checks import PositiveInt, Seed, check_int, checked, random_state, short
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike
@@ -63,9 +62,9 @@ class WordSimilarity:
         sentences: Sequence[str],
         *,
         window: int = WINDOW,
-        dimensions: int = DIMENSIONS,
-        min_count: int = MIN_COUNT,
-        seed: int = 0,
+        dimensions: PositiveInt = DIMENSIONS,
+        min_count: PositiveInt = MIN_COUNT,
+        seed: Seed = 0,
     ) -> WordSimilarity:
         """Learn from sentences how words are used.
 
@@ -89,10 +88,7 @@ class WordSimilarity:
         """
         if isinstance(sentences, str) or not all(isinstance(sentence, str) for sentence in sentences):
             raise InputError(f"sentences is {short(sentences)}. Expected a list of texts: corpus.sentences.")
-        window = require_whole(window, "window", least=1, most=_WIDEST_WINDOW)
-        dimensions = require_whole(dimensions, "dimensions", least=1)
-        min_count = require_whole(min_count, "min_count", least=1)
-        seed = require_seed(seed)
+        window = check_int(window, "window", min=1, max=_WIDEST_WINDOW)
         texts = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
         counts = Counter(word for text in texts for word in text)
         known = sorted(word for word, count in counts.items() if count >= min_count)

@@ -12,6 +12,7 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
+from matlens.checks import PositiveInt, Seed, checked
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -22,7 +23,6 @@ from matlens.estimators.methods import require_methods, row_keys
 from matlens.estimators.moments import LensMoments, rows_together
 from matlens.linear.samples import Chosen
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -38,8 +38,8 @@ def lens_moments(
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
     layers: Sequence[int] | None = None,
-    seed: int = 0,
-    batch_tokens: int | None = None,
+    seed: Seed = 0,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> LensMoments:
     """What methods need of the data, by one pass over it; the parameters are those of `Lens.fit`.

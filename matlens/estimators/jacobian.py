@@ -11,14 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.arguments import require_whole, short
+from matlens.checks import NonNegativeInt, PositiveInt, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.prompts import list_of_texts
 from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -38,9 +37,9 @@ def fit_jacobian(
     prompts: Corpus | Iterable[str],
     *,
     layers: Sequence[int] | None = None,
-    longest: int = LONGEST,
-    skip: int = SKIPPED,
-    at_once: int = 8,
+    longest: PositiveInt = LONGEST,
+    skip: NonNegativeInt = SKIPPED,
+    at_once: PositiveInt = 8,
     progress: bool = True,
 ) -> LensParts:
     """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens; ``Lens(*parts)`` is the lens.
@@ -75,8 +74,7 @@ def fit_jacobian(
 
     require_model(model)
     n_layers = int(model.cfg.n_layers)
-    longest, skip = require_whole(longest, "longest", least=1), require_whole(skip, "skip", least=0)
-    at_once = require_whole(at_once, "at_once", least=1)
+    longest, skip = longest, skip
     wanted = list(range(1, n_layers)) if layers is None else sorted(set(layers))
     if not wanted or not 1 <= wanted[0] <= wanted[-1] < n_layers:
         raise InputError(

@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.arguments import require_choice, require_number, require_whole
+from matlens.checks import PositiveInt, check_choice, check_number, checked
 from matlens.errors import InputError
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -41,8 +40,8 @@ class Standardisation:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        require_choice(self.kind, KINDS, "The kind of a standardisation")
-        require_number(self.eps, "eps", least=0)
+        check_choice(self.kind, KINDS, "The kind of a standardisation")
+        check_number(self.eps, "eps", min=0)
 
     def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """Standardise vectors, along their last axis."""
@@ -116,7 +115,7 @@ class LayerMap:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number(self.scale, "The scale of a layer's map")
+        check_number(self.scale, "The scale of a layer's map")
         if self.weight is None and self.narrowing is not None:
             raise InputError("A narrowing is the right factor of a weight, and there is no weight.")
         if self.weight is not None and tuple(self._right_shape) != (self.weight.shape[1], len(self.weight)):
@@ -145,7 +144,7 @@ class LayerMap:
         """How many numbers it is."""
         return sum(part.numel() for part in self.parts.values()) + (self.scale != 1)
 
-    def matrix(self, width: int) -> Float[Tensor, "d d"]:
+    def matrix(self, width: PositiveInt) -> Float[Tensor, "d d"]:
         """``W`` as one matrix; that of the identity, which is of any width, of so many rows and columns.
 
         Raises
@@ -153,7 +152,6 @@ class LayerMap:
         InputError
             The width is less than 1.
         """
-        require_whole(width, "width", least=1)
         if self.weight is None:
             return torch.eye(width)
         return self.weight if self.narrowing is None else self.weight @ self.narrowing

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matlens.arguments import did_you_mean, require_number, require_whole, short
+from matlens.checks import check_int, check_number, did_you_mean, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap
@@ -112,11 +112,11 @@ class Method:
 def _of_word(word: str, argument: str | None, name: str) -> dict[str, Any]:
     if word in ("ridge", "ridge-identity"):
         number = None if argument is None else _number(argument, name)
-        strength = None if number is None else require_number(number, "The strength of a ridge", least=0)
+        strength = None if number is None else check_number(number, "The strength of a ridge", min=0)
         return {"penalty": "zero" if word == "ridge" else "identity", "strength": strength}
     if word == "narrow":
         number = _number(argument or "", name)
-        return {"rank": require_whole(int(number) if number % 1 == 0 else number, "The rank", least=1)}
+        return {"rank": check_int(int(number) if number % 1 == 0 else number, "The rank", min=1)}
     simple: dict[str, dict[str, Any]] = {
         "id": {"is_identity": True}, "mat": {}, "affine": {"intercept": True}, "weighted": {"weighted": True},
         "normed": {"normed": True}, "one-jump": {"shared": True},
@@ -131,7 +131,7 @@ def _number(text: str, name: str) -> float:
         number = float(text)
     except ValueError:
         raise _unknown(name) from None
-    return require_number(number, "The number in the name of a method")
+    return check_number(number, "The number in the name of a method")
 
 
 def _unknown(name: Any) -> InputError:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.sinks import FACTOR, outlying_rows
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.medians import RunningMedians
@@ -25,7 +25,6 @@ from matlens.linear.sums import shared_moments
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 
 _HELD = 1024  # rows of each layer that leave-one-out looks at
 _CHUNK = 1024  # rows that are factorised at once; never fewer than four for each coordinate

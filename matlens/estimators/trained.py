@@ -13,7 +13,7 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.arguments import did_you_mean, require_choice, require_whole, short
+from matlens.checks import PositiveInt, Seed, check_choice, check_int, checked, did_you_mean, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -29,7 +29,6 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -99,7 +98,7 @@ def train_maps(
     *,
     start: LensParts | None = None,
     layers: Sequence[int] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> LensParts:
     """Maps of a method that is trained on rows, for each layer by itself.
@@ -130,7 +129,7 @@ def train_maps(
     InputError
         It is no such method, or has nothing to start from; or the rows lack a layer or are another model's.
     """
-    require_choice(name, ON_ROWS, "The method")
+    check_choice(name, ON_ROWS, "The method")
     readout.require_same(rows.provenance, theirs="the rows")
     last = rows.provenance.identity.n_layers
     if name in _FROM_CLOSED and start is None:
@@ -196,8 +195,8 @@ def fit_maps(
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
     layers: Sequence[int] | None = None,
-    seed: int = 0,
-    batch_tokens: int | None = None,
+    seed: Seed = 0,
+    batch_tokens: PositiveInt | None = None,
     n_prompts: int = PROMPTS,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -217,7 +216,7 @@ def fit_maps(
             "forms, such as 'affine', or all samples."
         )
     require_rows_folder(names, folder)
-    n_prompts = require_whole(n_prompts, "n_prompts", least=1, most=10**9)
+    n_prompts = check_int(n_prompts, "n_prompts", min=1, max=10**9)
     n_layers = int(model.cfg.n_layers)
     wanted = require_layers(layers, n_layers)
     if not isinstance(data, Examples | Activations):

@@ -11,20 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.arguments import require_number, require_seed, require_whole
+from matlens.checks import Between, NonNegative, PositiveInt, Seed, check_int, checked
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, Standardisation
 from matlens.models.readout import Readout, require_vectors
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 PILOT = 512  # rows read out over the whole vocabulary before the first step
 _FLOOR = 1e-3  # of the mean weight: the least of a token, so that each can be drawn
@@ -51,7 +50,7 @@ class VocabularySample:
     chances: Float[Tensor, " d_vocab"]
 
     @classmethod
-    def from_weights(cls, weights: Float[Tensor, " d_vocab"], n: int) -> VocabularySample:
+    def from_weights(cls, weights: Float[Tensor, " d_vocab"], n: PositiveInt) -> VocabularySample:
         """Chances that are in proportion to weights, 1 at most, and ``n`` tokens in the mean.
 
         Parameters
@@ -61,7 +60,6 @@ class VocabularySample:
         n
             How many tokens are drawn in the mean; all are where there are no more.
         """
-        n = require_whole(n, "The number of tokens", least=1)
         if not bool(weights.isfinite().all()) or not len(weights) or float(weights.min()) < 0:
             raise InputError("A weight of a token is negative or not finite. Expected numbers of at least 0.")
         if n >= len(weights) or not float(weights.max()) > 0:
@@ -121,8 +119,8 @@ def polish(
     tokens: int = TOKENS,
     steps: int = STEPS,
     batch: int = BATCH,
-    rate: float = 0.03,
-    seed: int = 0,
+    rate: NonNegative = 0.03,
+    seed: Seed = 0,
     progress: bool = False,
 ) -> LayerMap:
     """Improve a map by steps down the divergence of what is read out (definitions, section 9).
@@ -158,7 +156,7 @@ def polish(
         range.
     """
     steps, batch = _require_rows(readout, h, last, steps, batch)
-    rate, seed = require_number(rate, "The rate", least=0), require_seed(seed)
+    rate, seed = rate, seed
     generator = torch.Generator().manual_seed(seed)
     trained = _Trained(readout, start, norm)
     pilot = torch.randperm(len(h), generator=generator)[:PILOT]
@@ -193,7 +191,7 @@ def scale_map(
     last: Float[Tensor, "n d_model"],
     *,
     norm: Standardisation | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> LayerMap:
     """The same map with the factor on its scores that makes the divergence least, of 0.4, 0.5 to 1.
 
@@ -208,7 +206,7 @@ def scale_map(
         As for `polish`.
     """
     _require_rows(readout, h, last, 1, 1)
-    generator = torch.Generator().manual_seed(require_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
     pilot = torch.randperm(len(h), generator=generator)[:PILOT]
     trained = _Trained(readout, start, norm)
     with torch.no_grad():
@@ -221,10 +219,10 @@ def tune(
     h: Float[Tensor, "n d_model"],
     last: Float[Tensor, "n d_model"],
     *,
-    steps: int = 250,
-    passes: float | None = None,
-    rate: float = 1.0,
-    seed: int = 0,
+    steps: PositiveInt = 250,
+    passes: Annotated[float, Between(0, 1000)] | None = None,
+    rate: NonNegative = 1.0,
+    seed: Seed = 0,
     progress: bool = False,
 ) -> LayerMap:
     """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
@@ -251,10 +249,8 @@ def tune(
         As for `polish`.
     """
     passes = passes_for(len(h)) if passes is None else passes
-    passes = require_number(passes, "The number of passes", least=0, most=1000)
-    steps = require_whole(steps, "The number of steps", least=1)
     steps = max(1, min(steps, math.ceil(len(h) * passes)))
-    rate, seed = require_number(rate, "The rate", least=0), require_seed(seed)
+    rate, seed = rate, seed
     batch = max(1, math.ceil(len(h) * passes / steps))
     _require_rows(readout, h, last, 1, 1)
     generator = torch.Generator().manual_seed(seed)
@@ -359,8 +355,8 @@ def _require_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: 
             f"There are {len(h)} rows of the layer and {len(last)} of the last one. Expected as many of "
             "each, one or more."
         )
-    steps = require_whole(steps, "The number of steps", least=1)
-    batch = require_whole(batch, "The number of rows of a step", least=1)
+    steps = check_int(steps, "The number of steps", min=1)
+    batch = check_int(batch, "The number of rows of a step", min=1)
     return steps_for(len(h), steps, batch)
 
 

@@ -12,11 +12,11 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from matlens.checks import Seed, checked
 from matlens.errors import InputError
 from matlens.exits.outcomes import ExampleSplit
 from matlens.exits.rule import require_fitted
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 """Inverse, and those of the paper: the smaller, the stronger the penalty."""
@@ -75,7 +75,7 @@ class ExitClassifiers:
         kinds: Sequence[int] = (RIDGE, LASSO),
         folds: int = FOLDS,
         fewest: int = FEWEST_EVENTS,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         invalid = [strength for strength in strengths if not 0 < strength < float("inf")]
         if invalid or not strengths:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.errors import InputError
 from matlens.exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
 from matlens.exits.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
@@ -36,7 +36,6 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -86,7 +85,7 @@ def compare_exits(
     clusters: Clusters,
     activations: Activations,
     *,
-    seeds: int = 5,
+    seeds: PositiveInt = 5,
     strengths: Sequence[float] = PENALTY_STRENGTHS,
     kinds: Sequence[int] = (RIDGE, LASSO),
     folds: int = FOLDS,
@@ -121,7 +120,6 @@ def compare_exits(
     InputError
         The activations are of other examples or another model, or there are fewer than 10 examples.
     """
-    require_whole(seeds, "seeds", least=1)
     if not len(kinds):
         raise InputError("There are no kinds of classifiers. Expected ridge, lasso or both.")
     _require_same(trace, activations)

@@ -15,9 +15,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
 
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
 
@@ -109,7 +108,7 @@ def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray,
 
 
 @checked
-def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
+def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: PositiveInt) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
     Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
@@ -126,7 +125,6 @@ def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) 
     n_layers
         How many layers the model has.
     """
-    require_whole(n_layers, "n_layers", least=1)
     empty = [method for method, of_seeds in judged.items() if not len(of_seeds)]
     if not judged or empty:
         raise InputError(f"{empty[0] if empty else 'Nothing'} was judged on no seed. Expected one or more.")

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
 from scipy.stats import norm
 
+from matlens.checks import Seed, checked
 from matlens.errors import InputError
 from matlens.exits.outcomes import (
     FEWEST_EXAMPLES,
@@ -32,7 +33,6 @@ from matlens.exits.outcomes import (
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
 from matlens.ffn.trace import Trace
-from matlens.signatures import checked
 
 Others = Literal["later", "by-layer", "together"]
 Overlap = Literal["sets", "places"]
@@ -199,7 +199,7 @@ def _exceeds(
 
 
 @checked
-def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 0) -> pd.DataFrame:
+def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: Seed = 0) -> pd.DataFrame:
     """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
 
     The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so

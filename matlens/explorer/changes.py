@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from matlens.arguments import require_choice, require_number, require_whole, short
+from matlens.checks import check_choice, check_int, check_number, checked, short
 from matlens.control.control import Value, controlled
 from matlens.control.generation import continue_prompts
 from matlens.errors import InputError
@@ -22,7 +22,6 @@ from matlens.models.vocabulary import token_texts, visible
 from matlens.numerics.probabilities import log_softmax
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -57,8 +56,8 @@ class Change:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        require_choice(self.kind, KINDS, "kind")
-        require_number(self.value, "value")
+        check_choice(self.kind, KINDS, "kind")
+        check_number(self.value, "value")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def compare_changes(
     InputError
         The prompt cannot be read, or a change is none of this model or touches what another changes.
     """
-    require_whole(k, "k", least=1, most=model.cfg.d_vocab_out)
+    check_int(k, "k", min=1, max=model.cfg.d_vocab_out)
     kinds = [change for change in changes if change.kind != "value"]
     wanted = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
     coefficients: dict[ValueName, Value] = {}

@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates, require_count
 from matlens.pages.trajectory import UpdateCells
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 
 @checked
@@ -58,7 +57,7 @@ def dominant_cells(
     values, n_layers = updates.values, updates.values.n_layers
     projection.require_same(values.identity)
     require_count(k, values)
-    require_whole(n_promoted, "n_promoted", least=1, most=len(projection.unembedding))
+    check_int(n_promoted, "n_promoted", min=1, max=len(projection.unembedding))
     d_vocab = len(projection.unembedding)
     if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < d_vocab:
         raise InputError(f"The followed tokens are not all in the vocabulary, which has 0 to {d_vocab - 1}.")

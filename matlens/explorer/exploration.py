@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 
 from matlens.activations.collecting import collect
-from matlens.arguments import require_choice, require_whole
+from matlens.checks import PositiveInt, check_choice, check_int, checked
 from matlens.corpora.prompts import make_prompts
 from matlens.explorer.dominant import dominant_cells
 from matlens.ffn.norms import FFN_OUT
@@ -29,7 +29,6 @@ from matlens.models.sites import COEFFICIENTS, STREAM, Site
 from matlens.models.vocabulary import visible, word_token
 from matlens.pages.assembly import framed
 from matlens.pages.trajectory import LensCells, UpdateCells, trajectory_page
-from matlens.signatures import checked
 from matlens.storage.files import PAGE_SUFFIXES, require_file_name, system_errors, write_text
 from matlens.storage.folders import CONFIG, read_record
 
@@ -115,7 +114,7 @@ def explore(
     *,
     pins: Sequence[str | int] = (),
     k: int = 10,
-    dominant: int = DOMINANT,
+    dominant: PositiveInt = DOMINANT,
     read: Literal["plain", "head"] = "plain",
     proceed: Callable[[], None] | None = None,
     progress: bool = True,
@@ -151,13 +150,12 @@ def explore(
         The prompt cannot be read, a pin is no token, a lens is of another model, or ``k`` or ``dominant`` is
         less than 1 or more than there are.
     """
-    require_choice(read, ("plain", "head"), "read")
+    check_choice(read, ("plain", "head"), "read")
     go_on = proceed or _nothing
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_beside(logit_lens, lens) for lens in lenses)])
     readout = named["id"].on_readout
-    require_whole(k, "k", least=1, most=readout.d_vocab)
-    require_whole(dominant, "dominant", least=1)
+    check_int(k, "k", min=1, max=readout.d_vocab)
     asked = [_token_id(pin, readout.tokenizer, readout.d_vocab) for pin in pins]
     examples = make_prompts(model, [prompt])
     last = named["id"].n_layers
@@ -237,7 +235,7 @@ def _named(lenses: Sequence[Lens]) -> dict[str, Lens]:
 def _token_id(pin: str | int, tokenizer: object, d_vocab: int) -> int:
     if isinstance(pin, str):
         return word_token(tokenizer, pin)
-    return require_whole(pin, "A pinned token", least=0, most=d_vocab - 1)
+    return check_int(pin, "A pinned token", min=0, max=d_vocab - 1)
 
 
 def _followed_tokens(n_tokens: int, n_layers: int, n_lenses: int, n_ffns: int, dominant: int) -> int:

@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from matlens.arguments import require_whole
 from matlens.bounds import parse_json
+from matlens.checks import Between, checked
 from matlens.errors import InputError, printable
 from matlens.explorer.changes import Change, Outcome, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
@@ -26,7 +26,6 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
 from matlens.models.vocabulary import visible
 from matlens.pages.assembly import assemble
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -102,10 +101,10 @@ class LiveModel:
         lenses: Sequence[Lens | MapSet] = (),
         *,
         maps: Sequence[MapSet] = (),
-        port: int = 8765,
+        port: Annotated[int, Between(1, 65535)] = 8765,
         token: str | None = None,
     ) -> None:
-        self.port = require_whole(port, "port", least=1, most=65_535)
+        self.port = port
         self._model, self._lenses, self._maps = model, list(lenses), list(maps)
         identity = ModelIdentity.from_model(model)
         self._name = identity.name

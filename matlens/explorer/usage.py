@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from matlens.activations.collecting import stream
-from matlens.arguments import require_whole
+from matlens.checks import Between, PositiveInt, checked
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.updates import DOMINANT, require_count
@@ -29,7 +29,6 @@ from matlens.ffn.values import ValueVectors
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.files import content_hash, open_regular, system_errors, write_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Usage:
 
 
 @checked
-def shortened(examples: Examples, longest: int = LONGEST) -> Examples:
+def shortened(examples: Examples, longest: Annotated[int, Between(2)] = LONGEST) -> Examples:
     """The same sentences, those that are longer cut after so many tokens, and the last of each as position.
 
     Raises
@@ -77,7 +76,6 @@ def shortened(examples: Examples, longest: int = LONGEST) -> Examples:
     InputError
         It is no whole number of at least 2.
     """
-    require_whole(longest, "longest", least=2)
     kept = examples.places < longest
     lengths = np.minimum(examples.lengths, longest)
     return replace(
@@ -95,7 +93,7 @@ def find_usage(
     examples: Examples,
     values: ValueVectors,
     *,
-    n_best: int = 5,
+    n_best: PositiveInt = 5,
     k: int = DOMINANT,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -124,7 +122,6 @@ def find_usage(
         model; there is no sentence, or a longer one; or the checkpoint is of another job, damaged,
         or something else.
     """
-    require_whole(n_best, "n_best", least=1)
     require_count(k, values)
     identity = ModelIdentity.from_model(model).of_weights
     Provenance(values.identity).require_same(identity, ours="the value vectors", theirs="the model")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, check_int, checked
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -35,7 +35,6 @@ from matlens.pages.values import (
     vector_shard,
 )
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.arrays import describe_file, require_hash, require_record
 from matlens.storage.files import write_bytes, write_text
 from matlens.storage.folders import Workplace, read_config
@@ -59,7 +58,7 @@ def write_value_pages(
     k: int = 10,
     among: int = 30,
     neighbours: int = 8,
-    n_best: int = 5,
+    n_best: PositiveInt = 5,
     progress: bool = True,
 ) -> Path:
     """Write the pages of all value vectors of a model; open ``index.html`` in the folder.
@@ -102,10 +101,9 @@ def write_value_pages(
     """
     values, plain = ValueVectors(model), Projection.from_model(model)
     d_vocab = len(plain.unembedding)
-    require_whole(k, "k", least=1, most=d_vocab)
-    require_whole(among, "among", least=k, most=d_vocab)
-    require_whole(neighbours, "neighbours", least=0, most=len(values) - 1)
-    require_whole(n_best, "n_best", least=1)
+    check_int(k, "k", min=1, max=d_vocab)
+    check_int(among, "among", min=k, max=d_vocab)
+    check_int(neighbours, "neighbours", min=0, max=len(values) - 1)
     if clusters is not None:
         clusters.provenance.require_same(values.identity, ours="the clusters", theirs="the value vectors")
         if len(clusters.labels) != len(values):

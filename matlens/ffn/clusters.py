@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens.arguments import require_number, require_whole
+from matlens.checks import Between, NonNegative, Seed, check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
@@ -38,7 +38,6 @@ from matlens.numerics.agglomeration import (
     method_within,
 )
 from matlens.progress import waiting
-from matlens.signatures import checked
 from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
 
@@ -87,8 +86,8 @@ class Clusters:
         n_clusters: int = N_CLUSTERS,
         *,
         linkage: Linkage = "average",
-        memory: float = MEMORY_GIB,
-        disk: float = 0.0,
+        memory: NonNegative = MEMORY_GIB,
+        disk: NonNegative = 0.0,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Clusters:
@@ -128,8 +127,6 @@ class Clusters:
             raise InputError(
                 f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
             )
-        require_number(memory, "memory", least=0)
-        require_number(disk, "disk", least=0)
         method = method_within(n, memory, disk)
         if (method, linkage) == (NEIGHBOURS, "complete"):
             raise InputError(
@@ -337,7 +334,11 @@ def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
 
 @checked
 def compare_linkages(
-    values: ValueVectors, n_clusters: int = N_CLUSTERS, *, n_vectors: int = 12_000, seed: int = 0
+    values: ValueVectors,
+    n_clusters: int = N_CLUSTERS,
+    *,
+    n_vectors: Annotated[int, Between(2)] = 12_000,
+    seed: Seed = 0,
 ) -> pd.DataFrame:
     """How far clusters hang on how they are made: each way against each other, on some of the value vectors.
 
@@ -362,8 +363,7 @@ def compare_linkages(
     InputError
         There are fewer than two vectors, or one without a direction.
     """
-    require_whole(n_vectors, "n_vectors", least=2)
-    require_whole(n_clusters, "n_clusters", least=1, most=len(values))
+    check_int(n_clusters, "n_clusters", min=1, max=len(values))
     unit = _units(values)
     drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
     unit = unit[np.sort(drawn)]

@@ -24,12 +24,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_choice, require_kind, require_plain_arrays, short
+from matlens.checks import check, check_choice, checked, short
 from matlens.errors import InputError
 from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -96,11 +95,10 @@ class Events(NamedTuple):
         """
         if rows is None:
             return self
-        require_kind(rows, Tensor, "rows", way="Give a truth value for each example.")
-        require_plain_arrays(rows, "rows")
+        check(rows, Bool[Tensor, " n"], "rows")
         least = int(self.example.max()) + 1 if len(self.example) else 0
-        if rows.dtype != torch.bool or rows.ndim != 1 or len(rows) < least:
-            raise InputError(f"rows is {short(rows)}. Expected a truth value for each of the examples.")
+        if len(rows) < least:
+            raise InputError(f"rows must be a Boolean mask of all examples, got {short(rows)}.")
         chosen = rows[self.example]
         return Events(self.example[chosen], self.layer[chosen], self.reference)
 
@@ -284,7 +282,7 @@ class EventTables(NamedTuple):
         InputError
             There is no such reading.
         """
-        require_choice(reading, list(self.scores["read"].unique()), "reading")
+        check_choice(reading, list(self.scores["read"].unique()), "reading")
         return self.scores[self.scores["read"] == reading]
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, Seed, checked
 from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
@@ -32,7 +32,6 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def extreme_sub_updates(
 
 @checked
 def draw_sub_updates(
-    trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
+    trace: Trace, values: ValueVectors, n: PositiveInt, *, scores: TraceScores | None = None, seed: Seed = 0
 ) -> SubUpdates:
     """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones.
 
@@ -134,7 +133,6 @@ def draw_sub_updates(
         The trace is of another model.
     """
     scores = read_scores(trace, scores, [_CANDIDATES])
-    require_whole(n, "n", least=1)
     shape = scores["dominant", "before"].shape
     drawn = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
     places = np.stack(np.unravel_index(np.sort(drawn), shape), axis=1)
@@ -275,7 +273,7 @@ def extreme_tables(
     *,
     threshold: float | None = None,
     n_drawn: int = 2000,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> ExtremeTables:
     """`cluster_activity`, `group_table` and `place_table` by both readings of the scores.
 

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import POST_NORM
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

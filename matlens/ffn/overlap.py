@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import pandas as pd
 import torch
@@ -11,12 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_whole
+from matlens.checks import Between, Seed, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.values import ValueVectors
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -46,7 +45,12 @@ def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, 
 
 @checked
 def norm_overlap(
-    model: TransformerBridge, *, n_random: int = 1000, k: int = TOP, seed: int = 0, progress: bool = True
+    model: TransformerBridge,
+    *,
+    n_random: Annotated[int, Between(2)] = 1000,
+    k: int = TOP,
+    seed: Seed = 0,
+    progress: bool = True,
 ) -> pd.DataFrame:
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
 
@@ -78,7 +82,6 @@ def norm_overlap(
         The model has no value vectors, no unembedding or no final norm, ``n_random`` is less than 2, or ``k``
         less than 1.
     """
-    n_random = require_whole(n_random, "The number of random vectors", least=2)
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
     layers = range(values.n_layers)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens.arguments import require_whole
+from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.norms import linear_head
 from matlens.ffn.values import ValueName, ValueVectors
@@ -28,7 +28,6 @@ from matlens.models.vocabulary import token_texts, word_tokens
 from matlens.models.weights import WeightChecksum, float32_on
 from matlens.numerics.largest import largest
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -219,7 +218,7 @@ class Projection:
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
-        k = require_whole(k, "The number of tokens", least=1, most=len(self.unembedding))
+        k = check_int(k, "The number of tokens", min=1, max=len(self.unembedding))
         require_vectors(vectors, self.unembedding.shape[1], n_axes=2)
         if not len(vectors):
             raise InputError("There are no vectors. Expected at least one.")
@@ -290,7 +289,7 @@ def values_promoting(
     InputError
         A word is not one token; or ``n`` is less than 1, or more than the model has value vectors.
     """
-    n = require_whole(n, "The number of value vectors", least=1, most=len(values))
+    n = check_int(n, "The number of value vectors", min=1, max=len(values))
     projection.require_same(values.identity)
     embedding = projection.unembedding[word_tokens(projection.tokenizer, words)].mean(0)
     score_and_lift = torch.stack([embedding, embedding - projection.unembedding.mean(0)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_whole
+from matlens.checks import Seed, check_int, checked
 from matlens.corpora.examples import Examples
 from matlens.ffn.norms import FFN_OUT, NormGain, norm_after_ffn
 from matlens.ffn.overlap import iou
@@ -23,7 +23,6 @@ from matlens.models.sites import POST_NORM
 from matlens.models.weights import float32_on
 from matlens.numerics.precision import in_float64
 from matlens.patching.removal import remove_sub_updates
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def removal_table(
     k: int = 3,
     layers: Sequence[int] | None = None,
     n_tokens: int = TOP,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Compare what dominant sub-updates do to the logits with what readings of their value vectors say.
@@ -82,7 +81,7 @@ def removal_table(
         ``k`` sub-updates or ``n_tokens`` tokens.
     """
     updates = Updates.run(model, examples, layers, progress=progress)
-    require_whole(n_tokens, "n_tokens", least=1, most=model.cfg.d_vocab_out)
+    check_int(n_tokens, "n_tokens", min=1, max=model.cfg.d_vocab_out)
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import Rows, default_batch_tokens, stream_turns
 from matlens.activations.sinks import outlying_rows
+from matlens.checks import PositiveInt, Seed, checked
 from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT
@@ -31,7 +32,6 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.models.weights import weights_at_rest
-from matlens.signatures import checked
 from matlens.storage.folders import reading_record
 from matlens.storage.rows import Column, keep_rows, read_rows
 
@@ -131,9 +131,9 @@ class Trace:
         examples: Examples,
         *,
         k: int = DOMINANT,
-        seed: int = 0,
+        seed: Seed = 0,
         folder: str | Path | None = None,
-        batch_tokens: int | None = None,
+        batch_tokens: PositiveInt | None = None,
         progress: bool = True,
     ) -> Trace:
         """Run a model over examples, one position each, and keep what its FFNs do there.

@@ -19,7 +19,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect, stream
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, Seed, check_int, checked
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT
@@ -27,7 +27,6 @@ from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.models.vocabulary import token_texts, visible
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Updates:
         InputError
             There is no such row.
         """
-        require_whole(row, "row", least=0, most=self.activations.n_rows - 1)
+        check_int(row, "row", min=0, max=self.activations.n_rows - 1)
         scaled = self.scales(layer)[row] * self.coefficients(layer)[row]
         return scaled[:, None] * self.values.layer(layer)
 
@@ -234,8 +233,8 @@ def dominance(
     examples: Examples,
     *,
     k: int = DOMINANT,
-    seed: int = 0,
-    batch_tokens: int | None = None,
+    seed: Seed = 0,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Share of the ``k`` dominant sub-updates at each layer, and of ``k`` random ones (Figure 6).

@@ -26,14 +26,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.arguments import require_whole, short
+from matlens.checks import Seed, check_int, checked, short
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, output_kind
 from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
 from matlens.models.identity import ModelIdentity, require_raw
 from matlens.models.sites import COEFFICIENTS
 from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -218,7 +217,7 @@ class ValueVectors:
             There is no such layer or column.
         """
         layer = self.resolve_layer(layer)
-        column = require_whole(column, "column", least=0, most=self.d_mlp - 1)
+        column = check_int(column, "column", min=0, max=self.d_mlp - 1)
         experts = self._mixtures[layer]
         if experts is None:
             return ValueVector(layer, column)
@@ -257,7 +256,7 @@ class ValueVectors:
         InputError
             This model has no such layer.
         """
-        if not -self.n_layers <= require_whole(layer, "layer") < self.n_layers:
+        if not -self.n_layers <= layer < self.n_layers:
             raise InputError(
                 f"Layer {short(layer)} is out of range: the FFNs of this model are in the layers 0 to "
                 f"{self.n_layers - 1}."
@@ -272,7 +271,7 @@ class ValueVectors:
         InputError
             There is no such row.
         """
-        require_whole(row, "row", least=0, most=len(self) - 1)
+        check_int(row, "row", min=0, max=len(self) - 1)
         return self.vector(*divmod(row, self.d_mlp))
 
     def matrix(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
@@ -352,7 +351,7 @@ class ValueVectors:
         """Length of each value vector of a layer."""
         return self.layer(layer).norm(dim=1)
 
-    def random(self, layer: int, n: int, *, seed: int = 0) -> Float[Tensor, "n d_model"]:
+    def random(self, layer: int, n: int, *, seed: Seed = 0) -> Float[Tensor, "n d_model"]:
         """Random vectors that look like a layer's: normal, with their mean and standard deviation.
 
         Both are taken coordinate by coordinate (paper B, section 4.1). The same for a seed on any device.

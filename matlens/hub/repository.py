@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 
 PATIENCE = 20.0  # seconds that a hub may say nothing
 _REASON = 300

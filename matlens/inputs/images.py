@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from matlens.arguments import require_kind, require_whole, short
+from matlens.checks import check_int, checked, short
 from matlens.corpora.examples import Examples, end_to_end
 from matlens.corpora.readers import require_model
 from matlens.errors import InputError
 from matlens.kinds.images import image_shape, is_visual, places_of_image
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -47,7 +46,6 @@ def make_image_examples(
         or there is no such place.
     """
     require_model(model)
-    require_kind(name, str, "The name", way="Name the examples as a corpus is named.")
     if not is_visual(model):
         raise InputError(
             f"{model.cfg.architecture} reads text and no images. Expected a vision transformer, such as ViT."
@@ -64,7 +62,7 @@ def make_image_examples(
             "model's processor gives them."
         )
     n_places = places_of_image(model)
-    place = require_whole(position, "position", least=-n_places, most=n_places - 1) % n_places
+    place = check_int(position, "position", min=-n_places, max=n_places - 1) % n_places
     provenance = {"corpus": name, "given_as": "images", "position": f"place {place}", "n": len(images)}
     examples = end_to_end([np.arange(n_places)] * len(images), np.full(len(images), place), provenance)
     return replace(examples, images=images.detach().cpu().float().numpy())

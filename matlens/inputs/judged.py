@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from jaxtyping import Int
 
-from matlens.arguments import require_seed, require_whole
+from matlens.checks import Between, Seed, checked
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import make_windows
 from matlens.corpora.readers import context_length, is_masked, require_model
 from matlens.errors import InputError
 from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -58,9 +57,9 @@ def make_judged_text(
     model: TransformerBridge,
     corpus: Corpus | Sequence[str],
     *,
-    size: int = 64,
-    most: int | None = None,
-    seed: int = 0,
+    size: Annotated[int, Between(2)] = 64,
+    most: Annotated[int, Between(2)] | None = None,
+    seed: Seed = 0,
 ) -> JudgedText:
     """Running text in windows, with the next token at every place; or sentences with some tokens masked.
 
@@ -86,10 +85,8 @@ def make_judged_text(
     """
     require_model(model)
     corpus = as_corpus(corpus)
-    size = require_whole(size, "size", least=2)
-    most = None if most is None else require_whole(most, "most", least=2)
     if is_masked(model):
-        made = _masked(model, corpus, size, most, require_seed(seed))
+        made = _masked(model, corpus, size, most, seed)
     else:
         made = _running(make_windows(model, corpus, size=size, most=most))
     if len(made.examples) < 2:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matlens.arguments import require_seed, short
+from matlens.checks import Seed, checked, short
 from matlens.corpora.corpus_examples import draw_position
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import list_of_texts
@@ -16,7 +16,6 @@ from matlens.corpora.token_examples import with_sources
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
 from matlens.models.tokenization import encode_text, token_policy
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @checked
 def make_pairs(
-    model: TransformerBridge, sources: Iterable[str], targets: Iterable[str], *, seed: int = 0
+    model: TransformerBridge, sources: Iterable[str], targets: Iterable[str], *, seed: Seed = 0
 ) -> Examples:
     """Tokenise sources and targets for the decoder of an encoder-decoder, and draw a position in each target.
 
@@ -47,7 +46,7 @@ def make_pairs(
         longer than the context.
     """
     require_model(model)
-    seed, given = require_seed(seed), (list_of_texts(sources), list_of_texts(targets))
+    seed, given = seed, (list_of_texts(sources), list_of_texts(targets))
     if stack_of(model) != DECODER:
         raise InputError("Pairs are for the decoder of an encoder-decoder, loaded with stack='decoder'.")
     if len(given[0]) != len(given[1]) or not given[0]:

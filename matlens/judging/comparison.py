@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import torch
@@ -14,7 +14,7 @@ import torch
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
-from matlens.arguments import require_whole, short
+from matlens.checks import Between, PositiveInt, Seed, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.readers import is_masked
@@ -30,7 +30,6 @@ from matlens.judging.report import Member, report_table
 from matlens.lens.lens import Lens
 from matlens.linear.fitting import fit_samples
 from matlens.models.sites import Site
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -65,9 +64,8 @@ class Comparison:
 
 
 @checked
-def default_layers(n_layers: int) -> list[int]:
+def default_layers(n_layers: PositiveInt) -> list[int]:
     """A sixth, a third, a half, two thirds and five sixths of the way."""
-    n_layers = require_whole(n_layers, "n_layers", least=1)
     return sorted({max(1, round(n_layers * share / 6)) for share in (1, 2, 3, 4, 5)} - {n_layers}) or [0]
 
 
@@ -80,10 +78,10 @@ def compare_lenses(
     methods: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     against: str | None = None,
-    n_prompts: int = PROMPTS,
-    longest: int = LONGEST,
+    n_prompts: Annotated[int, Between(2)] = PROMPTS,
+    longest: PositiveInt = LONGEST,
     evaluations: Mapping[str, Sequence[EvaluationItem]] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> Comparison:
     """Fit lenses on one part of a corpus, and judge all on the same tokens of the other.
@@ -133,11 +131,9 @@ def compare_lenses(
         )
     if against is not None and against not in names:
         raise InputError(f"There is no member {short(against)}. Expected one of {short(names)}.")
-    n_prompts = require_whole(n_prompts, "n_prompts", least=2)
     masked, last = is_masked(model), int(model.cfg.n_layers)
     if masked and "jacobian" in names:
         raise InputError("A masked-LM model has no Jacobian lens. Expected methods without 'jacobian'.")
-    require_whole(longest, "longest", least=1)
     wanted = default_layers(last)
     if layers is not None:
         wanted = sorted({Site.parse(layer, last).layer for layer in layers})

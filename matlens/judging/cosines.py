@@ -9,11 +9,11 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.lens.lens import Lens
 from matlens.metrics import Estimate
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from matlens.arguments import require_whole
-from matlens.signatures import checked
+from matlens.checks import NonNegativeInt, PositiveInt, checked
 
 
 @checked
-def closed_form_flops(n: int, d: int) -> int:
+def closed_form_flops(n: PositiveInt, d: PositiveInt) -> int:
     """Floating-point operations of least squares for one layer: ``n`` rows factorised, and solved.
 
     Householder's ``QR`` of ``[x 1]`` with ``Q`` written out takes ``4 n d^2 - 4/3 d^3``, ``Q'y`` takes
     ``2 n d^2``, and solving the triangle ``d^3``.
     """
-    n, d = require_whole(n, "n", least=1), require_whole(d, "d", least=1)
+    n, d = n, d
     return round(6 * n * d**2 - d**3 / 3) if n >= d else 6 * d * n**2
 
 
 @checked
-def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: int = 0) -> int:
+def training_flops(
+    rows: NonNegativeInt,
+    d: PositiveInt,
+    tokens: PositiveInt,
+    *,
+    pilot: NonNegativeInt = 0,
+    d_vocab: NonNegativeInt = 0,
+) -> int:
     """Those of steps down the divergence, over all steps of one layer.
 
     A row is mapped, and its gradient goes back into the map: ``4 d^2``. It is read out, the gradient goes
@@ -36,14 +42,15 @@ def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: i
     pilot, d_vocab
         Rows that are read out before, over so many tokens.
     """
-    rows, d = require_whole(rows, "rows", least=0), require_whole(d, "d", least=1)
-    tokens, pilot = require_whole(tokens, "tokens", least=1), require_whole(pilot, "pilot", least=0)
-    d_vocab = require_whole(d_vocab, "d_vocab", least=0)
+    rows, d = rows, d
+    tokens, pilot = tokens, pilot
     return rows * (4 * d**2 + 6 * d * tokens) + pilot * (2 * d**2 + 4 * d * d_vocab)
 
 
 @checked
-def jacobian_flops(tokens: int, d: int, parameters: int, *, at_once: int = 8) -> int:
+def jacobian_flops(
+    tokens: PositiveInt, d: PositiveInt, parameters: PositiveInt, *, at_once: PositiveInt = 8
+) -> int:
     """Those of Jacobians for all layers together: a pass back through all blocks for each coordinate.
 
     Attention's own products and norms are left out: they are a few hundredths at the lengths of sentences.
@@ -59,7 +66,5 @@ def jacobian_flops(tokens: int, d: int, parameters: int, *, at_once: int = 8) ->
     at_once
         Coordinates of a pass, each of which needs a copy of the pass before it.
     """
-    tokens, d = require_whole(tokens, "tokens", least=1), require_whole(d, "d", least=1)
-    parameters = require_whole(parameters, "parameters", least=1)
-    at_once = require_whole(at_once, "at_once", least=1)
+    tokens, d = tokens, d
     return 2 * tokens * parameters * (d + at_once)

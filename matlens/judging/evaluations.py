@@ -20,14 +20,13 @@ import torch
 
 from matlens import metrics
 from matlens.activations.collecting import collect
-from matlens.arguments import require_choice, short
+from matlens.checks import check_choice, checked, short
 from matlens.corpora.prompts import make_prompts
 from matlens.errors import InputError
 from matlens.lens.judgement import KS
 from matlens.lens.lens import Lens
 from matlens.models.tokenization import require_tokenizer
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.files import read_json, system_errors
 from matlens.storage.tables import result_row, result_table
 
@@ -90,7 +89,7 @@ def read_evaluations(
     """
     folder = Path(folder).expanduser()
     for name in names or ():
-        require_choice(name, EVALUATIONS, "The name of an evaluation")
+        check_choice(name, EVALUATIONS, "The name of an evaluation")
     wanted = [name for name in EVALUATIONS if name in names] if names is not None else list(EVALUATIONS)
     paths = {name: folder / f"lens-eval-{name}.json" for name in wanted}
     absent = [name for name, path in paths.items() if not path.is_file()]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.judging.report import shared_layers
 from matlens.lens.early_exit import (
@@ -26,7 +27,6 @@ from matlens.lens.judgement import chunks
 from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
 

@@ -8,12 +8,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import require_rows
+from matlens.checks import check_rows, checked
 from matlens.errors import InputError
 from matlens.lens.judgement import Scores
 from matlens.lens.lens import Lens
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 
 
 @checked
@@ -51,7 +50,7 @@ def lens_r2(
         raise InputError(
             f"There are {len(h)} vectors of the layer and {len(last)} of the last. Expected pairs."
         )
-    require_rows(rows, len(h), least=2)
+    check_rows(rows, len(h), min=2)
     counted: Any = slice(None) if rows is None else rows
     h, last = h[counted], last[counted]
     truth = last if lens.norm is None else lens.norm(in_float64(last))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from matlens.activations.activations import Activations
-from matlens.arguments import require_whole, short
+from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.errors import InputError
 from matlens.estimators.fitting import lens_moments
@@ -30,7 +30,6 @@ from matlens.lens.lens import Lens
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -69,8 +68,8 @@ def fit_members(
     *,
     layers: Sequence[int] | None = None,
     prompts: Corpus | None = None,
-    longest: int = LONGEST,
-    seed: int = 0,
+    longest: PositiveInt = LONGEST,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> dict[str, Member]:
     """Fit lenses on the same rows and measure what each takes.
@@ -103,7 +102,6 @@ def fit_members(
         A name is none, the rows lack a layer, or ``jacobian`` has no prompts.
     """
     names = require_method_names(methods)
-    require_whole(longest, "longest", least=1)
     train.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     if JACOBIAN in names and prompts is None:
         raise InputError("The method 'jacobian' is fitted on prompts, and none are given. Expected a corpus.")

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.arguments import require_number, short
+from matlens.checks import check_number, checked, short
 from matlens.errors import InputError
 from matlens.judging.measures import lens_r2, lens_scores
 from matlens.lens.judgement import judge_scores
@@ -19,7 +19,6 @@ from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
 from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
 
 REPORT = "lens_report"
@@ -48,8 +47,8 @@ class Member:
     flops: float = 0.0
 
     def __post_init__(self) -> None:
-        require_number(self.seconds, "The seconds of a member", least=0)
-        require_number(self.flops, "The operations of a member", least=0)
+        check_number(self.seconds, "The seconds of a member", min=0)
+        check_number(self.flops, "The operations of a member", min=0)
         _ = self.lens.on_readout
 
 

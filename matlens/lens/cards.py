@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from matlens.arguments import short
+from matlens.checks import short
 from matlens.errors import InputError, printable
 from matlens.estimators.maps import LensParts
 from matlens.linear.maps import fitted_samples

@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.models.vocabulary import token_texts, visible
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.pages.trajectory import LensCells
-from matlens.signatures import checked
 
 _SCORES = 2**24  # scores over the vocabulary that are held at once, 64 MiB; several tensors of this size live
 
@@ -53,7 +52,7 @@ def read_cells(
         raise InputError(f"There are vectors of {len(vectors)} layers for {len(layers)} numbers of layers.")
     n_tokens = len(vectors[-1])
     width = logits(vectors[-1][:1], layers[-1]).shape[-1]
-    require_whole(k, "k", least=1, most=width)
+    check_int(k, "k", min=1, max=width)
     if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < width:
         raise InputError(f"The followed tokens are not all in the vocabulary, which has 0 to {width - 1}.")
     step = max(_SCORES // width, 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.arguments import require_number, short
+from matlens.checks import Fraction, checked, short
 from matlens.errors import InputError
 from matlens.lens.judgement import Substitute, chunks
 from matlens.lens.quality import validation_row
@@ -27,7 +27,6 @@ from matlens.models.sites import require_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
 
 EXIT = "early_exit"
@@ -227,7 +226,7 @@ def _substitute(
 
 
 @checked
-def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> float:
+def layers_saved(table: pd.DataFrame, method: str, precision: Fraction = 0.95) -> float:
     """Layers saved at a given Precision@1 by early exit.
 
     The points of the sweep, ordered by the number of layers, are joined by straight lines; the answer is
@@ -241,7 +240,6 @@ def layers_saved(table: pd.DataFrame, method: str, precision: float = 0.95) -> f
         no share.
     """
     require_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
-    require_number(precision, "The precision", least=0, most=1)
     part = table[(table["method"] == method) & table["lam"].notna()]
     if part.empty:
         raise InputError(

@@ -19,7 +19,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.checks import short
 from matlens.errors import InputError, printable
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.linear.maps import tensor_digest

@@ -10,13 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.models.readout import Readout
 from matlens.models.sites import require_finite
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 KS = (1, 5, 10)
 _ROWS = 256  # tokens whose distributions are held at once

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
-from matlens.arguments import short
+from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
@@ -35,7 +35,6 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, require_vectors
 from matlens.models.sites import STREAM, Site
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -137,8 +136,8 @@ class Lens:
         rows: Bool[Tensor, " n"] | None = None,
         weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
-        seed: int = 0,
-        batch_tokens: int | None = None,
+        seed: Seed = 0,
+        batch_tokens: PositiveInt | None = None,
         n_prompts: int = PROMPTS,
         folder: str | Path | None = None,
         progress: bool = True,
@@ -156,8 +155,8 @@ class Lens:
         rows: Bool[Tensor, " n"] | None = None,
         weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
-        seed: int = 0,
-        batch_tokens: int | None = None,
+        seed: Seed = 0,
+        batch_tokens: PositiveInt | None = None,
         n_prompts: int = PROMPTS,
         folder: str | Path | None = None,
         progress: bool = True,
@@ -174,8 +173,8 @@ class Lens:
         rows: Bool[Tensor, " n"] | None = None,
         weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
-        seed: int = 0,
-        batch_tokens: int | None = None,
+        seed: Seed = 0,
+        batch_tokens: PositiveInt | None = None,
         n_prompts: int = PROMPTS,
         folder: str | Path | None = None,
         progress: bool = True,

@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
-from matlens.arguments import require_whole, short
+from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.readers import is_masked
@@ -27,7 +27,6 @@ from matlens.models.readout import Readout
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import visible
 from matlens.numerics.probabilities import log_softmax
-from matlens.signatures import checked
 from matlens.storage.tables import read_table, require_columns
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ _ROWS = 256  # rows that are read out at once
 
 @checked
 def top_predictions(
-    readout: Readout, maps: MapSet, prompts: Activations, layers: Sequence[int], *, k: int = 5
+    readout: Readout, maps: MapSet, prompts: Activations, layers: Sequence[int], *, k: PositiveInt = 5
 ) -> pd.DataFrame:
     """The ``k`` most probable tokens at chosen layers under ``id`` and ``mat``, one row a token.
 
@@ -69,7 +68,6 @@ def top_predictions(
         A layer is out of range or has no map to the last one, there is no layer, ``k`` is less than 1 or more
         than the vocabulary has, or the maps are of another model.
     """
-    require_whole(k, "k", least=1)
     maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
     readout.require_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
@@ -174,7 +172,7 @@ def prediction_confidence(
 
 @checked
 def masked_accuracy(
-    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: int = 0, progress: bool = True
+    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, progress: bool = True
 ) -> metrics.Estimate:
     """How often a masked-LM model fills in the token that the sentence has there; one is masked in each.
 

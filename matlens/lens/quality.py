@@ -16,7 +16,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.arguments import require_choice, require_rows, short
+from matlens.checks import check_choice, check_rows, checked, short
 from matlens.errors import InputError
 from matlens.lens.judgement import Judgement, Substitute, judge_predictions
 from matlens.linear.mapsets import MapSet
@@ -24,7 +24,6 @@ from matlens.linear.samples import warn_of_same_sentences
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
 
 FIT, PREDICTION = "fit_quality", "prediction_quality"
@@ -61,7 +60,7 @@ def fit_quality(
         The maps or the rows are not those of the examples, or fewer than two rows are left.
     """
     maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
-    require_rows(rows, validation.n_rows, least=2)
+    check_rows(rows, validation.n_rows, min=2)
     warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
     counted = slice(None) if rows is None else rows
     table: list[dict[str, Any]] = []
@@ -102,7 +101,7 @@ def prediction_quality(
     readout.require_same(validation.provenance)
     warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
     for method in methods:
-        require_choice(method, METHODS, "A method")
+        check_choice(method, METHODS, "A method")
     if not methods:
         raise InputError("No methods are chosen. Expected mat, id, or both.")
     last = validation.provenance.identity.n_layers

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from matlens.arguments import short
 from matlens.bounds import parse_json
+from matlens.checks import short
 from matlens.errors import InputError
 from matlens.estimators.maps import LensParts
 from matlens.hub.repository import HubConflict, HubRepository, HubSnapshot

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.arguments import require_whole, short
+from matlens.checks import check_int, checked, short
 from matlens.corpora.prompts import make_prompts
 from matlens.errors import InputError
 from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
@@ -25,7 +25,6 @@ from matlens.models.sites import Site
 from matlens.models.vocabulary import token_texts, visible, word_token
 from matlens.pages.assembly import framed
 from matlens.pages.trajectory import trajectory_page
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,7 +124,7 @@ class Trajectory:
         readout = self.lens.on_readout
         if isinstance(token, str):
             return word_token(readout.tokenizer, token)
-        return require_whole(token, "The number of a token", least=0, most=readout.d_vocab - 1)
+        return check_int(token, "The number of a token", min=0, max=readout.d_vocab - 1)
 
     def rank(self, token: str | int | Int[Tensor, " n"]) -> Int[Tensor, "layers n"]:
         """The rank of a chosen token at every layer and position, 1 where it is the most probable.
@@ -197,7 +196,7 @@ class Trajectory:
             It is no token, or there is no such position.
         """
         n = len(self.ids)
-        place = require_whole(self.place if position is None else position, "position", least=-n, most=n - 1)
+        place = check_int(self.place if position is None else position, "position", min=-n, max=n - 1)
         ranks = self.rank(answer)[:, place].tolist()
         n_last = len(list(itertools.takewhile(lambda rank: rank == 1, reversed(ranks))))
         return self.layers[-n_last] if n_last else None
@@ -317,7 +316,7 @@ def read_trajectory(
 ) -> Trajectory:
     """Run a prompt through the model of a lens and read every layer at every token; see `Lens.trajectory`."""
     readout = lens.on_readout
-    k = require_whole(k, "k", least=1, most=readout.d_vocab)
+    k = check_int(k, "k", min=1, max=readout.d_vocab)
     wanted = sorted({*(lens.layers if layers is None else map(lens.resolve, layers)), lens.n_layers})
     examples = make_prompts(lens.model, [prompt])
     activations = collect(lens.model, examples, wanted, positions="all", progress=False)

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.moments import noise_of_fit, require_finite, require_ridge
@@ -31,7 +32,6 @@ from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.precision import in_float64, require_float64_device
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
 LEFT_OUT = 1024  # samples that leave-one-out looks at

@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.models.weights import fast_checksum
 from matlens.numerics.precision import find_device, in_float64
-from matlens.signatures import checked
 
 
 @checked

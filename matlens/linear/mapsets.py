@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from matlens import parallel
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
@@ -27,7 +27,6 @@ from matlens.linear.samples import Samples, require_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.signatures import checked
 from matlens.storage.arrays import (
     Record,
     describe_tensors,

@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.arguments import require_number, require_whole
+from matlens.checks import NonNegativeInt, check_int, check_number, checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, require_weights
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 from matlens.numerics.products import split_product
-from matlens.signatures import checked
 
 _WIDEST = 2**31  # coordinates of a vector; no model is near
 _DOMINATED = 4  # error on other samples over that on the fit's own, from which most of it is noise
@@ -53,8 +52,8 @@ class Moments:
     def __init__(
         self, d_in: int, d_out: int, *, source: str = "x", target: str = "y", split: bool = False
     ) -> None:
-        require_whole(d_in, "d_in", least=1, most=_WIDEST)
-        require_whole(d_out, "d_out", least=1, most=_WIDEST)
+        check_int(d_in, "d_in", min=1, max=_WIDEST)
+        check_int(d_out, "d_out", min=1, max=_WIDEST)
         self.source, self.target, self.n, self.split = source, target, 0, split
         self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
         self._z = torch.zeros(0, d_out, dtype=torch.float64)
@@ -127,7 +126,7 @@ class Moments:
         cls,
         r: Float[Tensor, "rank d_in_and_1"],
         z: Float[Tensor, "rank d_out"],
-        n: int,
+        n: NonNegativeInt,
         *,
         source: str = "x",
         target: str = "y",
@@ -140,7 +139,6 @@ class Moments:
         InputError
             The factors do not belong together, are not in float64, or hold a number that is not finite.
         """
-        n = require_whole(n, "The number of samples", least=0)
         fits = r.ndim == z.ndim == 2 and len(r) == len(z) and r.shape[1] > 1 and z.shape[1] > 0
         if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
             raise InputError(
@@ -360,7 +358,7 @@ def _whitening(r: Tensor, n: int, *, floor: Tensor | None) -> tuple[Tensor, Tens
 
 def require_ridge(ridge: Any) -> float:
     """Read the penalty of a fit: a finite number of at least 0."""
-    return require_number(ridge, "The ridge penalty", least=0)
+    return check_number(ridge, "The ridge penalty", min=0)
 
 
 def require_finite(values: Tensor, name: str) -> None:

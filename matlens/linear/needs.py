@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from matlens.arguments import require_choice, require_whole
+from matlens.checks import check_choice, check_int, checked
 from matlens.linear import fitting
 from matlens.linear.samples import are_few
 from matlens.linear.sums import samples_together
-from matlens.signatures import checked
 
 _DOUBLE, _SINGLE = 8, 4
 _MOST = 2**60
@@ -24,9 +23,9 @@ def moments_bytes(d_in: int, d_out: int, n_rows: int = _MOST) -> int:
 
     So they do not grow with the samples; of fewer samples than that, they are as long as those are many.
     """
-    d_in = require_whole(d_in, "d_in", least=1, most=_MOST)
-    d_out = require_whole(d_out, "d_out", least=1, most=_MOST)
-    rank = min(require_whole(n_rows, "The number of samples", least=0, most=_MOST), d_in + 1)
+    d_in = check_int(d_in, "d_in", min=1, max=_MOST)
+    d_out = check_int(d_out, "d_out", min=1, max=_MOST)
+    rank = min(check_int(n_rows, "The number of samples", min=0, max=_MOST), d_in + 1)
     return _DOUBLE * rank * (d_in + 1 + d_out)
 
 
@@ -40,7 +39,7 @@ def written_moments_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool
 @checked
 def stream_widths(n_layers: int, width: int, pairs: PairsToFit) -> list[Widths]:
     """Widths of each layer of a stream and of its targets: the last layer, or all later ones."""
-    require_choice(pairs, ("last", "all"), "pairs")
+    check_choice(pairs, ("last", "all"), "pairs")
     counts = [1] * n_layers if pairs == "last" else range(n_layers, 0, -1)
     return [(width, n * width) for n in counts]
 
@@ -172,8 +171,8 @@ def update_bytes(n: int, width: int, n_targets: int, *, held: bool) -> int:
     held
         Whether the moments hold samples already, whose factors are there beside the new ones.
     """
-    n, width = (require_whole(number, "A size", least=1, most=_MOST) for number in (n, width))
-    n_targets = require_whole(n_targets, "The number of targets", least=1, most=_MOST)
+    n, width = (check_int(number, "A size", min=1, max=_MOST) for number in (n, width))
+    n_targets = check_int(n_targets, "The number of targets", min=1, max=_MOST)
     old = moments_bytes(width, n_targets * width) if held else 0
     passing = (width + 1) * n_targets * width if held else 0
     return old + _DOUBLE * _update(n, width, n_targets * width, made=0, passing=passing, held=held)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
-from matlens.signatures import checked
 
 Pair = tuple[str | int | Site, str | int | Site]
 Pairs = Literal["all", "last"] | Iterable[Pair]

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 
 ARRAY, FROM_BUFFER, DTYPE, SCALAR = "array", "array from a buffer", "dtype", "scalar"
 TENSOR, LOADED, STORAGE, MODEL, ENCODED = "tensor", "loaded bytes", "storage", "linear model", "encoded text"

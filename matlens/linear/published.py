@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
@@ -22,7 +23,6 @@ from matlens.linear.pickles import arrays_of, read_pickle
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import STREAM, Site
-from matlens.signatures import checked
 from matlens.storage.files import open_regular, system_errors
 
 if TYPE_CHECKING:

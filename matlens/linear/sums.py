@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments, require_finite
@@ -20,7 +20,6 @@ from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.freed import give_back_freed
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 

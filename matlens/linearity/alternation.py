@@ -12,6 +12,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks, sink_rows
+from matlens.checks import checked
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import fit_quality, prediction_quality, prediction_rows, r2_matrix
 from matlens.linear.mapsets import MapSet
@@ -19,7 +20,6 @@ from matlens.models.readout import Readout
 from matlens.patching.replacements import Where
 from matlens.patching.schemes import Scheme, r2_schemes, wrr_schemes
 from matlens.patching.variants import Variant, run_variants
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -23,7 +23,7 @@ from torch import Tensor
 from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.control.perplexity import TextLosses, perplexity_ratio
 from matlens.corpora.examples import Examples
 from matlens.inputs.judged import JudgedText
@@ -39,7 +39,6 @@ from matlens.models.sites import STREAM
 from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.arrays import require_hash, require_record
 from matlens.storage.files import read_json, require_seal, sealed, write_json
 from matlens.storage.folders import Workplace, read_config, reading_record
@@ -69,7 +68,7 @@ def linearity_atlas(
     *,
     folder: str | Path | None = None,
     jumps: Sequence[int] = JUMPS,
-    every: int = 1,
+    every: PositiveInt = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Score every part of a model, replace it by its map, and leave it out (definitions, section 10).
@@ -115,7 +114,6 @@ def linearity_atlas(
         "every": every,
         "notes": _NOTES,
     }
-    every = require_whole(every, "every", least=1)
     parts = [part for part in model_parts(Anatomy.from_model(model), jumps=jumps) if part.layer % every == 0]
     parallel.check_same([request, None if folder is None else str(folder)], "the job of the atlas")
     rows: list[Row] = []

@@ -16,7 +16,7 @@ import pandas as pd
 from torch import nn
 
 from matlens.activations.activations import Activations
-from matlens.arguments import require_number, require_whole
+from matlens.checks import NonNegative, check_int, checked
 from matlens.errors import InputError
 from matlens.lens.early_exit import layers_saved, sweep_and_reaching
 from matlens.lens.quality import METHODS, prediction_quality, validation_row
@@ -25,7 +25,6 @@ from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.weights import plain_model
-from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Costs:
         """Numbers in a map between two layers, which are its multiplications for a token."""
         return self.d_model**2
 
-    def run(self, first: int, last: int, n_tokens: float) -> float:
+    def run(self, first: int, last: int, n_tokens: NonNegative) -> float:
         """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``.
 
         Raises
@@ -102,9 +101,8 @@ class Costs:
         InputError
             The layers are out of order or out of range, or there are fewer than no tokens.
         """
-        first = require_whole(first, "first", least=0, most=self.n_layers)
-        last = require_whole(last, "last", least=first, most=self.n_layers)
-        require_number(n_tokens, "n_tokens", least=0)
+        first = check_int(first, "first", min=0, max=self.n_layers)
+        last = check_int(last, "last", min=first, max=self.n_layers)
         blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
         return float(sum(weights + n_tokens * context for weights, context in blocks))
 

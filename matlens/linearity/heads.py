@@ -21,7 +21,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
-from matlens.arguments import require_rows, require_whole
+from matlens.checks import PositiveInt, Seed, check_rows, checked
 from matlens.errors import InputError
 from matlens.lens.judgement import as_substitute, chunks, judge_predictions
 from matlens.lens.quality import prediction_rows, validation_row
@@ -32,7 +32,6 @@ from matlens.models.readout import Readout
 from matlens.numerics.probabilities import kl_divergence
 from matlens.patching.replacements import Replacement, Where
 from matlens.patching.variants import Variant, run_variants
-from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def head_r2(
         A map or a site is missing, they are of different models, or the rows are not those of the examples.
     """
     _require_all(anatomy, maps, validation)
-    require_rows(rows, validation.n_rows, least=2)
+    check_rows(rows, validation.n_rows, min=2)
     kept = slice(None) if rows is None else rows
     scores = {}
     for layer, (source, target) in enumerate(head_pairs(anatomy)):
@@ -144,7 +143,7 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
     if samples is not None and maps.provenance.model is not None:
         maps.provenance.require_same(samples.provenance, ours="the maps", theirs="the samples")
     if samples is not None:
-        require_rows(rows, samples.n_rows)
+        check_rows(rows, samples.n_rows)
     kept = slice(None) if rows is None else rows
     constant = []
     for (source, target), linear in maps.items():
@@ -196,9 +195,9 @@ def head_ablation(
     *,
     rows: Bool[Tensor, " n"],
     validation_rows: Bool[Tensor, " n_validation"],
-    every: int = 5,
+    every: PositiveInt = 5,
     patched: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
     """Heads replaced one at a time, and more and more of them at once.
@@ -233,12 +232,11 @@ def head_ablation(
     InputError
         Something is of another model or lacks a site, or rows are not those of the examples.
     """
-    require_whole(every, "every", least=1)
     for given, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
         readout.require_same(given.provenance, theirs=theirs)
         _require_all(Anatomy.from_model(model), maps, given)
-    require_rows(rows, train.n_rows)
-    require_rows(validation_rows, validation.n_rows, "validation_rows", least=2)
+    check_rows(rows, train.n_rows)
+    check_rows(validation_rows, validation.n_rows, "validation_rows", min=2)
     anatomy = Anatomy.from_model(model)
     last, scores = anatomy.n_layers, head_r2(anatomy, maps, validation, rows=validation_rows)
     linear = maps.held(head_pairs(anatomy))

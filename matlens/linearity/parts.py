@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import check_int, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
 from matlens.models.sites import STREAM, Site
 from matlens.patching.replacements import Replacement, Where
 from matlens.patching.submodules import SUBMODULES, submodule_pairs
-from matlens.signatures import checked
 
 JUMPS = (2, 4, 8)
 WRITING = ("attn", "ffn")  # what is added to the stream: nothing stands for it where it is left out
@@ -99,7 +98,7 @@ def model_parts(anatomy: Anatomy, *, jumps: Sequence[int] = JUMPS) -> list[Part]
     InputError
         A jump goes over fewer than two blocks.
     """
-    spans = [require_whole(jump, "The blocks of a jump", least=2) for jump in dict.fromkeys(jumps)]
+    spans = [check_int(jump, "The blocks of a jump", min=2) for jump in dict.fromkeys(jumps)]
     pairs = submodule_pairs(anatomy, SUBMODULES) if anatomy.kinds else []
     parts = []
     for layer in range(anatomy.n_layers):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from matlens.arguments import require_choice, require_seed, require_whole, short
+from matlens.checks import Between, PositiveInt, Seed, check_choice, checked, short
 from matlens.errors import InputError
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_row, result_table
 
 CORRELATIONS, SUMMARY = "linearity_correlations", "linearity_kinds"
@@ -31,7 +30,7 @@ _EVERY = "all kinds"
 
 @checked
 def first_parts(
-    table: pd.DataFrame, n: int = FIRST, *, group: str = "any", tokens: str = "all"
+    table: pd.DataFrame, n: PositiveInt = FIRST, *, group: str = "any", tokens: str = "all"
 ) -> list[tuple[str, int]]:
     """The parts that cost least when they are replaced, by kind and layer; none that touches another.
 
@@ -47,9 +46,8 @@ def first_parts(
         ``all``, or ``no sinks``.
     """
     _require_atlas(table)
-    require_whole(n, "n", least=1)
-    require_choice(tokens, ("all", "no sinks"), "tokens")
-    kinds = GROUPS[require_choice(group, tuple(GROUPS), "group")]
+    check_choice(tokens, ("all", "no sinks"), "tokens")
+    kinds = GROUPS[check_choice(group, tuple(GROUPS), "group")]
     rows = table[
         (table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)
         & table["kind"].isin(kinds)
@@ -76,7 +74,7 @@ def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float
         ``all``, or ``no sinks``.
     """
     _require_atlas(table)
-    require_choice(tokens, ("all", "no sinks"), "tokens")
+    check_choice(tokens, ("all", "no sinks"), "tokens")
     rows = table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
     alone = rows[rows["layer"].notna()]
     names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
@@ -117,7 +115,9 @@ def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 @checked
-def rank_correlations(table: pd.DataFrame, *, seed: int = 0, resamples: int = _RESAMPLES) -> pd.DataFrame:
+def rank_correlations(
+    table: pd.DataFrame, *, seed: Seed = 0, resamples: Annotated[int, Between(9, 100000)] = _RESAMPLES
+) -> pd.DataFrame:
     """Spearman's correlation of every score with what it costs to do without a part.
 
     Correlations are of the score's predicted damage with the rise, so that 1 is a perfect prediction: scores
@@ -140,8 +140,6 @@ def rank_correlations(table: pd.DataFrame, *, seed: int = 0, resamples: int = _R
         It is no such table.
     """
     _require_atlas(table, "model", "corpus")
-    require_whole(resamples, "resamples", least=9, most=100_000)
-    require_seed(seed)
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(
         index=["kind", "layer", "target", "tokens"], columns=["method", "metric"], values="value", sort=False,

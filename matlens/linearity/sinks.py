@@ -7,7 +7,6 @@ others decide over both. Tables beside those of `fit_quality`, for the tokens th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.arguments import short
+from matlens.checks import Tokenizer, checked, short
 from matlens.errors import InputError
 from matlens.lens.quality import fit_quality, validation_row
 from matlens.linear.mapsets import MapSet
@@ -24,7 +23,6 @@ from matlens.metrics import Estimate
 from matlens.models.sites import STREAM, Site
 from matlens.models.vocabulary import token_texts
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 from matlens.storage.tables import result_table
 
 SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
@@ -98,7 +96,7 @@ def fit_quality_without_sinks(
 
 
 @checked
-def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Any) -> pd.DataFrame:
+def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Tokenizer) -> pd.DataFrame:
     """The sinks that are no first tokens: each with the text before it, and where it stands out most.
 
     A row a sink: its ``place`` in the sentence, its ``token``, the ``text`` that ends with it, the ``layer``

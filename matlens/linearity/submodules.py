@@ -19,7 +19,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
-from matlens.arguments import require_choice, require_whole
+from matlens.checks import PositiveInt, check_choice, checked
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.lens.judgement import as_substitute, judge_predictions
@@ -33,7 +33,6 @@ from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns, result_table
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def submodule_layers(
     stand_ins: Mapping[str, MapSet],
     validation: Activations,
     *,
-    every: int = 1,
+    every: PositiveInt = 1,
     patched: int | None = None,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
@@ -221,7 +220,6 @@ def submodule_layers(
     folder
         Where vectors are kept, as in `matlens.patching.run_variants`.
     """
-    every = require_whole(every, "every", least=1)
     last = validation.provenance.identity.n_layers
     layers = sorted({*range(0, last, every), last - 1})
     cases = {}
@@ -299,7 +297,7 @@ def submodule_alone(
         What is replaced, of `CONTEXTUAL`.
     """
     for kind in kinds:
-        require_choice(kind, tuple(CONTEXTUAL), "A kind")
+        check_choice(kind, tuple(CONTEXTUAL), "A kind")
     readout.require_same(data.provenance)
     data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
     blocks = range(data.provenance.identity.n_layers)
@@ -324,5 +322,5 @@ def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
     """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
     require_columns(table, ["method"], what="the table of linearity.submodule_positions")
-    require_choice(replaced, tuple(CONTEXTUAL), "replaced")
+    check_choice(replaced, tuple(CONTEXTUAL), "replaced")
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

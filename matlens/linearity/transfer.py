@@ -14,7 +14,7 @@ import torch
 
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.arguments import require_whole
+from matlens.checks import NonNegativeInt, PositiveInt, checked
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import is_masked
 from matlens.errors import InputError
@@ -26,7 +26,6 @@ from matlens.metrics import Estimate
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
-from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activ
 
 @checked
 def fit_quality_by_size(
-    train: Activations, validation: Activations, *, halvings: int = 3, progress: bool = True
+    train: Activations, validation: Activations, *, halvings: NonNegativeInt = 3, progress: bool = True
 ) -> pd.DataFrame:
     """r2 onto the last layer of maps fitted on all training sentences, on the first half of them, and so on.
 
@@ -118,7 +117,7 @@ def fit_quality_by_size(
     InputError
         No sentence would be left.
     """
-    sizes = [len(train.examples) >> i for i in range(require_whole(halvings, "halvings", least=0) + 1)]
+    sizes = [len(train.examples) >> i for i in range(halvings + 1)]
     if sizes[-1] < 1:
         raise InputError(f"{sizes[0]} sentences cannot be halved {halvings} times. Expected fewer halvings.")
     tables = []
@@ -140,7 +139,7 @@ def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
 
 
 @checked
-def fit_equally_many(samples: Mapping[str, Activations], *, every: int = 1) -> dict[str, MapSet]:
+def fit_equally_many(samples: Mapping[str, Activations], *, every: PositiveInt = 1) -> dict[str, MapSet]:
     """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has.
 
     Parameters
@@ -151,7 +150,6 @@ def fit_equally_many(samples: Mapping[str, Activations], *, every: int = 1) -> d
         From every how many layers, from the embeddings on.
     """
     _require_some(samples, "samples")
-    every = require_whole(every, "every", least=1)
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():

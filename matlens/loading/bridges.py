@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from matlens.arguments import require_kind
+from matlens.checks import Tokenizer, checked
 from matlens.errors import InputError
 from matlens.kinds.bridging import amend
 from matlens.kinds.stacks import Stack, choose_stack, stack_of
@@ -17,7 +17,6 @@ from matlens.models.identity import require_raw
 from matlens.models.sites import stack_hooks
 from matlens.models.tokenization import encode_text, require_tokenizer
 from matlens.models.weights import require_finite_weights
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 def wrap(
     bridge: TransformerBridge,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer = None,
     prepend_bos: bool | None = None,
     stack: Stack | None = None,
 ) -> TransformerBridge:
@@ -59,10 +58,6 @@ def wrap(
         finite, does not compute what transformers does, or cannot put a BOS in front; or both options are
         given.
     """
-    from transformer_lens.model_bridge import TransformerBridge
-
-    way = "Boot one with TransformerBridge.boot_transformers(), or load a model with matlens.load()."
-    require_kind(bridge, TransformerBridge, "bridge", way=way)
     amend(bridge.eval())
     require_raw(bridge)
     there = stack_of(bridge)
@@ -89,9 +84,6 @@ def wrap(
 
 
 def _set_bos(bridge: TransformerBridge, wanted: bool) -> None:
-    require_kind(
-        wanted, bool, "prepend_bos", way="True puts a BOS in front of every text, False in front of none."
-    )
     tokenizer, before = require_tokenizer(bridge), bridge.cfg.default_prepend_bos
     if bridge.cfg.attention_dir == "bidirectional":
         raise InputError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from matlens.arguments import require_kind
+from matlens.checks import check
 from matlens.errors import InputError
 from matlens.loading.configurations import require_supported
 from matlens.loading.places import called, cause
@@ -46,8 +46,7 @@ def require_vocabulary(tokenizer: Any, name: str) -> Any:
     """Refuse a tokenizer that was made of nothing, since its files are not there."""
     from transformers import PreTrainedTokenizerBase
 
-    way = "Load one with transformers.AutoTokenizer.from_pretrained(name)."
-    require_kind(tokenizer, PreTrainedTokenizerBase, "tokenizer", way=way)
+    check(tokenizer, PreTrainedTokenizerBase, "tokenizer")
     if not {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}:
         raise InputError(
             f"The model {called(name)} has no tokenizer: no vocabulary lies beside its weights. Expected the "

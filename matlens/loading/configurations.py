@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from matlens.arguments import require_choice, short
+from matlens.checks import check_choice, short
 from matlens.errors import InputError
 from matlens.kinds.stacks import STACKS
 from matlens.loading.places import called
@@ -30,7 +30,7 @@ def require_supported(name: str, config: Any, stack: str | None = None) -> None:
     kind, said = getattr(config, "model_type", "unknown"), f"The model {called(name)} cannot be used"
     sort = classify_model_config(config)
     if stack is not None:
-        require_choice(stack, STACKS, "stack")
+        check_choice(stack, STACKS, "stack")
     if sort == "seq2seq" and stack is None:
         raise InputError(
             f"{said} as one: {kind} is an encoder-decoder, through which two streams pass. Say which is to "

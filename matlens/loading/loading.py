@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from matlens import parallel
-from matlens.arguments import require_kind
 from matlens.cache.dequantized import kept_configuration, read_kept
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.kinds.bridging import amend
 from matlens.kinds.stacks import Stack, choose_stack
@@ -26,7 +26,6 @@ from matlens.models.changes import remember_parts
 from matlens.models.sites import stack_hooks
 from matlens.models.weights import require_finite_weights
 from matlens.numerics.precision import find_device
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -80,7 +79,6 @@ def load(
                 "matlens.wrap(bridge)."
             )
         return wrap(name)
-    require_kind(dtype, torch.dtype, "dtype", way="Give one of torch, such as torch.bfloat16.")
     if not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}. Expected torch.float32, torch.bfloat16 or torch.float16.")
     # The imports take seconds, and a wrong name should not wait for them.

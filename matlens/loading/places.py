@@ -7,9 +7,8 @@ import logging
 import os
 from pathlib import Path
 
-from matlens.arguments import did_you_mean, require_kind, short
+from matlens.checks import checked, did_you_mean, short
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.storage.files import read_json
 from matlens.storage.folders import BESIDE
 
@@ -37,10 +36,7 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
         There is no such file or folder, and no such model on the hub or in its cache; or a file of a pruned
         model is not what `save_pruned` has written.
     """
-    require_kind(name, (str, os.PathLike), "The model", way=EXPECTED)
-    require_kind(revision, (str, type(None)), "revision", way="Give a branch, tag or commit on the hub.")
     name = os.fspath(name)
-    require_kind(name, str, "The model's path", way=EXPECTED)
     place = _local(name)
     if place is None:
         try:

@@ -10,10 +10,10 @@ from typing import Any
 from matlens.cache.contents import hash_contents
 from matlens.cache.dequantized import software
 from matlens.cache.entries import Cache, default_cache
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.loading.loading import read_configuration
 from matlens.loading.places import CHECKPOINT, locate
-from matlens.signatures import checked
 from matlens.storage.files import read_json, write_json
 
 SIZES = "sizes"

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from matlens.arguments import require_whole
+from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.kinds.experts import Mixture, attached
 from matlens.kinds.images import is_visual, places_of_image, probe_images
@@ -35,7 +35,6 @@ from matlens.models.sites import (
     block_hook,
 )
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -193,7 +192,7 @@ class Anatomy:
         InputError
             There is no such block.
         """
-        layer = require_whole(layer, "The block", least=0, most=self.n_layers - 1)
+        layer = check_int(layer, "The block", min=0, max=self.n_layers - 1)
         return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
 
     def names(self, site: str | int | Site) -> list[str]:
@@ -374,7 +373,7 @@ def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
     InputError
         There is no such block.
     """
-    layer = require_whole(layer, "layer", least=0, most=model.cfg.n_layers - 1)
+    layer = check_int(layer, "layer", min=0, max=model.cfg.n_layers - 1)
     return model.blocks[layer].mlp.out.original_component
 
 

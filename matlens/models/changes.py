@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.models.constants import other_constants, remember_settings
 from matlens.models.hooks import LOCK, record_of
 from matlens.models.weights import modules_below, parts_of, plain_parts
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

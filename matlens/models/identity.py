@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
-from matlens.arguments import short
 from matlens.bounds import LAYERS
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.kinds.bridging import is_amended
 from matlens.models.changes import changes_of, describe_changes, require_eval_mode
 from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens.arguments import require_kind, require_whole
+from matlens.checks import check, check_int, checked
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual, probe_images
 from matlens.kinds.stacks import ENCODER, stack_of
@@ -20,7 +20,6 @@ from matlens.models.sites import require_finite
 from matlens.models.weights import WeightChecksum, float32_on, require_finite_weights
 from matlens.numerics.probabilities import log_softmax
 from matlens.numerics.screening import Screen
-from matlens.signatures import checked
 from matlens.wikilm.adaptive import AdaptiveSoftmax
 
 if TYPE_CHECKING:
@@ -230,12 +229,8 @@ class Readout:
             The vectors are of another width, or not finite, or the ids are not as many tokens of the model.
         """
         require_vectors(h, self.d_model, n_axes=2)
-        require_kind(ids, Tensor, "ids", way="Give a tensor with a token for each vector.")
-        if ids.shape != h.shape[:1] or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InputError(
-                f"The ids are {list(ids.shape)} of {ids.dtype}. Expected a token, as a whole number, for "
-                f"each of the {len(h)} vectors."
-            )
+        if ids.shape != h.shape[:1]:
+            raise InputError(f"ids must be a token for each of the {len(h)} vectors, got {len(ids)}.")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.d_vocab:
             raise InputError(f"An id is out of range: the tokens of this model are 0 to {self.d_vocab - 1}.")
         ids, start = ids.to(self.device, torch.int64), 0
@@ -288,7 +283,7 @@ class Readout:
             It is not one vector of the model's width, is not finite, ``k`` is more than there are tokens, or
             the model has no tokenizer.
         """
-        k = require_whole(k, "The number of tokens", least=1, most=self.d_vocab)
+        k = check_int(k, "The number of tokens", min=1, max=self.d_vocab)
         if self.tokenizer is None:
             raise InputError("The model of this read-out has no tokenizer. Read its logits instead.")
         require_vectors(h, self.d_model, n_axes=1)
@@ -339,8 +334,7 @@ def require_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> N
     InputError
         It is something else; the message says what.
     """
-    way = "Give torch.as_tensor(...) of it, with a vector along the last axis."
-    require_kind(vectors, Tensor, "vectors", way=way)
+    check(vectors, Tensor, "vectors")
     expected = (
         f"Expected {'one vector' if n_axes == 1 else 'vectors'} of {width} coordinates, the model's width"
     )

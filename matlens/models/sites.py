@@ -23,9 +23,8 @@ from numbers import Integral
 
 from torch import Tensor
 
-from matlens.arguments import require_kind, require_whole, short
+from matlens.checks import check_int, checked, short
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
@@ -65,10 +64,9 @@ class Site:
     layer: int
 
     def __post_init__(self) -> None:
-        require_kind(self.kind, str, "The kind of a site", way="Expected a name, such as 'attn_out'.")
         if not self.kind:
             raise InputError("The kind of a site is empty. Expected a name, such as 'attn_out'.")
-        require_whole(self.layer, "The layer of a site", least=-_MOST_LAYERS, most=_MOST_LAYERS)
+        check_int(self.layer, "The layer of a site", min=-_MOST_LAYERS, max=_MOST_LAYERS)
 
     @property
     def is_hook(self) -> bool:

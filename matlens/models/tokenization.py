@@ -10,9 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from matlens.arguments import require_whole, short
+from matlens.checks import NonNegativeInt, checked, short
 from matlens.errors import InputError, warn
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -82,7 +81,7 @@ def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Seq
 
 
 @checked
-def encode_text(model: TransformerBridge, text: str, *, longest: int | None = None) -> TextTokens:
+def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt | None = None) -> TextTokens:
     """Turn a text into the tokens that the model itself reads when it is given the text.
 
     What the tokenizer puts around a text is kept. A bridge that was booted elsewhere can put a BOS in front,
@@ -105,8 +104,6 @@ def encode_text(model: TransformerBridge, text: str, *, longest: int | None = No
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError(f"{short(text)} holds half of a surrogate pair, which no text can. Remove it.")
-    if longest is not None:
-        longest = require_whole(longest, "longest", least=0)
     tokenizer, config = require_tokenizer(model), model.cfg
     wanted, there = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
     put = wanted and not there and _is_atom(tokenizer, tokenizer.bos_token)

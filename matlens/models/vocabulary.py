@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from matlens.arguments import require_kind, require_whole, short
+from matlens.checks import Tokenizer, check_int, checked, short
 from matlens.errors import InputError
-from matlens.signatures import checked
 
 _SPACE, _PIECE = "␣", "▁"  # as people see a leading space here, and as SentencePiece writes it
 _BROKEN = "\ufffd"
@@ -19,7 +18,7 @@ _LARGEST = 2**31 - 1  # token ids are kept in as many bits by tokenizers
 
 
 @checked
-def token_texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
+def token_texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
     r"""What each token stands for in a text, its leading space kept.
 
     A token that is a part of a character only is written by its bytes: ``\xe2\x80``. A token that the
@@ -31,9 +30,7 @@ def token_texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
         A token is no whole number from 0, or there is no tokenizer.
     """
     _require_tokenizer(tokenizer)
-    return [
-        _text(tokenizer, require_whole(_plain(token), "A token", least=0, most=_LARGEST)) for token in tokens
-    ]
+    return [_text(tokenizer, check_int(_plain(token), "A token", min=0, max=_LARGEST)) for token in tokens]
 
 
 def _plain(token: Any) -> Any:
@@ -77,7 +74,7 @@ def _byte_of() -> dict[str, int]:
 
 
 @checked
-def word_token(tokenizer: Any, word: str) -> int:
+def word_token(tokenizer: Tokenizer, word: str) -> int:
     """The one token that a word is, as it is typed: in many vocabularies ``" tea"`` and ``"tea"`` differ.
 
     A leading space may be written ``␣`` too, as tables show it.
@@ -89,7 +86,6 @@ def word_token(tokenizer: Any, word: str) -> int:
         what can be had, such as the word with a space before it.
     """
     _require_tokenizer(tokenizer)
-    require_kind(word, str, "A word", way="Give it as text, such as ' tea'.")
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
     if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second
@@ -115,7 +111,7 @@ def word_token(tokenizer: Any, word: str) -> int:
 
 
 @checked
-def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:
+def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     """The token of each word, see `word_token`.
 
     Raises

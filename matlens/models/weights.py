@@ -18,11 +18,10 @@ import xxhash
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.arguments import require_kind
 from matlens.cache.entries import default_cache
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.kinds.stacks import stack_of
-from matlens.signatures import checked
 from matlens.storage.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -280,7 +279,6 @@ def require_finite_weights(model: TransformerBridge) -> None:
 
 
 def _require_bridge(model: Any) -> None:
-    require_kind(model, nn.Module, "The model", way="Load one with matlens.load.")
     if not hasattr(model, "original_model"):
         raise InputError(f"The model is a plain {type(model).__name__}. Load it with matlens.load.")
 

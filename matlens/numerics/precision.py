@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.checks import short
 from matlens.errors import InputError
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 
 _BITS = 8  # of a slice
 _ROWS = 256  # 2^(24 - 2 * 8)
@@ -42,7 +41,7 @@ def split_product(
     InputError
         The factors have different numbers of rows, or there is no slice.
     """
-    slices = require_whole(slices, "slices", least=1, most=SLICES)
+    slices = check_int(slices, "slices", min=1, max=SLICES)
     if len(a) != len(b):
         raise InputError(f"The factors have {len(a)} and {len(b)} rows. Expected as many in both.")
     scales = [_scale(x) for x in (a, b)]

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from matlens.arguments import require_kind
 from matlens.errors import InputError, printable
 
 _IMPORT = re.compile(r'^import [^;]*?from "\./([a-z_]+\.js)";\n', re.MULTILINE)
@@ -150,7 +149,6 @@ def packed(array: Shaped[np.ndarray, ...]) -> dict[str, Any]:
     InputError
         It is no array of numbers, or has whole numbers below 0 or past 2**32 - 1.
     """
-    require_kind(array, np.ndarray, "array", way="Give numpy.asarray(...) of it.")
     narrowed = _narrowed(array)
     kind = _KINDS[narrowed.dtype.str[1:]]
     little = narrowed.astype(narrowed.dtype.newbyteorder("<"), copy=False)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.arguments import require_kind
+from matlens.checks import checked
 from matlens.errors import InputError, printable
 from matlens.pages.assembly import PageVocabulary, assemble, packed
-from matlens.signatures import checked
 
 _STEPS = 2**15 - 1  # of a score that is kept as a whole number, against the largest score of its value vector
 
@@ -162,7 +161,6 @@ def _require_shapes(
         raise InputError("There is no lens to show. Expected one or more, by their names.")
     cells = len(layers), len(tokens)
     for name, lens in lenses.items():
-        require_kind(lens, LensCells, f"The lens {name}", way="Make it with lens.read_cells.")
         shapes = {"ids": lens.ids.shape[:2], "entropy": lens.entropy.shape, "kl": lens.kl.shape}
         shapes |= {"rank": lens.rank.shape, "log_probs": lens.log_probs.shape[:2]}
         wrong = [f"{part} {shape}" for part, shape in shapes.items() if shape != cells]

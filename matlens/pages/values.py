@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from matlens.checks import checked
 from matlens.errors import printable
 from matlens.pages.assembly import assemble, embedded_json, packed
-from matlens.signatures import checked
 
 BLOCK = 256
 """Value vectors in one script."""

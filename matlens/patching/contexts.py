@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy
@@ -24,7 +25,6 @@ from matlens.patching.replacements import Replacement, describe_replacement, sta
 from matlens.patching.resolution import find_overlap, resolve_replacements
 from matlens.patching.skipping import replaced_forwards, skipping_forwards
 from matlens.patching.token_places import TokenPlaces
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

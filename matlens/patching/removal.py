@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from matlens.checks import checked
 from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import reads_whole
@@ -18,7 +19,6 @@ from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import EndOfPass, hanging, intervening
 from matlens.models.sites import COEFFICIENTS, STREAM, Site, require_finite
 from matlens.progress import Bar
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

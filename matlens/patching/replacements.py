@@ -14,13 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.arguments import require_whole, short
+from matlens.checks import check_int, checked, short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
 from matlens.models.changes import function_name
 from matlens.models.sites import STREAM, Site
-from matlens.signatures import checked
 
 Where = Literal["all", "not-first", "last"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
 Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]]
@@ -164,7 +163,7 @@ def stand_ins(
 
 def _layer(maps: MapSet, layer: int) -> int:
     """A layer of the stream, from the end of the maps' model where it counts from there."""
-    layer = require_whole(layer, "The layer")
+    layer = check_int(layer, "The layer")
     return layer if maps.provenance.model is None else maps.provenance.resolve(layer).layer
 
 

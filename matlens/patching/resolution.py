@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.checks import short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.models.anatomy import Anatomy, probe_inputs

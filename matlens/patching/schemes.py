@@ -11,11 +11,10 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.errors import InputError
 from matlens.models.anatomy import Anatomy
 from matlens.patching.replacements import Replacement, Where, jump
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -103,13 +102,12 @@ class Scheme:
 
 
 @checked
-def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
+def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
     """All weighted round-robin schemes, as ``(a, b, scheme)`` for ``a, b >= 1`` with ``a+b`` dividing ``L``.
 
     Boundaries are ``0, a, a+b, 2a+b, 2a+2b, ..., L``; for each there is the scheme that starts with blocks
     and the one that starts with ``mat``.
     """
-    require_whole(n_layers, "n_layers", least=1)
     schemes = []
     for whole in (n for n in range(2, n_layers + 1) if n_layers % n == 0):
         for a in range(1, whole):

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
@@ -27,7 +27,6 @@ from matlens.models.anatomy import Anatomy, output_multiplier
 from matlens.models.sites import CROSS, STREAM, Site, require_finite
 from matlens.patching.replacements import mat_attn
 from matlens.patching.resolution import resolve_replacements
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

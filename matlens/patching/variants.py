@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import reads_whole, require_own_tokens
@@ -27,7 +27,6 @@ from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement
 from matlens.patching.resolution import resolve_replacements
 from matlens.progress import Bar
-from matlens.signatures import checked
 from matlens.storage.rows import Column, keep_rows
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def run_variants(
     *,
     folder: str | Path | None = None,
     origin: Mapping[str, Any] | None = None,
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Mapping[str, Float[Tensor, "n d_model"]]:
     """Run every variant over the examples; gives what each has for ``h^L`` at the examples' positions.
@@ -103,8 +102,6 @@ def run_variants(
         name: _resolve_variant(model, identity, examples, name, variant) for name, variant in variants.items()
     }
     read = examples if reads_whole(model) else examples.up_to_positions()
-    if batch_tokens is not None:
-        require_whole(batch_tokens, "batch_tokens", least=1)
     budget = batch_tokens or default_batch_tokens(model)
 
     def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
+from matlens.checks import checked
 from matlens.plots.colours import DARK, GREY, LOWERED, OTHER, RAISED
 from matlens.plots.style import add_legend, layer_ticks, literal, styled
-from matlens.signatures import checked
 
 _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
 _NAMED = 8  # clusters of each panel that are named

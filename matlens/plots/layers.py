@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from matlens.arguments import require_choice
+from matlens.checks import check_choice, checked
 from matlens.errors import InputError
 from matlens.models.vocabulary import visible
 from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, Look, ink, method_looks
@@ -30,7 +30,6 @@ from matlens.plots.style import (
     styled,
     title_of,
 )
-from matlens.signatures import checked
 
 _METHODS = {"mat": MAT, "id": ID}
 _MOST_TOKENS = 60  # tokens side by side; more cannot be read
@@ -321,7 +320,7 @@ def trajectory_figure(
     InputError
         It is no such table, or has more tokens than can be read side by side.
     """
-    require_choice(colour, _COLOURS, "colour")
+    check_choice(colour, _COLOURS, "colour")
     grid = table.pivot(index="layer", columns="position", values=colour)
     words = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
     if grid.shape[1] > _MOST_TOKENS:

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
+from matlens.checks import checked
 from matlens.plots.colours import DARK, Look
 from matlens.plots.style import literal, percent_ticks, short_name, styled
-from matlens.signatures import checked
 
 LAYER = r"layer $\ell$"
 _ROW, _LETTER = 9.0, 3.6  # points between two rows about infinite values, and of a letter

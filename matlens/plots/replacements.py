@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
+from matlens.checks import checked
 from matlens.plots.colours import REPLACED, ink, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import (
@@ -21,7 +22,6 @@ from matlens.plots.style import (
     styled,
     title_of,
 )
-from matlens.signatures import checked
 
 _MANY = 8  # methods; the names of more stand on the right
 _SCHEMES = ("R2", "R2, scored without sinks", "R2 without sinks")  # one scheme for each number of blocks

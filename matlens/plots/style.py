@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from matlens.arguments import require_whole, short
+from matlens.checks import NonNegativeInt, checked, short
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.storage.files import system_errors, write_together
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")
@@ -171,7 +170,7 @@ def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
 
 
 @checked
-def layer_ticks(last: int) -> list[int]:
+def layer_ticks(last: NonNegativeInt) -> list[int]:
     """Round layers, and the last one whatever it is.
 
     Raises
@@ -179,7 +178,6 @@ def layer_ticks(last: int) -> list[int]:
     InputError
         The last layer is negative.
     """
-    require_whole(last, "The last layer", least=0)
     ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]
     gap = np.diff(ticks).min() if len(ticks) > 1 else 1
     return [*(t for t in ticks if last - t >= gap / 2), last]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, checked
 from matlens.plots.colours import CLASSES, method_looks
 from matlens.plots.lines import draw_line
 from matlens.plots.style import (
@@ -17,7 +17,6 @@ from matlens.plots.style import (
     short_name,
     styled,
 )
-from matlens.signatures import checked
 
 _VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens dealt anew"}
 
@@ -85,7 +84,7 @@ def concept_shares(results: pd.DataFrame) -> Figure:
 
 @checked
 @styled
-def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
+def pattern_sizes(results: pd.DataFrame, size: PositiveInt) -> Figure:
     """How many vectors have a pattern of so many words, over all layers and layer by layer.
 
     Parameters
@@ -95,7 +94,6 @@ def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
     size
         Words of the patterns that are drawn layer by layer.
     """
-    require_whole(size, "size", least=1)
     figure = Figure(figsize=(8.2, 3.7))
     left, right = figure.subplots(1, 2)
     patterns = results[results["metric"] == "pattern"]

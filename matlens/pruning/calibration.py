@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.checks import short
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import is_masked, require_own_tokens
 from matlens.errors import InputError

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.models.weights import plain_model, plain_state
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

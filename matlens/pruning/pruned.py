@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from matlens.arguments import require_choice, require_number, require_seed, require_whole
+from matlens.checks import NonNegative, Seed, check_choice, check_int, checked
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method, usual_penalty
 from matlens.pruning.spans import read_wanted, spans_of
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -62,9 +61,9 @@ def prune(
     *,
     method: str = Method.chain,
     choice: str = Choice.greedy,
-    penalty: float | None = None,
+    penalty: NonNegative | None = None,
     heal: int = 0,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> Pruned:
     """Leave blocks out of a model and fold maps into the weights before them (definitions, section 11).
@@ -105,12 +104,9 @@ def prune(
     InputError
         The model cannot be folded into, and the message says why; or blocks, text or settings are not usable.
     """
-    method = Method(require_choice(method, Method, "method"))
-    choice = Choice(require_choice(choice, Choice, "choice"))
-    if penalty is not None:
-        penalty = require_number(penalty, "penalty", least=0)
-    require_whole(heal, "heal", least=0, most=_MOST_HEALED)
-    require_seed(seed)
+    method = Method(check_choice(method, Method, "method"))
+    choice = Choice(check_choice(choice, Choice, "choice"))
+    check_int(heal, "heal", min=0, max=_MOST_HEALED)
     wanted = read_wanted(blocks, model.cfg.n_layers)
     if heal and (method == Method.out or not wanted):
         raise InputError(
@@ -139,7 +135,7 @@ def prune_attention(
     attention: int | Sequence[int],
     *,
     method: str = Method.refit,
-    penalty: float | None = None,
+    penalty: NonNegative | None = None,
     progress: bool = True,
 ) -> Pruned:
     """Leave the attention of some blocks out, and fold a map in its place into the FFN before it.
@@ -162,15 +158,13 @@ def prune_attention(
         The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
         or settings are not usable.
     """
-    method = Method(require_choice(method, Method, "method"))
+    method = Method(check_choice(method, Method, "method"))
     if method == Method.chain:
         others = ", ".join(known for known in Method if known != Method.chain)
         raise InputError(
             "The method chain refits the FFNs behind blocks that are left out, and is not there for "
             f"attention alone. Expected one of {others}."
         )
-    if penalty is not None:
-        penalty = require_number(penalty, "penalty", least=0)
     wanted = read_wanted(attention, model.cfg.n_layers, "attentions")
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
     made, layers = calibration.without_attention(wanted, method, penalty, progress=progress)

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.models.vocabulary import visible
 from matlens.pruning.choices import Method
-from matlens.signatures import checked
 from matlens.storage.arrays import describe_file
 from matlens.storage.files import (
     library_errors,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.sinks import outlying_rows
-from matlens.arguments import require_whole, short
+from matlens.checks import check_int, short
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.numerics.precision import in_float64
@@ -35,7 +35,7 @@ def read_blocks(blocks: Any, n_layers: int) -> tuple[int, ...]:
         raise InputError(
             f"blocks is {short(blocks)}. Expected a number of blocks, or a list such as [13, 14]."
         )
-    numbers = [require_whole(block, "A block to leave out", least=0, most=n_layers - 1) for block in blocks]
+    numbers = [check_int(block, "A block to leave out", min=0, max=n_layers - 1) for block in blocks]
     if len(set(numbers)) < len(numbers):
         raise InputError(f"The blocks {short(sorted(numbers))} name one twice. Expected each once.")
     if 0 in numbers:
@@ -67,7 +67,7 @@ def read_count(n: Any, n_layers: int, what: str = "blocks") -> int:
     InputError
         There are not so many.
     """
-    return require_whole(n, f"The number of {what} to leave out", least=0, most=n_layers - 1)
+    return check_int(n, f"The number of {what} to leave out", min=0, max=n_layers - 1)
 
 
 def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from sentencex import segment
 
-from matlens.arguments import did_you_mean, require_kind, short
 from matlens.bounds import LINE, parse_json
+from matlens.checks import did_you_mean, short
 from matlens.errors import InputError, printable
 from matlens.sources.packing import ARCHIVE_SUFFIXES, LEIPZIG_NAME, PACKED_SUFFIXES, shown
 from matlens.sources.samples import news_sample, wikipedia_sample
@@ -64,10 +64,8 @@ def open_source(source: Source, field: str, split: str) -> Iterator[str]:
     InputError
         The source is not there, or a line of it cannot be read.
     """
-    require_kind(field, str, "field", way="Give the name of a field of JSON lines or of a dataset.")
     if not field:
         raise InputError("field is empty. Expected the name of a field of JSON lines or of a dataset.")
-    require_kind(split, str, "split", way="Give the name of a split of a dataset, such as 'train'.")
     if not isinstance(source, str | os.PathLike):
         return _given_sentences(source, field)
     path = file_of_source(source)
@@ -102,7 +100,6 @@ def file_of_source(source: Source) -> Path | None:
         return None
     try:
         text = os.fspath(source)
-        require_kind(text, str, "source", way=_CHOICES)
         path = Path(text).expanduser()
         if not text or not os.path.lexists(path) or os.path.isdir(path):
             return None

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from matlens.arguments import plain_number
 from matlens.bounds import JSON, Bound, parse_json
+from matlens.checks import plain_number
 from matlens.errors import InputError
 from matlens.storage.locks import locked
 

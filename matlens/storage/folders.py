@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from matlens import parallel
-from matlens.arguments import plain_number
+from matlens.checks import checked, plain_number
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
 from matlens.storage.notes import NOTES, UNFINISHED

@@ -16,10 +16,9 @@ from typing import Any
 import pandas as pd
 
 from matlens import bounds
-from matlens.arguments import require_kind
+from matlens.checks import check, checked
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.signatures import checked
 from matlens.storage.cells import guarded_table, original_table
 from matlens.storage.files import (
     SEAL,
@@ -175,7 +174,7 @@ def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -
     InputError
         It has no rows, or columns are missing.
     """
-    require_kind(table, pd.DataFrame, "The table", way=f"Give {what}.")
+    check(table, pd.DataFrame, "table")
     missing = [column for column in columns if column not in table.columns]
     if missing:
         raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")

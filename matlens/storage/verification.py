@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.signatures import checked
 from matlens.storage.arrays import read_header, require_hash, require_record
 from matlens.storage.files import SEAL, damaged, open_regular, read_json, require_seal
 from matlens.storage.folders import BESIDE, CONFIG, FILES, is_record, read_record

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from matlens.activations.collecting import collect
+from matlens.checks import checked
 from matlens.control.control import PAPER_COEFFICIENT, controlled
 from matlens.corpora.examples import Examples
 from matlens.corpora.token_examples import make_token_examples
@@ -25,7 +26,6 @@ from matlens.models.readout import Readout
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import submodule_pairs
-from matlens.signatures import checked
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

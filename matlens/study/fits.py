@@ -10,7 +10,7 @@ import torch
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
-from matlens.arguments import require_number
+from matlens.checks import NonNegative, check_number, checked
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
@@ -18,7 +18,6 @@ from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
 from matlens.linear.sums import solve_pairs
 from matlens.numerics.precision import in_float64
-from matlens.signatures import checked
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
 from matlens.study.room import require_room_for_fit, require_room_to_solve
 
@@ -29,7 +28,7 @@ def fit_maps(
     *,
     pairs: Pairs = "all",
     intercept: bool = False,
-    ridge: float | None = 0.0,
+    ridge: NonNegative | None = 0.0,
     progress: bool = True,
 ) -> MapSet:
     """Fit maps between layers of the stream on ``train/`` or ``moments/``, into ``maps/``.
@@ -42,8 +41,6 @@ def fit_maps(
         Off by default, as in the paper. Without a number, the penalty is 0 where samples are at least twice
         as many as the width of the model, and else what `typical_penalty` gives.
     """
-    if ridge is not None:
-        ridge = require_number(ridge, "The ridge", least=0)  # before anything is read
     if has_moments(Path(folder)):
         kept = StoredMoments(Path(folder) / MOMENTS)
         return fit_moments(
@@ -72,7 +69,7 @@ def fit_moments(
     *,
     pairs: Pairs | None = None,
     intercept: bool = False,
-    ridge: float | None = 0.0,
+    ridge: NonNegative | None = 0.0,
     progress: bool = True,
 ) -> MapSet:
     """Fit maps on moments of one folder, or of all shards of a job, into a folder of maps.
@@ -93,8 +90,6 @@ def fit_moments(
     InputError
         A shard of the job is missing, there are no samples, or no moments were kept of a pair.
     """
-    if ridge is not None:
-        ridge = require_number(ridge, "The ridge", least=0)
     moments.require_complete()
     there = [(source, target) for source, targets in moments.targets.items() for target in targets]
     wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)
@@ -129,7 +124,7 @@ def chosen_ridge(
 ) -> float:
     """The penalty of `fit_maps` for maps that are fitted on ``n_fitted`` of some samples, by default all."""
     if ridge is not None:
-        return require_number(ridge, "The ridge", least=0)
+        return check_number(ridge, "The ridge", min=0)
     few = are_few(samples.n_rows if n_fitted is None else n_fitted, samples.provenance.identity.d_model)
     return typical_penalty(samples, dict.fromkeys(source for source, _ in pairs)) if few else 0.0
 

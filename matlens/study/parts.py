@@ -16,7 +16,7 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import pairs_and_widths, require_shard, stream_moments
-from matlens.arguments import require_whole
+from matlens.checks import PositiveInt, Seed, checked
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -24,7 +24,6 @@ from matlens.corpora.readers import is_masked
 from matlens.errors import InputError, printable
 from matlens.linear.pairs import Pairs
 from matlens.linear.samples import are_few
-from matlens.signatures import checked
 from matlens.study.output import MOMENTS, TRAIN, VALIDATION, has_moments
 from matlens.study.plan import Shape, collected_bytes
 from matlens.study.room import free_disk, moments_on_disk, require_disk, require_room_for_moments
@@ -39,10 +38,10 @@ def collect_parts(
     parts: tuple[Corpus, Corpus],
     folder: str | Path,
     *,
-    seed: int = 0,
+    seed: Seed = 0,
     positions: Positions | Literal["auto"] = "drawn",
     draw_special: bool = True,
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> tuple[Activations, Activations]:
     """Collect the stream on the two parts of a corpus, into ``train/`` and ``validation/``.
@@ -69,8 +68,6 @@ def collect_parts(
     InputError
         All positions are asked for, and cannot be used.
     """
-    if batch_tokens is not None:
-        batch_tokens = require_whole(batch_tokens, "batch_tokens", least=1)
     require_usable(model, positions, draw_special)
     if len(parts) != 2:
         raise InputError(
@@ -114,10 +111,10 @@ def sum_parts(
     folder: str | Path,
     *,
     pairs: Pairs = "all",
-    seed: int = 0,
+    seed: Seed = 0,
     positions: Positions | Literal["auto"] = "all",
     draw_special: bool = True,
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Activations:
     """Do what `collect_parts` does, but of all positions keep what fits need, and no vectors.
@@ -167,7 +164,7 @@ def sum_up(
     pairs: Pairs,
     positions: Positions,
     shard: tuple[int, int] = (1, 1),
-    batch_tokens: int | None = None,
+    batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> StoredMoments:
     """Do what `stream_moments` does, where memory and disk have room for it.

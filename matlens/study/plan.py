@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from matlens.arguments import require_choice, require_kind, require_whole
+from matlens.checks import PositiveInt, check_choice, check_int, checked
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
 from matlens.linear.needs import (
@@ -22,7 +22,6 @@ from matlens.linear.needs import (
 )
 from matlens.linear.samples import are_few
 from matlens.models.anatomy import Anatomy
-from matlens.signatures import checked
 from matlens.storage.rows import Column, file_bytes
 
 if TYPE_CHECKING:
@@ -68,9 +67,9 @@ class Shape:
     def __post_init__(self) -> None:
         limits = {"n_layers": _LAYERS, "d_model": _WIDTH, "d_mlp": 10 * _WIDTH, "d_vocab": _VOCABULARY}
         for name, most in limits.items():
-            require_whole(getattr(self, name), name, least=0 if name == "d_mlp" else 1, most=most)
-        require_whole(self.n_parameters, "n_parameters", least=0, most=_MOST * 1000)
-        require_whole(self.parameter_bytes, "parameter_bytes", least=1, most=8)
+            check_int(getattr(self, name), name, min=0 if name == "d_mlp" else 1, max=most)
+        check_int(self.n_parameters, "n_parameters", min=0, max=_MOST * 1000)
+        check_int(self.parameter_bytes, "parameter_bytes", min=1, max=8)
         if not self.d_mlp:
             object.__setattr__(self, "d_mlp", 4 * self.d_model)
         if not self.n_parameters:
@@ -178,7 +177,7 @@ class Plan:
         InputError
             There is no such step.
         """
-        require_choice(step, [need.step for need in self.needs], "step")
+        check_choice(step, [need.step for need in self.needs], "step")
         without = step == "load the model" or step.startswith("fit from ")
         return self[step].memory + self.weights * (not without)
 
@@ -200,7 +199,7 @@ def plan_study(
     train_tokens: int | None = None,
     intercept: bool = False,
     keep_rows: bool = False,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: PositiveInt = BATCH_TOKENS,
 ) -> Plan:
     """Say what each step of a study takes.
 
@@ -231,14 +230,13 @@ def plan_study(
     InputError
         A number is not one of these things.
     """
-    require_kind(shape, Shape, "shape", way="Make one with Shape(n_layers=..., d_model=...).")
-    n_train = require_whole(n_train, "The number of training sentences", least=1, most=_MOST)
-    n_validation = require_whole(n_validation, "The number of validation sentences", least=0, most=_MOST)
-    require_choice(positions, ("drawn", "all"), "positions")
-    require_choice(pairs, PAIRS, "pairs")
-    batch_tokens = require_whole(batch_tokens, "batch_tokens", least=1, most=_MOST)
+    n_train = check_int(n_train, "The number of training sentences", min=1, max=_MOST)
+    n_validation = check_int(n_validation, "The number of validation sentences", min=0, max=_MOST)
+    check_choice(positions, ("drawn", "all"), "positions")
+    check_choice(pairs, PAIRS, "pairs")
+    batch_tokens = check_int(batch_tokens, "batch_tokens", min=1, max=_MOST)
     tokens = SENTENCE * n_train if train_tokens is None else train_tokens
-    tokens = require_whole(tokens, "train_tokens", least=n_train, most=_MOST * 1000)
+    tokens = check_int(tokens, "train_tokens", min=n_train, max=_MOST * 1000)
     n_rows = n_train if positions == "drawn" else tokens
     length = max(tokens // n_train, 1)
     run = tokens if positions == "all" else tokens // 2 + n_train  # up to the drawn token

@@ -11,6 +11,7 @@ import pandas as pd
 from matlens import plots
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
@@ -18,7 +19,6 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.signatures import checked
 from matlens.storage.tables import COLUMNS, read_table, require_described, write_results
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.study.sizes import note_on_samples

@@ -10,6 +10,7 @@ from typing import Any
 
 from matlens import parallel
 from matlens.activations.stored_moments import StoredMoments
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.needs import (
     Widths,
@@ -19,7 +20,6 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.pairs import by_source
-from matlens.signatures import checked
 from matlens.storage.files import nearest_existing, system_errors
 from matlens.storage.folders import CONFIG
 

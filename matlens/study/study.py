@@ -25,6 +25,7 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
+from matlens.checks import Seed, checked
 from matlens.corpora.corpus import Corpus, load_corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
@@ -47,7 +48,6 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.signatures import checked
 from matlens.storage.files import require_writable
 from matlens.study.fits import chosen_ridge, fit_maps
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
@@ -119,7 +119,7 @@ class Study:
         *,
         n_train: int = 1,
         n_validation: int,
-        seed: int = 0,
+        seed: Seed = 0,
         device: str | None = None,
         **options: Any,
     ) -> Study:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from matlens import metrics
-from matlens.arguments import require_choice, require_whole
+from matlens.checks import check_choice, check_int, checked
 from matlens.control.perplexity import perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import require_own_tokens
@@ -18,7 +18,6 @@ from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 from matlens.trials.evaluation import EXPERIMENT, ReadText, judged_tokens, read_text
 from matlens.trials.gone import GONE, PUBLISHED, gone_estimate
@@ -75,11 +74,11 @@ def pruning_table(
     InputError
         As in `prune`; or there is nothing to judge on, or one window alone.
     """
-    of_methods = [Method(require_choice(method, Method, "A method")) for method in methods]
-    of_choices = [Choice(require_choice(choice, Choice, "A choice")) for choice in choices]
+    of_methods = [Method(check_choice(method, Method, "A method")) for method in methods]
+    of_choices = [Choice(check_choice(choice, Choice, "A choice")) for choice in choices]
     for size in sizes:
-        require_whole(size, "A number of blocks to leave out", least=1, most=model.cfg.n_layers - 1)
-    require_whole(heal, "heal", least=0, most=10**9)
+        check_int(size, "A number of blocks to leave out", min=1, max=model.cfg.n_layers - 1)
+    check_int(heal, "heal", min=0, max=10**9)
     if not judged or not sizes or not of_methods or not of_choices:
         raise InputError(
             "There is nothing to compare: expected a text, a size, a method and a choice at least."

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from matlens import metrics
+from matlens.checks import checked
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import require_own_tokens
@@ -22,7 +23,6 @@ from matlens.progress import Bar
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
 from matlens.pruning.streams import whole_windows
-from matlens.signatures import checked
 from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:

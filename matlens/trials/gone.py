@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from matlens.checks import checked
 from matlens.control.perplexity import TextLosses
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.pruning.choices import Choice, Method
-from matlens.signatures import checked
 from matlens.storage.tables import require_columns
 
 GONE = "gone"

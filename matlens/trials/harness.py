@@ -11,10 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from matlens.arguments import require_whole, short
+from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.errors import InputError, printable
 from matlens.metrics import Estimate
-from matlens.signatures import checked
 from matlens.storage.files import system_errors
 from matlens.storage.tables import result_row, result_table
 
@@ -32,9 +31,9 @@ def task_scores(
     tasks: Sequence[str],
     folder: str | Path,
     *,
-    limit: int | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
+    limit: PositiveInt | None = None,
+    batch_size: PositiveInt = 8,
+    seed: Seed = 0,
     device: str = "cpu",
 ) -> pd.DataFrame:
     """Scores of a model on tasks whose files lie in a folder; no code of tasks is run.
@@ -68,8 +67,6 @@ def task_scores(
     """
     if not tasks:
         raise InputError("There are no tasks. Expected the name of one or more.")
-    limit = None if limit is None else require_whole(limit, "limit", least=1)
-    require_whole(batch_size, "batch_size", least=1)
     model, folder = (Path(each).expanduser().absolute() for each in (model, folder))
     if not (model / "config.json").is_file():
         raise InputError(f"There is no model in {short(str(model))}. Expected a Hugging Face folder.")

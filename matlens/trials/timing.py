@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -9,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from matlens.arguments import require_whole, short
+from matlens.checks import check_int, checked, short
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
-from matlens.signatures import checked
 from matlens.trials.evaluation import require_made_of, trial_table
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: int = 5) 
 @torch.inference_mode()
 def by_turns(models: Sequence[Any], *, n_tokens: int | None = None, rounds: int) -> list[Timed]:
     """Time several plain models, each once in every round, so that what slows the machine slows them all."""
-    require_whole(rounds, "rounds", least=1)
+    check_int(rounds, "rounds", min=1)
     prompts = [_prompt(model) for model in models]
     counts = [_n_tokens(model, n_tokens) for model in models]
     seconds: list[list[float]] = [[] for _ in models]
@@ -162,9 +162,8 @@ def _prompt(model: Any) -> torch.Tensor:
 def _n_tokens(model: Any, wanted: int | None) -> int:
     """How many tokens a model writes in a round."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = None if context is None else context - min(_PROMPT, context // 2)
-    most = _WRITTEN if room is None else min(_WRITTEN, room)
-    return require_whole(most if wanted is None else wanted, "n_tokens", least=1, most=room)
+    room = math.inf if context is None else context - min(_PROMPT, context // 2)
+    return check_int(min(_WRITTEN, room) if wanted is None else wanted, "n_tokens", min=1, max=room)
 
 
 def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from matlens.arguments import require_number, require_whole, short
+from matlens.checks import check_int, check_number, short
 from matlens.errors import InputError
 from matlens.numerics.probabilities import log_softmax
 
@@ -36,10 +36,10 @@ def band_edges(cutoffs: Sequence[int], d_vocab: int) -> tuple[tuple[int, int], .
     InputError
         The cutoffs are no rising whole numbers within the vocabulary.
     """
-    d_vocab = require_whole(d_vocab, "The number of words", least=1)
+    d_vocab = check_int(d_vocab, "The number of words", min=1)
     if isinstance(cutoffs, str) or not isinstance(cutoffs, Sequence) or not cutoffs:
         raise InputError(f"The cutoffs are {short(cutoffs)}. Expected a list such as [20000, 60000].")
-    ends = [require_whole(end, "A cutoff", least=1) for end in cutoffs]
+    ends = [check_int(end, "A cutoff", min=1) for end in cutoffs]
     if ends != sorted(set(ends)) or ends[-1] > d_vocab:
         raise InputError(
             f"The cutoffs are {short(ends)}, in a vocabulary of {d_vocab} words. Expected numbers that rise "
@@ -57,8 +57,8 @@ def band_widths(d_model: int, factor: float, n_bands: int) -> tuple[int, ...]:
     InputError
         A band would have no width.
     """
-    d_model = require_whole(d_model, "The width of the stream", least=1)
-    factor = require_number(factor, "The factor between bands", least=1)
+    d_model = check_int(d_model, "The width of the stream", min=1)
+    factor = check_number(factor, "The factor between bands", min=1)
     widths = tuple(int(d_model // factor**band) for band in range(n_bands))
     if widths[-1] < 1:
         raise InputError(

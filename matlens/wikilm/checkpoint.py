@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matlens.arguments import short
+from matlens.checks import checked, short
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 from matlens.storage.files import open_regular, system_errors, write_bytes
 from matlens.wikilm.dictionary import DICTIONARY, WordDictionary
 from matlens.wikilm.modelling import ACTIVATIONS, WikiLMConfig, WikiLMForCausalLM

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matlens.arguments import require_whole, short
 from matlens.bounds import TABLE
+from matlens.checks import PositiveInt, check_int, checked, short
 from matlens.errors import InputError, printable
-from matlens.signatures import checked
 from matlens.storage.files import read_bounded, system_errors, write_text
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class WordDictionary:
         InputError
             ``n_words`` leaves no room for words.
         """
-        n_words = require_whole(n_words, "n_words", least=len(SPECIAL) + 1)
+        n_words = check_int(n_words, "n_words", min=len(SPECIAL) + 1)
         try:
             seen = {str(word): int(count) for word, count in counts if word not in SPECIAL}
         except (TypeError, ValueError) as error:
@@ -145,7 +144,7 @@ class WordDictionary:
         with system_errors(path):
             write_text(path, "".join(f"{word} {count}\n" for word, count in rows))
 
-    def tokenizer(self, *, longest: int | None = None) -> Any:
+    def tokenizer(self, *, longest: PositiveInt | None = None) -> Any:
         """A tokenizer of transformers that reads text as these words, ``</s>`` in front as fairseq has it.
 
         Words and signs are taken apart as WikiText has them (``well @-@ known``, ``1 @,@ 000``, ``it 's``);
@@ -169,7 +168,7 @@ class WordDictionary:
         special: dict[str, Any] = {"bos_token": EOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
         special["name_or_path"] = ""  # which bridges ask for
         if longest is not None:
-            special["model_max_length"] = require_whole(longest, "longest", least=1)
+            special["model_max_length"] = longest
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
 
     def _whole(self) -> list[str]:

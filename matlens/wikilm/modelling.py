@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from matlens.arguments import require_kind, require_number, require_whole, short
+from matlens.checks import check_int, check_number, short
 from matlens.errors import InputError
 from matlens.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax, band_edges, band_widths
 
@@ -71,8 +71,8 @@ class WikiLMConfig(PreTrainedConfig):
             "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
             "max_position_embeddings",
         ):  # fmt: skip
-            require_whole(getattr(self, name), name, least=1)
-        require_whole(self.hidden_size, "hidden_size", least=4)
+            check_int(getattr(self, name), name, min=1)
+        check_int(self.hidden_size, "hidden_size", min=4)
         if self.hidden_size % self.num_attention_heads:
             raise InputError(
                 f"hidden_size is {self.hidden_size}, which {self.num_attention_heads} heads do not divide. "
@@ -82,8 +82,8 @@ class WikiLMConfig(PreTrainedConfig):
             raise InputError(
                 f"hidden_act is {short(self.hidden_act)}. Expected one of {', '.join(ACTIVATIONS)}."
             )
-        require_number(self.dropout, "dropout", least=0, most=1)
-        require_number(self.layer_norm_eps, "layer_norm_eps", least=0)
+        check_number(self.dropout, "dropout", min=0, max=1)
+        check_number(self.layer_norm_eps, "layer_norm_eps", min=0)
         bands = band_edges(list(self.cutoffs), self.vocab_size)
         band_widths(self.hidden_size, self.adaptive_factor, len(bands))
         self.cutoffs = list(self.cutoffs)
@@ -199,7 +199,6 @@ class WikiLMForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
 
     def __init__(self, config: WikiLMConfig) -> None:
-        require_kind(config, WikiLMConfig, "config", way="Make one with matlens.wikilm.WikiLMConfig(...).")
         super().__init__(config)
         sizes = (config.hidden_size, config.vocab_size, list(config.cutoffs), config.adaptive_factor)
         self.embed_tokens = AdaptiveInput(*sizes)

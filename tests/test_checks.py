@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,12 +17,26 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from jaxtyping import Bool, Float, Int
+from sklearn.utils import check_random_state
 from torch import Tensor
 
 import matlens
 from matlens import InputError
-from matlens.signatures import checked
+from matlens.checks import (
+    Fraction,
+    Seed,
+    Tokenizer,
+    check,
+    check_choice,
+    check_int,
+    checked,
+    plain_number,
+    random_state,
+    short,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from matlens import MapSet
@@ -99,8 +115,8 @@ def taking(
     places: Int[np.ndarray, " n"] | None = None,
     function: Callable[[int], int] | None = None,
     layers: Iterable[int | str] | None = None,
-    seed: int = 0,
-    tokenizer: Any = "unset",
+    seed: Seed = 0,
+    tokenizer: Tokenizer = "unset",
     anything: Any = None,
 ) -> str:
     return "taken"
@@ -159,7 +175,7 @@ def test_what_an_annotation_allows_is_taken(name: str, value: Any) -> None:
 @pytest.mark.refused
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
 def test_what_an_annotation_excludes_is_refused_with_the_parameters_name(name: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"^{name} of taking is .*\. Expected .*\.$") as refusal:
+    with pytest.raises(InputError, match=rf"^{name} must be .*, got .*\.") as refusal:
         taking(**{name: value})
     assert len(str(refusal.value)) < 500
 
@@ -196,10 +212,10 @@ def test_all_public_methods_of_a_class_are_checked_and_no_others() -> None:
     assert Kept.double(4) == 8
     assert Kept(1)._hidden("x") == "x"  # type: ignore[arg-type]
     attempts: list[tuple[str, Callable[[Any], Any]]] = [
-        ("number of Kept is '3'", Kept),
-        ("text of Kept.parse is 3", lambda _: Kept.parse(3)),  # type: ignore[arg-type]
-        ("number of Kept.double is '3'", Kept.double),
-        ("other of Kept.plus is '3'", Kept(1).plus),
+        ("number must be an integer, got '3'", Kept),
+        ("text must be a str, got 3", lambda _: Kept.parse(3)),  # type: ignore[arg-type]
+        ("number must be an integer, got '3'", Kept.double),
+        ("other must be an integer, got '3'", Kept(1).plus),
     ]
     for message, attempt in attempts:
         with pytest.raises(InputError, match=re.escape(message)):
@@ -215,7 +231,7 @@ def lasting(number: int) -> Iterator[int]:
 def test_a_context_is_checked_before_it_is_entered() -> None:
     with lasting(3) as number:
         assert number == 3
-    with pytest.raises(InputError, match="number of lasting is '3'"):
+    with pytest.raises(InputError, match="number must be an integer"):
         lasting("3")  # type: ignore[arg-type]
 
 
@@ -230,42 +246,72 @@ def of_other_kinds(pair: Pair, maps: MapSet) -> None:
 
 def test_classes_are_known_by_name_and_the_message_says_how_to_come_by_one() -> None:
     of_other_kinds(Pair(1), matlens.MapSet())
-    with pytest.raises(InputError, match=r"maps of of_other_kinds is the class MapSet\. .*MapSet\.fit"):
+    with pytest.raises(InputError, match=r"maps must be a MapSet, got the class MapSet\. .*MapSet\.fit"):
         of_other_kinds(Pair(1), matlens.MapSet)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"pair of of_other_kinds is of the kind list, \[1\]"):
+    with pytest.raises(InputError, match=r"pair must be a Pair, got \[1\]"):
         of_other_kinds([1], matlens.MapSet())  # type: ignore[arg-type]
 
 
+def test_values_behind_a_mask_are_not_read() -> None:
+    masked = np.ma.masked_equal(np.arange(3), 1)
+    with pytest.raises(InputError, match=r"^places must be"):
+        taking(places=masked, tokenizer=_Tokenizer())
+
+
 @checked
-def of_any_numbers(x: Any, several: Mapping[str, Tensor] | None = None) -> None:
-    pass
+def of_numpy(number: int, share: float) -> tuple[type, type]:
+    return type(number), type(share)
 
 
-MATRIX = torch.eye(2)
+def test_scalars_of_numpy_become_those_of_python() -> None:
+    assert of_numpy(np.int64(3), np.float32(0.5)) == (int, float)
 
 
-UNUSUAL: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "sparse": (Tensor.to_sparse, r"sparse\. Give tensor\.to_dense"),
-    "rows": (Tensor.to_sparse_csr, "sparse"),
-    "meta": (lambda x: x.to("meta"), "on no device"),
-    "quantised": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), r"quantised.*dequantize"),
-    "float8": (lambda x: x.to(torch.float8_e4m3fn), r"of eight bits or fewer.*float\(\)"),
-    "nested": (lambda x: torch.nested.nested_tensor([x[:1], x], layout=torch.jagged), "nested"),
-    "masked": (lambda x: np.ma.masked_equal(x.numpy(), 0), "partly masked"),
-}
+@given(st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50))
+def test_integers_within_their_bounds_are_taken_and_others_refused(value: int, low: int, high: int) -> None:
+    if low <= value <= high:
+        assert check_int(value, "k", min=low, max=high) == value
+    else:
+        with pytest.raises(InputError, match=r"^k must be"):
+            check_int(value, "k", min=low, max=high)
 
 
-@pytest.mark.parametrize("kind", UNUSUAL)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_arrays_whose_numbers_do_not_lie_there_are_refused(kind: str) -> None:
-    make, message = UNUSUAL[kind]
-    array = make(MATRIX)
-    with pytest.raises(InputError, match=f"x of of_any_numbers holds numbers that are {message}"):
-        of_any_numbers(array)
-    with pytest.raises(InputError, match=f"several of of_any_numbers holds numbers that are {message}"):
-        of_any_numbers(3, {"h.0": MATRIX, "h.1": array})
-    of_any_numbers(MATRIX, {"h.0": MATRIX})
-    of_any_numbers(np.ma.array(MATRIX.numpy()))  # nothing in it is masked
+@pytest.mark.parametrize("value", [-1e-9, 1.5, float("nan"), "1", None, True, 10**400, 1j])
+def test_fractions_are_from_zero_to_one(value: Any) -> None:
+    check(np.float32(0.5), Fraction, "share")
+    with pytest.raises(InputError, match=r"^share must be a finite number from 0 to 1, got "):
+        check(value, Fraction, "share")
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
+def test_seeds_at_their_bounds_are_taken_by_torch_and_by_scikit_learn(seed: int) -> None:
+    check(seed, Seed, "seed")
+    assert torch.Generator().manual_seed(seed).initial_seed() == seed
+    assert check_random_state(random_state(seed)).rand() == check_random_state(random_state(seed)).rand()
+
+
+def test_words_are_chosen_from_a_list() -> None:
+    assert check_choice("last", ("last", "all"), "pairs") == "last"
+    for value in ("first", 3, None, ["last"]):
+        with pytest.raises(InputError, match=r"^pairs must be one of last, all, got"):
+            check_choice(value, ("last", "all"), "pairs")
+
+
+def test_numbers_of_numpy_are_written_as_json() -> None:
+    given = {"seed": np.int64(3), "ridge": np.float32(0.5), "n": np.array(4), "on": np.bool_(True)}
+    written = json.dumps(given, default=plain_number)
+    assert json.loads(written) == {"seed": 3, "ridge": 0.5, "n": 4, "on": True}
+    for other in (np.zeros(2), object(), b"x"):
+        with pytest.raises(TypeError):
+            json.dumps(other, default=plain_number)
+
+
+def test_long_values_are_cut() -> None:
+    assert len(short("a" * 10**6)) < 60
+    assert len(short(list(range(10**5)))) < 60
+    assert short(torch.zeros(2, 3)) == "a float32 Tensor of the shape (2, 3)"
+    assert short(StrEnum("Method", ["chain"]).chain) == "'chain'"
+    assert short(10**100) == "a number of more than thirty digits"
 
 
 def test_calls_that_do_not_fit_the_signature_fail_as_they_do_everywhere() -> None:
