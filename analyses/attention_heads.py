@@ -16,7 +16,7 @@ from matlens import MapSet, plots
 from matlens.activations import sink_counts, sink_rows
 from matlens.cli import Patched, Report, run_study
 from matlens.linearity import head_ablation, head_pairs
-from matlens.models import Anatomy
+from matlens.models import ModelLayout
 from matlens.study import Study, origin_of
 
 NAME = "attention_heads"
@@ -34,7 +34,7 @@ def main(
     stream, _ = study.stream
     train, validation = study.head_samples
     rows, validation_rows = ~sink_rows(stream), ~sink_rows(study.validation)
-    maps = MapSet.fit(train, pairs=head_pairs(Anatomy.from_model(study.model)), rows=rows)
+    maps = MapSet.fit(train, pairs=head_pairs(ModelLayout.from_model(study.model)), rows=rows)
     n_patched = min(patched, validation.n_rows)
     table = head_ablation(
         study.readout, study.model, maps, train, validation, rows=rows, validation_rows=validation_rows,

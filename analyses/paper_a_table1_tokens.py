@@ -16,7 +16,7 @@ from matlens import collect, make_prompts, plots
 from matlens.cli import Report, run_study
 from matlens.corpora import is_masked
 from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
-from matlens.models import Anatomy
+from matlens.models import ModelLayout
 from matlens.study import Study
 
 NAME = "paper_a_table1_tokens"
@@ -38,7 +38,7 @@ def main(
     given = prompt or ([text.format(mask) for text in MASKED] if is_masked(study.model) else list(NEXT))
     read = collect(study.model, make_prompts(study.model, list(dict.fromkeys(given))))
     default = [study.n_layers // 6, study.n_layers // 2, study.n_layers]
-    layers = [Anatomy.from_model(study.model).resolve(number).layer for number in layer or default]
+    layers = [ModelLayout.from_model(study.model).resolve(number).layer for number in layer or default]
     table = top_predictions(study.readout, study.maps, read, layers)
     for text in prompt_texts(study.readout, read):
         Console().print(predictions_table(table, text))

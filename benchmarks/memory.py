@@ -27,7 +27,7 @@ from matlens.activations import stream, stream_moments
 from matlens.corpora import Examples
 from matlens.ffn import Trace
 from matlens.linear import fit_stream
-from matlens.models import Anatomy
+from matlens.models import ModelLayout
 from matlens.patching import submodule_pairs
 
 _LAYERS, _WIDTH, _LENGTH = 6, 256, 24
@@ -119,7 +119,9 @@ def _passing(model: Any, examples: Any, folder: Path) -> None:
 
 
 def _submodules(model: Any, examples: Any, folder: Path) -> None:
-    stream_moments(model, examples, folder, pairs=submodule_pairs(Anatomy.from_model(model)), progress=False)
+    stream_moments(
+        model, examples, folder, pairs=submodule_pairs(ModelLayout.from_model(model)), progress=False
+    )
 
 
 def _trace(model: Any, examples: Any, folder: Path) -> None:

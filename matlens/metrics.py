@@ -91,7 +91,7 @@ def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int
     InputError
         There is not one token for each row, one is not in the vocabulary, or a probability is NaN.
     """
-    _require_tokens(log_probs, token)
+    _check_tokens(log_probs, token)
     if bool(log_probs.isnan().any()):  # nothing compares with NaN, so it would count as the best rank
         raise InputError("log_probs must be numbers, got NaN.")
     return 1 + (log_probs > log_probs.gather(1, token[:, None])).sum(1)
@@ -106,7 +106,7 @@ def surprisal(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -
     InputError
         There is not one token for each row, or one is not in the vocabulary.
     """
-    _require_tokens(log_probs, token)
+    _check_tokens(log_probs, token)
     return -log_probs.gather(1, token[:, None])[:, 0]
 
 
@@ -119,7 +119,7 @@ def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
     InputError
         There are no entries.
     """
-    _require_some(hits)
+    _check_some(hits)
     n, count = hits.numel(), int(hits.sum())
     from scipy import stats  # seconds, which commands that measure nothing can spare
 
@@ -136,7 +136,7 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
     InputError
         There are no values.
     """
-    _require_some(values)
+    _check_some(values)
     sample = values.cpu().double().numpy().reshape(-1)
     if np.isinf(sample).any():
         return Estimate.without_interval(np.mean(sample), len(sample))
@@ -147,7 +147,7 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
     return Estimate(centre, centre - half, centre + half, len(sample))
 
 
-def _require_tokens(log_probs: Tensor, token: Tensor) -> None:
+def _check_tokens(log_probs: Tensor, token: Tensor) -> None:
     rows, d_vocab = log_probs.shape
     if len(token) != rows:
         raise InputError(f"{len(token)} tokens for {rows} distributions. Expected one for each.")
@@ -158,6 +158,6 @@ def _require_tokens(log_probs: Tensor, token: Tensor) -> None:
         )
 
 
-def _require_some(values: Tensor) -> None:
+def _check_some(values: Tensor) -> None:
     if not values.numel():
         raise InputError("There are no examples to take a mean of. Expected one or more.")

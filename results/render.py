@@ -127,10 +127,10 @@ class Results:
     def origin(self, name: str) -> dict[str, Any]:
         """What a table was made from and by what."""
         origin: dict[str, Any] = json.loads(self._path(f"{name}.json").read_text())
-        self._require_same_models(name, origin)
+        self._check_same_models(name, origin)
         return origin
 
-    def _require_same_models(self, name: str, origin: dict[str, Any]) -> None:
+    def _check_same_models(self, name: str, origin: dict[str, Any]) -> None:
         """Refuse a table whose model is not, bit for bit, that of the tables that were quoted before."""
         for model in _models_of(origin):
             called = model["base_model_name_or_path"], model.get("dtype")

@@ -91,7 +91,7 @@ def without_each_key(config: Path) -> Iterator[str]:
     config.write_text(json.dumps(whole))
 
 
-def require_refused_or_read(config: Path, load: Callable[[], Any], needed: Iterable[str]) -> None:
+def check_refused_or_read(config: Path, load: Callable[[], Any], needed: Iterable[str]) -> None:
     """What lacks a key of its record is refused in words, or read without it; what is needed is refused."""
     refused = {}
     for path in without_each_key(config):

@@ -31,7 +31,7 @@ class Head(Readout):
     def log_probs(self, h: Tensor) -> Tensor:
         return self.logits(h).log_softmax(-1)
 
-    def require_same(self, other: Provenance | ModelIdentity, *, theirs: str = "") -> None:
+    def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "") -> None:
         """It is of no model, so that the vectors may be of any."""
 
 

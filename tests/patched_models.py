@@ -13,8 +13,8 @@ from torch import Tensor
 
 import matlens
 from matlens import LinearMap, Site
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.patching import variants as variants_module
 from matlens.patching.replacements import Replacement
 from matlens.patching.variants import Variant
@@ -76,12 +76,12 @@ def vectors(model: Any, sentences: Sequence[Sequence[int]] = SENTENCES, side: st
     tokens, mask = padded(sentences, side)
     seen: dict[str, Tensor] = {}
 
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
 
     def keep(site: Site) -> tuple[str, Any]:
-        return anatomy.hook(site), lambda value, hook: seen.update({str(site): value.clone()})
+        return layout.hook(site), lambda value, hook: seen.update({str(site): value.clone()})
 
-    with model.hooks(fwd_hooks=[keep(site) for site in anatomy.sites]):
+    with model.hooks(fwd_hooks=[keep(site) for site in layout.sites]):
         seen["logits"] = model(tokens, attention_mask=mask)
     return [{site: value[s][mask[s] == 1] for site, value in seen.items()} for s in range(len(sentences))]
 

@@ -46,8 +46,8 @@ ROOT = Path(matlens.__file__).parent
 UNCHECKED = {
     "InputError", "fingerprint", "rounded_fingerprints", "unembed_hash", "controlled", "Family",
     "number_text", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning", "csv_text",
-    "require_writable", "sink_counts",
-    "block_hook", "require_finite", "Report", "main", "run_study", "Rows", "Column",
+    "check_writable", "sink_counts",
+    "block_hook", "check_finite", "Report", "main", "run_study", "Rows", "Column",
     "RowFiles", "Workplace", "command_line", "keep_rows", "make_config", "read_rows",
     "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
     "print_members", "print_atlas", "register", "WikiLMForCausalLM", "distributed",

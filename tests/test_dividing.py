@@ -76,7 +76,7 @@ def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     }
 
 
-def require_same_sums(made: dict[str, Any], whole: dict[str, Any]) -> None:
+def check_same_sums(made: dict[str, Any], whole: dict[str, Any]) -> None:
     assert made["n"] == whole["n"]
     assert made["details"] == whole["details"]
     assert made["maps"].keys() == whole["maps"].keys()
@@ -108,7 +108,7 @@ def test_closed_forms_of_several_processes_are_those_of_one(
     assert whole[0]["details"]["mat without sinks"]["n_sinks"] > 0
     for made in outcomes(n, work, tmp_path / "outcomes"):
         for ours, theirs in zip(made[:3], whole[:3], strict=True):
-            require_same_sums(ours, theirs)
+            check_same_sums(ours, theirs)
         assert made[3]["n"] == whole[3]["n"]
         assert made[3]["details"] == whole[3]["details"]
 

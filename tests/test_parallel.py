@@ -27,8 +27,8 @@ from matlens.ffn.trace import Trace
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import Provenance
+from matlens.models.layout import ModelLayout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.storage import rows
 from matlens.study.fits import fit_moments
@@ -49,10 +49,10 @@ def weights(maps: Any) -> dict[tuple[str, str], Tensor]:
 
 def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> dict[str, Any]:
     """All that sums over tokens, with the same calls in each process."""
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     quiet: dict[str, Any] = {"batch_tokens": BATCH, "progress": False}
     kept = matlens.collect(model, examples, **quiet)
-    ends = submodule_pairs(anatomy)
+    ends = submodule_pairs(layout)
     inner = matlens.collect(model, examples, sorted({site for pair in ends for site in pair}), **quiet)
     one = matlens.collect(model, few, **quiet)
     whole = matlens.collect(model, examples, positions="all", folder=folder / "rows", **quiet)
@@ -110,7 +110,7 @@ def together(
     return [outcome["result"] for outcome in outcomes], folder
 
 
-def require_same_maps(made: list[Any], whole: Any) -> None:
+def check_same_maps(made: list[Any], whole: Any) -> None:
     points = {site: vectors.double() for site, vectors in whole["activations"].items()}
     for of_process in made:
         for name, maps in whole["maps"].items():
@@ -123,7 +123,7 @@ def require_same_maps(made: list[Any], whole: Any) -> None:
                 assert float((ours - theirs).norm()) <= 1e-10 * float(theirs.norm()), (name, pair)
 
 
-def require_same_rows(made: list[Any], whole: Any) -> None:
+def check_same_rows(made: list[Any], whole: Any) -> None:
     for of_process in made:
         assert of_process["n"] == whole["n"]
         for part in ("activations", "few", "trace"):
@@ -134,14 +134,14 @@ def require_same_rows(made: list[Any], whole: Any) -> None:
 def test_maps_of_several_processes_predict_what_those_of_one_do(
     together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
 ) -> None:
-    require_same_maps(together[0], alone_made[0])
+    check_same_maps(together[0], alone_made[0])
 
 
 def test_rows_traces_and_counts_are_the_same_in_each_process(
     together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
 ) -> None:
     assert alone_made[0]["n"] > 400
-    require_same_rows(together[0], alone_made[0])
+    check_same_rows(together[0], alone_made[0])
 
 
 def test_folders_are_those_of_one_process(
@@ -176,8 +176,8 @@ def test_processes_without_examples_have_the_same(
     outcomes = run_ranks(4, lambda: everything(model, *given, tmp_path / "together"), tmp_path / "outcomes")
     assert [outcome.get("trace") for outcome in outcomes] == [None] * 4
     made = [outcome["result"] for outcome in outcomes]
-    require_same_maps(made, whole)
-    require_same_rows(made, whole)
+    check_same_maps(made, whole)
+    check_same_rows(made, whole)
     files = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*/*.npy")}
     assert len(files) > 8
     assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*/*.npy")} == files

@@ -10,14 +10,14 @@ import pytest
 import matlens
 from matlens import InputError
 from matlens.control.graders import make_grader
-from matlens.estimators.trained import require_method_names
+from matlens.estimators.trained import check_method_names
 
 TYPOS: dict[str, tuple[Callable[[], Any], str]] = {
     "a model": (lambda: matlens.load("smolm2-135m"), "smollm2-135m"),
     "a sample": (lambda: matlens.load_corpus("wikipedia-smaple"), "wikipedia-sample"),
-    "a method": (lambda: require_method_names("rigde"), "ridge"),
-    "a method of several": (lambda: require_method_names("normed+afine"), "affine"),
-    "a trained method": (lambda: require_method_names("polised"), "polished"),
+    "a method": (lambda: check_method_names("rigde"), "ridge"),
+    "a method of several": (lambda: check_method_names("normed+afine"), "affine"),
+    "a trained method": (lambda: check_method_names("polised"), "polished"),
     "a grader": (lambda: make_grader("detoxfy"), "detoxify"),
 }
 
@@ -32,5 +32,5 @@ def test_a_typo_gets_a_suggestion(what: str) -> None:
 @pytest.mark.parametrize("name", ["", "xyz", "\n", "a" * 500])
 def test_what_is_like_no_name_gets_none(name: str) -> None:
     with pytest.raises(InputError) as refused:
-        require_method_names(name)
+        check_method_names(name)
     assert "Did you mean" not in str(refused.value)

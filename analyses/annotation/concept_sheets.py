@@ -23,7 +23,7 @@ from annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.storage.files import system_errors
-from matlens.storage.tables import require_columns
+from matlens.storage.tables import check_columns
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"
@@ -56,7 +56,7 @@ class Annotation:
 @checked
 def sheet_code(sample: pd.DataFrame) -> str:
     """The code that tells a sheet from those of other samples: it depends on the items and tokens alone."""
-    require_sample(sample)
+    check_sample(sample)
     lines = "\n".join(f"{row.item} {row.rank} {row.token}" for row in _ordered(sample).itertuples())
     return "s" + hashlib.sha256(lines.encode()).hexdigest()[:8]
 
@@ -87,7 +87,7 @@ def write_concept_sheets(
     InputError
         There are other sheets in the folder, or these filled in: they are not written over.
     """
-    require_sample(sample)
+    check_sample(sample)
     folder = Path(folder)
     _refuse_others(folder)
     meanings = {} if describe is None else {token: describe(token) for token in sample["token"].unique()}
@@ -116,7 +116,7 @@ def render_page(sample: pd.DataFrame, meanings: Mapping[str, str] | None = None)
     )  # fmt: skip
 
 
-def require_sample(sample: pd.DataFrame) -> None:
+def check_sample(sample: pd.DataFrame) -> None:
     """Refuse what is no sample of `draw_concept_sample`.
 
     Raises
@@ -125,7 +125,7 @@ def require_sample(sample: pd.DataFrame) -> None:
         It is no table with the columns, or lists a rank of an item twice.
     """
     made_by = "Expected a sample, as annotation.draw_concept_sample gives it."
-    require_columns(
+    check_columns(
         sample,
         ("item", "rank", "token", "kind", "layer"),
         what="a sample, as annotation.draw_concept_sample gives it",
@@ -186,7 +186,7 @@ def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
     InputError
         Something is missing or cannot be meant; the message names the first such line of the file.
     """
-    require_sample(sample)
+    check_sample(sample)
     folder = Path(folder)
     marks = _read_marks(folder / TOKENS_FILE, sample)
     patterns = _read_patterns(folder / PATTERNS_FILE, sample)
@@ -213,7 +213,7 @@ def _read_marks(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
             f"{path} lacks {len(absent)} of {len(sample)} lines, the first is that of item {absent[0][0]}, "
             f"rank {absent[0][1]}. Expected all of the sheet; tokens of no pattern stay empty."
         )
-    _require_tokens(path, sheet, sample)
+    _check_tokens(path, sheet, sample)
     numbers = sheet["patterns"].str.split()
     wrong = ~numbers.map(lambda texts: all(map(_NUMBER.fullmatch, texts)))
     refuse_lines(
@@ -229,7 +229,7 @@ def _read_marks(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
     return marks.astype("int64").reset_index(drop=True)
 
 
-def _require_tokens(path: Path, sheet: pd.DataFrame, sample: pd.DataFrame) -> None:
+def _check_tokens(path: Path, sheet: pd.DataFrame, sample: pd.DataFrame) -> None:
     """Refuse a sheet whose tokens are not those of its ranks, as where some columns of it were sorted."""
     written = {(str(row.item), str(row.rank)): _plain(f"‹{row.token}›") for row in sample.itertuples()}
     places = list(zip(sheet["item"], sheet["rank"], strict=True))

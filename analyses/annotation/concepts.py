@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from sklearn.metrics import cohen_kappa_score
 
-from annotation.concept_sheets import CLASSES, Annotation, require_sample
+from annotation.concept_sheets import CLASSES, Annotation, check_sample
 from matlens import metrics
 from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.corpora.examples import Examples
@@ -26,7 +26,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.tables import read_table, require_columns, result_row, result_table
+from matlens.storage.tables import check_columns, read_table, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -152,7 +152,7 @@ def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
     two classes is half in each. ``concepts`` is the number of patterns, stopwords left out, and
     ``small_patterns`` that of those that do not count.
     """
-    require_sample(sample)
+    check_sample(sample)
     strange = set(annotation.marks["item"]) - set(sample["item"])
     if strange:
         raise InputError(
@@ -204,8 +204,8 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     InputError
         There are no annotations.
     """
-    _require_annotations(annotations)
-    require_columns(sample, SAMPLE_COLUMNS, what="a sample, as annotation.draw_concept_sample gives it")
+    _check_annotations(annotations)
+    check_columns(sample, SAMPLE_COLUMNS, what="a sample, as annotation.draw_concept_sample gives it")
     tallies = [tally_items(sample, annotation) for annotation in annotations]
     items = tallies[0].assign(
         **{name: sum(tally[name] for tally in tallies) / len(tallies) for name in MEASURES}
@@ -252,8 +252,8 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
     InputError
         There are no annotations, or one of another sample.
     """
-    _require_annotations(annotations)
-    require_sample(sample)
+    _check_annotations(annotations)
+    check_sample(sample)
     item_kinds = sample.groupby("item")["kind"].first()
     token_kinds = sample.set_index(["item", "rank"])["kind"]
     answers = [
@@ -274,7 +274,7 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
     return pd.DataFrame(rows, columns=list(AGREEMENT_COLUMNS))
 
 
-def _require_annotations(annotations: Sequence[Annotation]) -> None:
+def _check_annotations(annotations: Sequence[Annotation]) -> None:
     if isinstance(annotations, Annotation) or not isinstance(annotations, Sequence):
         raise InputError(f"annotations is {short(annotations)}. Expected a list of them. {_READ_SHEETS}")
     if not annotations:

@@ -27,7 +27,7 @@ from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
 from matlens.progress import Bar
-from matlens.storage.tables import require_columns, result_row, result_table
+from matlens.storage.tables import check_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -203,7 +203,7 @@ def pattern_shares(
     if not tables:
         raise InputError(f"There are no tables. {_SEARCH}")
     for name, table in tables.items():
-        require_columns(
+        check_columns(
             table, ("layer", "known", "words", "tokens"), what="tables of annotation.search_concepts"
         )
         fewest = int(table["top"].str.count(", ").min()) + 1 if "top" in table else k
@@ -270,7 +270,7 @@ def distinct_concepts(
     shared
         Largest share of words that two patterns may have in common, of those of the smaller one.
     """
-    require_columns(
+    check_columns(
         patterns,
         ("layer", "words", "tokens", "similarity", "pattern"),
         what="a table of annotation.search_concepts",

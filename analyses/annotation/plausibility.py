@@ -18,7 +18,7 @@ from matlens.checks import Seed, checked, random_state, short
 from matlens.errors import InputError
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
-from matlens.storage.tables import require_columns
+from matlens.storage.tables import check_columns
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 
@@ -34,7 +34,7 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: Seed = 0) -> pd.
     seed
         Seed of the order.
     """
-    _require_predictions(predictions)
+    _check_predictions(predictions)
     pairs = predictions[["prompt", "token"]].drop_duplicates()
     shuffled = pairs.sample(frac=1, random_state=random_state(seed))
     # One sentence after the other, in their first order, so that each is read once.
@@ -94,9 +94,9 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     InputError
         The sheet lacks a token of the predictions: it belongs to others.
     """
-    _require_predictions(predictions)
+    _check_predictions(predictions)
     way = "Read it with annotation.read_plausibility_sheet()."
-    require_columns(
+    check_columns(
         sheet, ("sentence", "token", "plausible"), what="a sheet of annotation.read_plausibility_sheet"
     )
     if not sheet["plausible"].isin([0, 1]).all():
@@ -131,9 +131,9 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     return pd.DataFrame(rows)
 
 
-def _require_predictions(predictions: pd.DataFrame) -> None:
+def _check_predictions(predictions: pd.DataFrame) -> None:
     way = "Expected the table of lens.top_predictions."
-    require_columns(
+    check_columns(
         predictions, ("prompt", "method", "layer", "rank", "token"), what="the table of lens.top_predictions"
     )
     unknown = set(predictions["method"]) - set(METHODS)

@@ -20,7 +20,7 @@ from matlens.errors import InputError
 from matlens.sources.streams import wide_encoding
 from matlens.storage.cells import original_table
 from matlens.storage.files import open_regular, read_bounded, system_errors, write_together
-from matlens.storage.tables import csv_text, require_columns
+from matlens.storage.tables import check_columns, csv_text
 
 
 @checked
@@ -58,7 +58,7 @@ def write_sheets(tables: Mapping[Path, pd.DataFrame], pages: Mapping[Path, str] 
         There is another sheet, or one of these filled in: it is not written over.
     """
     for path, table in tables.items():
-        require_columns(table, (), what=f"lines to be filled in, for {path.name}")
+        check_columns(table, (), what=f"lines to be filled in, for {path.name}")
     sheets = {path: _spreadsheet(table) for path, table in tables.items()}
     for path, content in sheets.items():
         with system_errors(path.parent):

@@ -39,7 +39,7 @@ class NgramModel:
     def __init__(self, sequences: Sequence[Sequence[int]], *, d_vocab: PositiveInt, order: int = 3) -> None:
         self.order = check_int(order, "The order", min=1, max=_MOST)
         self.d_vocab = d_vocab
-        require_sequences(sequences, self.d_vocab)
+        check_sequences(sequences, self.d_vocab)
         # Per length, from 1 on: counts of tokens behind each context.
         self._counts: list[dict[tuple[int, ...], Counter[int]]] = [
             defaultdict(Counter) for _ in range(self.order)
@@ -82,7 +82,7 @@ class NgramModel:
         InputError
             There are no sequences of two tokens or more, or a token is out of range.
         """
-        require_sequences(sequences, self.d_vocab)
+        check_sequences(sequences, self.d_vocab)
         logs = [
             math.log(self.probability(tokens[max(i - self.order + 1, 0) : i], tokens[i]))
             for tokens in sequences
@@ -100,7 +100,7 @@ def _discount(counts: object) -> float:
     return once / (once + 2 * twice) if once and twice else 0.5
 
 
-def require_sequences(sequences: Sequence[Sequence[int]], d_vocab: int) -> None:
+def check_sequences(sequences: Sequence[Sequence[int]], d_vocab: int) -> None:
     """Refuse sequences that are none of tokens of a vocabulary, or have nothing to predict.
 
     Raises

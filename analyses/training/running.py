@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from matlens.checks import Between, PositiveInt, Seed, checked
 from matlens.errors import InputError
 from matlens.progress import Bar
-from matlens.storage.files import content_hash, require_file_name, system_errors, write_bytes
+from matlens.storage.files import check_file_name, content_hash, system_errors, write_bytes
 from matlens.wikilm.adaptive import AdaptiveSoftmax
-from training.ngrams import require_sequences
+from training.ngrams import check_sequences
 
 STATE = "training.safetensors"
 _RECORD = "record"
@@ -98,7 +98,7 @@ def train(
     """
     every, seed = every, seed
     for part in (sequences, held_out):
-        require_readable(model, part)
+        check_readable(model, part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, n_updates))
     job = {
@@ -108,7 +108,7 @@ def train(
     }  # fmt: skip
     path = Path(folder) / STATE
     with system_errors(path):
-        require_file_name(path)
+        check_file_name(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
@@ -163,7 +163,7 @@ def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     return cross_entropy(head(hidden), targets, reduction="none")
 
 
-def require_readable(model: Any, sequences: Sequence[Sequence[int]]) -> None:
+def check_readable(model: Any, sequences: Sequence[Sequence[int]]) -> None:
     """Refuse what is no decoder of transformers, or sequences that it cannot read.
 
     Raises
@@ -178,7 +178,7 @@ def require_readable(model: Any, sequences: Sequence[Sequence[int]]) -> None:
             f"model is a {type(model).__name__}. Expected a WikiLMForCausalLM or another decoder of "
             "transformers, with its language-model head."
         )
-    require_sequences(sequences, d_vocab)
+    check_sequences(sequences, d_vocab)
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and max(map(len, sequences)) > most:
         raise InputError(f"A sequence has {max(map(len, sequences))} tokens, and the model reads {most}.")

@@ -14,7 +14,7 @@ from matlens.checks import PositiveInt, checked
 from matlens.metrics import Estimate
 from matlens.storage.tables import result_row, result_table
 from training.ngrams import NgramModel
-from training.running import TrainingRun, require_readable, sequence_losses
+from training.running import TrainingRun, check_readable, sequence_losses
 
 TRAINING, ORDERS = "training", {"unigrams": 1, "bigrams": 2, "trigrams": 3}
 
@@ -35,7 +35,7 @@ def compare_with_ngrams(
         Sequences of tokens; the first of each is given.
     """
     for part in (sequences, held_out):
-        require_readable(model, part)
+        check_readable(model, part)
     loss = metrics.mean(sequence_losses(model, held_out))
     value, low, high = (math.exp(nats) for nats in loss[:3])
     d_vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]

@@ -29,7 +29,7 @@ TARGETS = [*FIRST, *READING, *COMPARING, *SEEING, *LENSES, *JUDGING, *ROOMS, *PA
 EXEMPT = {
     "models.Family": "made by the library",
     "models.block_hook": "a name",
-    "models.require_finite": "a check of the library's own",
+    "models.check_finite": "a check of the library's own",
     "cli.print_atlas": "prints what the library has computed",
     "cli.print_members": "prints what the library has computed",
     "trials.task_scores": "needs a package that is no part of the installation",
@@ -79,7 +79,7 @@ EXEMPT = {
         (
             f"storage.{name}"
             for name in (
-                "require_writable", "system_errors", "to_json", "write_bytes", "write_json", "write_text",
+                "check_writable", "system_errors", "to_json", "write_bytes", "write_json", "write_text",
                 "write_together", "Workplace", "make_config", "RowFiles", "keep_rows", "read_rows",
                 "Column.header", "csv_text", "result_row", "result_table", "write_results",
             )

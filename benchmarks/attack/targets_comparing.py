@@ -268,7 +268,7 @@ COMPARING: list[Target] = [
             "longest=0": lambda _, tokens: tokens.ids == [],
         },
     ),
-    Target("models.require_finite_weights"),
+    Target("models.check_finite_weights"),
     Target("models.rounded_fingerprints"),
     Target("study.compatibility"),
     Target(

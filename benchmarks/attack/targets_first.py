@@ -295,8 +295,8 @@ FIRST: list[Target] = [
     ),
     Target(
         "patching.submodule_pairs",
-        {"anatomy": "object", "names": "names"},
-        {"anatomy": lambda w: models.Anatomy.from_model(w.model), "names": lambda _: ["attn"]},
+        {"layout": "object", "names": "names"},
+        {"layout": lambda w: models.ModelLayout.from_model(w.model), "names": lambda _: ["attn"]},
     ),
     Target(
         "patching.run_variants",
@@ -304,9 +304,9 @@ FIRST: list[Target] = [
         {"variants": lambda w: {"one": patching.Variant(1, matlens.jump(w.stream_maps, 1, 3))}},
     ),
     # Models.
-    Target("models.Anatomy.from_model"),
+    Target("models.ModelLayout.from_model"),
     *[
-        Target(f"models.Anatomy.{name}", owner=lambda w: models.Anatomy.from_model(w.model))
+        Target(f"models.ModelLayout.{name}", owner=lambda w: models.ModelLayout.from_model(w.model))
         for name in ("resolve", "width", "hook")
     ],
     Target("models.output_layer", {"layer": "layer"}),
@@ -321,14 +321,14 @@ FIRST: list[Target] = [
         takes={"values={}": lambda _, provenance: provenance == models.Provenance()},
     ),
     Target(
-        "models.Provenance.require_same",
+        "models.Provenance.check_same",
         {"other": "object", "ours": "", "theirs": ""},
         {"other": lambda w: w.stream_maps.provenance, "ours": lambda _: "the maps"},
         lambda w: w.activations.provenance,
     ),
     Target("models.fingerprint"),
     Target("models.unembed_hash"),
-    Target("models.require_raw"),
+    Target("models.check_raw"),
     Target(
         "models.token_texts",
         {"tokens": "numbers"},

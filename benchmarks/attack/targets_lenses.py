@@ -228,7 +228,7 @@ LENSES: list[Target] = [
         for name in ("polish", "scale_map", "tune")
     ],
     Target("estimators.best_start"),
-    Target("estimators.require_method_names"),
+    Target("estimators.check_method_names"),
     Target(
         "estimators.fit_maps",
         {"data": "corpus", "methods": "methods", "positions": "choice"},

@@ -42,21 +42,21 @@ def _stored(world: World) -> activations.StoredMoments:
     return activations.StoredMoments(kept("moments")(world))
 
 
-def _anatomy(world: World) -> models.Anatomy:
-    return models.Anatomy.from_model(world.model)
+def _layout(world: World) -> models.ModelLayout:
+    return models.ModelLayout.from_model(world.model)
 
 
 def _heads(world: World) -> Any:
     return once(
         world,
         "heads",
-        lambda: world.collected(sites=[*sum(linearity.head_pairs(_anatomy(world)), ()), "h.3"]),
+        lambda: world.collected(sites=[*sum(linearity.head_pairs(_layout(world)), ()), "h.3"]),
     )
 
 
 def _head_maps(world: World) -> Any:
     return matlens.MapSet.fit(
-        _heads(world), pairs=linearity.head_pairs(_anatomy(world)), ridge=1.0, progress=False
+        _heads(world), pairs=linearity.head_pairs(_layout(world)), ridge=1.0, progress=False
     )
 
 
@@ -136,16 +136,16 @@ PARTS: list[Target] = [
         lambda w: w.make_study(w.fresh("study")),
     ),
     # Heads and costs.
-    Target("linearity.head_pairs", {"anatomy": "object"}, {"anatomy": _anatomy}),
+    Target("linearity.head_pairs", {"layout": "object"}, {"layout": _layout}),
     Target(
         "linearity.head_r2",
-        {"anatomy": "object", **MAPS, "validation": ACTIVATIONS, "rows": "rows"},
-        {"anatomy": _anatomy, "maps": _head_maps, "validation": _heads},
+        {"layout": "object", **MAPS, "validation": ACTIVATIONS, "rows": "rows"},
+        {"layout": _layout, "maps": _head_maps, "validation": _heads},
     ),
     Target(
         "linearity.head_replacements",
-        {"anatomy": "object", "maps": "maps", "heads": "pairs"},
-        {"anatomy": _anatomy, "maps": _head_maps, "heads": lambda _: [(0, 1)]},
+        {"layout": "object", "maps": "maps", "heads": "pairs"},
+        {"layout": _layout, "maps": _head_maps, "heads": lambda _: [(0, 1)]},
         finish=patch_with,
         takes={f"heads={heads}": lambda _, logits: logits.isfinite().all() for heads in ([], [(0, 0)])},
     ),
@@ -209,10 +209,10 @@ PARTS: list[Target] = [
     ),
     # Models.
     *[
-        Target(f"models.Anatomy.{name}", owner=_anatomy)
+        Target(f"models.ModelLayout.{name}", owner=_layout)
         for name in ("written_at", "order", "write_order", "names")
     ],
-    Target("models.Anatomy.start_of_block", {"layer": "layer"}, owner=_anatomy),
+    Target("models.ModelLayout.start_of_block", {"layer": "layer"}, owner=_layout),
     *[
         Target(
             f"models.ModelIdentity.{name}",
@@ -220,7 +220,7 @@ PARTS: list[Target] = [
             {"other": _identity, "ours": lambda _: "the maps", "theirs": lambda _: "the model"},
             _identity,
         )
-        for name in ("same_but_rounded", "require_same_changes", "difference")
+        for name in ("same_but_rounded", "check_same_changes", "difference")
     ],
     Target(
         "models.Provenance.resolve",
@@ -234,7 +234,7 @@ PARTS: list[Target] = [
         {"config": lambda w: storage.read_config(kept("activations")(w), "activations")},
     ),
     Target(
-        "models.Readout.require_same",
+        "models.Readout.check_same",
         {"other": "object", "theirs": ""},
         {"other": lambda w: w.stream_maps.provenance},
         lambda w: w.readout,
@@ -260,7 +260,7 @@ PARTS: list[Target] = [
     Target("ffn.Projection.through_head"),
     Target("ffn.Projection.blocks", {"vectors": "vectors"}, owner=lambda w: w.projection),
     Target(
-        "ffn.Projection.require_same",
+        "ffn.Projection.check_same",
         {"other": "object", "theirs": ""},
         {"other": lambda w: w.values.identity},
         lambda w: w.projection,

@@ -134,7 +134,7 @@ ROOMS: list[Target] = [
         },
     ),
     Target(
-        "explorer.find_usage",
+        "explorer.max_activating_examples",
         {**VALUES, "n_best": "whole", "checkpoint": "path written"},
         {"examples": lambda w: explorer.shortened(w.examples)},
     ),

@@ -131,13 +131,13 @@ class World:
     @cached_property
     def submodule_activations(self) -> Any:
         """Inputs and outputs of all sub-modules."""
-        pairs = patching.submodule_pairs(matlens.models.Anatomy.from_model(self.model))
+        pairs = patching.submodule_pairs(matlens.models.ModelLayout.from_model(self.model))
         return self.collected(sites=sorted({site for pair in pairs for site in pair}))
 
     @cached_property
     def maps(self) -> matlens.MapSet:
         """Maps between all layers, and of the sub-modules, all of one model."""
-        pairs = patching.submodule_pairs(matlens.models.Anatomy.from_model(self.model))
+        pairs = patching.submodule_pairs(matlens.models.ModelLayout.from_model(self.model))
         submodules = patching.fit_submodules(self.submodule_activations, pairs, progress=False)
         stream = matlens.MapSet.fit(self.activations, pairs="all", ridge=1.0, progress=False)
         return matlens.MapSet([*stream.values(), *submodules], provenance=stream.provenance)

@@ -19,15 +19,15 @@ from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arithmetic import own_precision
 from matlens.checks import PositiveInt, check_choice, check_int, checked, short
 from matlens.corpora.batches import Batch
-from matlens.corpora.examples import Examples, require_examples
-from matlens.corpora.readers import reads_whole, require_model, require_own_tokens
+from matlens.corpora.examples import Examples, check_examples
+from matlens.corpora.readers import check_model, check_own_tokens, reads_whole
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
-from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of, unchanged
 from matlens.models.hooks import EndOfPass, reading
-from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import STREAM, Site, require_finite
+from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.layout import ModelLayout
+from matlens.models.sites import STREAM, Site, check_finite
 from matlens.models.weights import WeightChecksum
 from matlens.progress import Bar
 from matlens.storage.folders import read_config
@@ -100,14 +100,14 @@ def collect(
         A vector is not finite, a site does not exist, the folder cannot be used, or the examples are none:
         texts and token ids have to be made into `Examples` first.
     """
-    _require_arguments(model, examples, positions)
-    anatomy = Anatomy.from_model(model)
-    wanted = _resolve_sites(anatomy, anatomy.stream if sites is None else sites)
+    _check_arguments(model, examples, positions)
+    layout = ModelLayout.from_model(model)
+    wanted = _resolve_sites(layout, layout.stream if sites is None else sites)
     identity = ModelIdentity.from_model(model)
     batch_tokens = _batch_tokens(model, batch_tokens)
-    columns = _columns(anatomy, folder, wanted)
+    columns = _columns(layout, folder, wanted)
     provenance = Provenance(
-        identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(anatomy, columns)
+        identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(layout, columns)
     )
     request = {
         "provenance": provenance.to_json(),
@@ -116,7 +116,7 @@ def collect(
     }
 
     def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
-        hooks = {str(site): anatomy.hook(site) for site in wanted}
+        hooks = {str(site): layout.hook(site) for site in wanted}
         for rows in _stream(
             model, examples, hooks, positions, batch_tokens, progress, skip, provenance, True
         ):
@@ -133,9 +133,9 @@ def collect(
     return Activations(vectors, examples, positions, Provenance.from_config(config))
 
 
-def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]) -> dict[str, Column]:
+def _columns(layout: ModelLayout, folder: str | Path | None, wanted: Sequence[Site]) -> dict[str, Column]:
     """Columns of the wanted sites, or those of a finished folder that holds these and more."""
-    columns = {str(site): Column(anatomy.width(site)) for site in wanted}
+    columns = {str(site): Column(layout.width(site)) for site in wanted}
     with contextlib.suppress(InputError, KeyError):
         if folder is not None:
             there = read_config(folder, HOLDS)["request"]["columns"]
@@ -144,11 +144,11 @@ def _columns(anatomy: Anatomy, folder: str | Path | None, wanted: Sequence[Site]
     return columns
 
 
-def hook_names(anatomy: Anatomy, columns: Iterable[str]) -> dict[str, list[str]]:
+def hook_names(layout: ModelLayout, columns: Iterable[str]) -> dict[str, list[str]]:
     """All names of the columns' hooks, but of the stream's, which are called the same in every model."""
     with contextlib.suppress(InputError):  # a folder of another model is refused later, in better words
         inside = [site for site in columns if Site.parse(site).kind != STREAM]
-        return {site: anatomy.names(site) for site in inside}
+        return {site: layout.names(site) for site in inside}
     return {}
 
 
@@ -197,13 +197,13 @@ def stream_turns(
 
     Every process has as many turns; where no batch is left for it in the last one, there is ``None``.
     """
-    _require_arguments(model, examples, positions)
-    anatomy = Anatomy.from_model(model)
-    hooks = {str(site): anatomy.hook(site) for site in _resolve_sites(anatomy, sites)}
+    _check_arguments(model, examples, positions)
+    layout = ModelLayout.from_model(model)
+    hooks = {str(site): layout.hook(site) for site in _resolve_sites(layout, sites)}
     batch_tokens, skip = _batch_tokens(model, batch_tokens), check_int(skip, "skip", min=0)
     provenance = Provenance(
         ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions,
-        hooks=hook_names(anatomy, hooks),
+        hooks=hook_names(layout, hooks),
     )  # fmt: skip
     yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, provenance, divided)
 
@@ -245,35 +245,35 @@ def _stream(
                     vectors = _run(model, batch, hooks, at)
                 rows = Rows(index, at[1].numpy(), vectors, provenance, world_size > 1)
                 for name, values in rows.vectors.items():
-                    require_finite(values, name)
+                    check_finite(values, name)
             yield rows
             bar.update(sum(len(batch.index) for batch in turn))
     weights.check()
 
 
-def _require_arguments(model: Any, examples: Any, positions: Any) -> None:
-    require_model(model)
-    require_examples(examples)
+def _check_arguments(model: Any, examples: Any, positions: Any) -> None:
+    check_model(model)
+    check_examples(examples)
     check_choice(positions, get_args(Positions), "positions")
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
-    require_own_tokens(model, examples)
+    check_own_tokens(model, examples)
     if int(examples.lengths.max()) > model.cfg.n_ctx and not is_visual(model):
         raise InputError(
             f"A sentence of the examples has {examples.lengths.max()} tokens, and the model's context "
             f"{model.cfg.n_ctx}. Were they made for another model?"
         )
-    require_raw(model)
+    check_raw(model)
 
 
-def _resolve_sites(anatomy: Anatomy, sites: Any) -> list[Site]:
+def _resolve_sites(layout: ModelLayout, sites: Any) -> list[Site]:
     if isinstance(sites, (str, int, Site)):
         raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
     if not isinstance(sites, Iterable) or isinstance(sites, Mapping):
         raise InputError(
             f"The sites are {short(sites)}. Expected a list of them, such as ['h.0', 'attn_out.3']."
         )
-    wanted = list(dict.fromkeys(map(anatomy.resolve, sites)))
+    wanted = list(dict.fromkeys(map(layout.resolve, sites)))
     if not wanted:
         raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
     return wanted
@@ -313,7 +313,7 @@ def _run(
         model(first, **others, return_type=None)
     absent = [site for site, name in hooks.items() if name not in seen]
     if absent:
-        unread = Anatomy.from_model(model).hooks.get(hooks[absent[0]])
+        unread = ModelLayout.from_model(model).hooks.get(hooks[absent[0]])
         if unread is not None and not unread.shape and not changes_of(model):
             raise InputError(
                 f"{', '.join(absent)} cannot be collected of {model.cfg.architecture}: TransformerLens' hook "

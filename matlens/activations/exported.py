@@ -23,11 +23,11 @@ from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, hook_names
 from matlens.checks import PositiveInt, check_choice, checked, short
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import require_model
+from matlens.corpora.readers import check_model
 from matlens.corpora.token_examples import make_token_examples
 from matlens.errors import InputError, printable
-from matlens.models.anatomy import Anatomy
-from matlens.models.identity import ModelIdentity, Provenance, require_raw
+from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import Site
 from matlens.progress import Bar
 from matlens.storage.files import open_regular
@@ -96,26 +96,26 @@ def read_exported(
         not finite or a vector of nothing but zeros; there are not as many entries as said; an entry is
         another site than said, where the message says which it is; or the vectors of some tokens are others.
     """
-    require_model(model)
-    require_raw(model)
+    check_model(model)
+    check_raw(model)
     check_choice(positions, ("drawn", "all"), "positions")
-    anatomy = Anatomy.from_model(model)
-    sites = [None if entry is None else str(anatomy.resolve(entry)) for entry in entries]
+    layout = ModelLayout.from_model(model)
+    sites = [None if entry is None else str(layout.resolve(entry)) for entry in entries]
     named = [site for site in sites if site is not None]
     if not named or len(set(named)) < len(named):
         raise InputError(
             f"The entries are {short(list(entries))}. Expected the site of each, every site once, and None "
             "for what is left out."
         )
-    prompts = [_look(path, len(sites), anatomy.d_model) for path in _files(Path(source))]
-    _require_precision(model, prompts)
+    prompts = [_look(path, len(sites), layout.d_model) for path in _files(Path(source))]
+    _check_precision(model, prompts)
     examples = _examples(model, prompts, name)
-    _require_sites(model, prompts, sites, n_checked)
-    _require_tokens(model, prompts, sites)
-    columns = {site: Column(anatomy.width(site)) for site in named}
+    _check_sites(model, prompts, sites, n_checked)
+    _check_tokens(model, prompts, sites)
+    columns = {site: Column(layout.width(site)) for site in named}
     provenance = Provenance(
         ModelIdentity.from_model(model), {**examples.provenance, "engine": "another"}, examples.fingerprint,
-        positions, hooks=hook_names(anatomy, columns),
+        positions, hooks=hook_names(layout, columns),
     )  # fmt: skip
 
     def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
@@ -204,7 +204,7 @@ def _look(path: Path, n_entries: int, width: int) -> _Prompt:
     return _Prompt(path, tokens.tolist(), dtype)
 
 
-def _require_precision(model: TransformerBridge, prompts: Sequence[_Prompt]) -> None:
+def _check_precision(model: TransformerBridge, prompts: Sequence[_Prompt]) -> None:
     other = next((prompt for prompt in prompts if prompt.dtype != model.cfg.dtype), None)
     if other is not None:
         raise InputError(
@@ -241,7 +241,7 @@ def _after_a_block(site: str) -> bool:
 # Which layers the entries are
 
 
-def _require_sites(
+def _check_sites(
     model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None], n_checked: int
 ) -> None:
     """Compare the shortest prompts with passes of the model."""
@@ -263,7 +263,7 @@ def _require_sites(
             for prompt, part, ours in zip(
                 chosen, parts, known[site].split(examples.lengths.tolist()), strict=True
             ):
-                _require_near(prompt, sites.index(site), site, part, ours)
+                _check_near(prompt, sites.index(site), site, part, ours)
             continue
         like = f", and is nearest to {nearest} ({distances[nearest]:.2g})" if nearest != site else ""
         raise InputError(
@@ -275,23 +275,21 @@ def _require_sites(
 
 
 def _known_sites(model: TransformerBridge, examples: Examples, sites: Sequence[str]) -> Mapping[str, Tensor]:
-    anatomy = Anatomy.from_model(model)
-    wanted = list(dict.fromkeys([*map(str, anatomy.stream), *sites]))
+    layout = ModelLayout.from_model(model)
+    wanted = list(dict.fromkeys([*map(str, layout.stream), *sites]))
     ours = collect(model, examples, wanted, positions="all", progress=False)
     known = {site: ours[site] for site in wanted}
     if hasattr(model, "ln_final"):
         norm = copy.deepcopy(model.ln_final.original_component).float()
         with torch.inference_mode():
-            last = ours[str(anatomy.stream[-1])].to(model.cfg.device)
+            last = ours[str(layout.stream[-1])].to(model.cfg.device)
             known["what is past the final norm"] = norm(last).float().cpu()
     return known
 
 
-def _require_tokens(
-    model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]
-) -> None:
+def _check_tokens(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
     """Compare what enters the first block, which costs next to nothing, in all prompts."""
-    first = str(Anatomy.from_model(model).stream[0])
+    first = str(ModelLayout.from_model(model).stream[0])
     if first not in sites:
         return
     entry = sites.index(first)
@@ -302,10 +300,10 @@ def _require_tokens(
         for prompt, of_prompt in zip(some, ours.split(examples.lengths.tolist()), strict=True):
             with _opened(prompt.path) as file:
                 theirs = file.get_slice(VECTORS)[:, entry].float()
-            _require_near(prompt, entry, first, theirs, of_prompt)
+            _check_near(prompt, entry, first, theirs, of_prompt)
 
 
-def _require_near(prompt: _Prompt, entry: int, site: str, theirs: Tensor, ours: Tensor) -> None:
+def _check_near(prompt: _Prompt, entry: int, site: str, theirs: Tensor, ours: Tensor) -> None:
     """Refuse a prompt of which some vectors are not those of the model, though most may be."""
     distances = _distances(theirs, ours)
     allowed = 0 if prompt.dtype == torch.float32 else max(int(_EXCEPTIONS * len(distances)), 1)

@@ -25,7 +25,7 @@ from matlens.activations.collecting import stream
 from matlens.checks import Between, PositiveInt, checked, short
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError, InputWarning
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def find_sinks(
     Warns with `SinkWarning` where it cannot tell: where first tokens stand out and there are too few to know
     them by, and where most tokens are first tokens.
     """
-    layers = [str(site) for site in Anatomy.from_model(model).stream]
+    layers = [str(site) for site in ModelLayout.from_model(model).stream]
     index, found = [torch.empty(0, dtype=torch.long)], [torch.empty(0, len(layers))]
     for rows in stream(
         model, examples, layers, positions="all", batch_tokens=batch_tokens, progress=progress, divided=True

@@ -20,9 +20,9 @@ from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.linear.pairs import by_source
-from matlens.linear.sums import MomentsOfPairs, require_source
+from matlens.linear.sums import MomentsOfPairs, check_source
 from matlens.models.identity import Provenance
-from matlens.storage.arrays import Record, describe_tensors, require_record, require_size, require_tensor
+from matlens.storage.arrays import Record, check_record, check_size, check_tensor, describe_tensors
 from matlens.storage.files import damaged, write_bytes
 from matlens.storage.folders import Workplace, read_config, reading_record
 
@@ -51,7 +51,7 @@ def read_source(
     InputError
         The file holds something else.
     """
-    require_size(path, record)
+    check_size(path, record)
     try:
         with safe_open(path, framework="pt") as file:
             said = parse_json((file.metadata() or {}).get(_SAID, "null"), f"{path}'s metadata")
@@ -59,7 +59,7 @@ def read_source(
             if not isinstance(said, dict) or said.get("source") != source or names - {"norms"} != {"r", "z"}:
                 raise damaged(path, f"does not hold the moments of {source}")
             r, z, norms = (
-                require_tensor(file.get_tensor(name), path, record, name) if name in names else None
+                check_tensor(file.get_tensor(name), path, record, name) if name in names else None
                 for name in ("r", "z", "norms")
             )
     except (SafetensorError, OSError) as error:
@@ -107,8 +107,8 @@ class StoredMoments:
         self._folders = [(place, configs[place]) for _, _, place in sorted(shards)]
         first, config = self._folders[0]
         for place, other in self._folders[1:]:
-            _require_same_job(first, config["request"], place, other["request"])
-        self.shards = _require_each_once(sorted(shards))
+            _check_same_job(first, config["request"], place, other["request"])
+        self.shards = _check_each_once(sorted(shards))
         with reading_record(first):
             self.request = request = config["request"]
             self.targets = by_source([(str(source), str(target)) for source, target in request["pairs"]])
@@ -121,7 +121,7 @@ class StoredMoments:
         """Whether all shards of the job are there."""
         return len(self.shards) == self.shards[0][1]
 
-    def require_complete(self) -> None:
+    def check_complete(self) -> None:
         """Refuse shards of which some are missing.
 
         Raises
@@ -147,12 +147,12 @@ class StoredMoments:
         return self._read(source)[1]
 
     def _read(self, source: str) -> tuple[Moments, Tensor | None]:
-        require_source(source, self.targets)
+        check_source(source, self.targets)
         whole: Moments | None = None
         norms: list[Tensor] = []
         for folder, config in self._folders:
             name = f"{source}.safetensors"
-            record = require_record(config, folder, name)
+            record = check_record(config, folder, name)
             moments, of_shard = read_source(folder / name, record, source, self.targets[source])
             sizes = (self.widths[source], sum(self.widths[target] for target in self.targets[source]))
             if (moments.state[0].shape[1] - 1, moments.state[1].shape[1]) != sizes:
@@ -165,7 +165,7 @@ class StoredMoments:
         return whole, torch.cat(norms) if len(norms) == len(self._folders) else None
 
 
-def _require_same_job(first: Path, ours: Mapping[str, Any], place: Path, theirs: Mapping[str, Any]) -> None:
+def _check_same_job(first: Path, ours: Mapping[str, Any], place: Path, theirs: Mapping[str, Any]) -> None:
     for key, named in (("provenance", "samples"), ("pairs", "pairs of sites"), ("widths", "widths")):
         if ours.get(key) == theirs.get(key):
             continue
@@ -181,7 +181,7 @@ def _require_same_job(first: Path, ours: Mapping[str, Any], place: Path, theirs:
         )
 
 
-def _require_each_once(shards: Sequence[tuple[int, int, Path]]) -> list[tuple[int, int]]:
+def _check_each_once(shards: Sequence[tuple[int, int, Path]]) -> list[tuple[int, int]]:
     for (number, of, place), (next_number, next_of, next_place) in pairwise(shards):
         if number == next_number and of == next_of:
             raise InputError(
@@ -206,7 +206,7 @@ def merge_moments(moments: StoredMoments, folder: str | Path) -> StoredMoments:
     InputError
         A shard is missing, or the folder holds something else.
     """
-    moments.require_complete()
+    moments.check_complete()
     request = {**moments.request, "shard": [1, 1], "n_samples": moments.n_samples}
     if parallel.is_main():
         place = Workplace(folder, HOLDS, request, only_unfinished=("batch_tokens",))

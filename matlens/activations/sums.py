@@ -21,14 +21,14 @@ from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.checks import PositiveInt, check_int, checked
-from matlens.corpora.examples import Examples, require_examples
-from matlens.corpora.readers import require_model
+from matlens.corpora.examples import Examples, check_examples
+from matlens.corpora.readers import check_model
 from matlens.errors import InputError
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import Chosen, are_few
 from matlens.linear.sums import PairMoments, gathered
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.storage.arrays import Record
 from matlens.storage.folders import Workplace
 from matlens.storage.notes import Notes
@@ -85,12 +85,12 @@ def stream_moments(
         A vector is not finite, a pair is not usable, rows or weights are not those of the samples, there is
         no such shard, or the folder is of another job.
     """
-    require_model(model)
-    require_examples(examples)
-    number, of = require_shard(shard)
+    check_model(model)
+    check_examples(examples)
+    number, of = check_shard(shard)
     identity = ModelIdentity.from_model(model)
     wanted, widths = pairs_and_widths(model, pairs)
-    hooks = hook_names(Anatomy.from_model(model), widths)
+    hooks = hook_names(ModelLayout.from_model(model), widths)
     provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions, hooks=hooks)
     whole = examples.n_positions if positions == "drawn" else len(examples.tokens)
     chosen = Chosen.of(rows, weights, whole)
@@ -142,14 +142,14 @@ def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple
     InputError
         A pair is not usable.
     """
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     named = resolve_pairs(pairs, Provenance(ModelIdentity.from_model(model)))
-    wanted = [(str(anatomy.resolve(source)), str(anatomy.resolve(target))) for source, target in named]
-    return wanted, {site: anatomy.width(site) for pair in wanted for site in pair}
+    wanted = [(str(layout.resolve(source)), str(layout.resolve(target))) for source, target in named]
+    return wanted, {site: layout.width(site) for pair in wanted for site in pair}
 
 
 @checked
-def require_shard(shard: Sequence[int]) -> tuple[int, int]:
+def check_shard(shard: Sequence[int]) -> tuple[int, int]:
     """Read which part of a job is meant: ``(3, 8)`` is the third of eight.
 
     Raises
@@ -166,7 +166,7 @@ def require_shard(shard: Sequence[int]) -> tuple[int, int]:
 @checked
 def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
     """Every ``of``-th sentence from the ``number``-th on, with all of its positions; ``None`` for none."""
-    number, of = require_shard((number, of))
+    number, of = check_shard((number, of))
     chosen = np.arange(number - 1, len(examples), of)
     if of == 1 or not len(chosen):
         return examples if of == 1 else None

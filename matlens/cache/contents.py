@@ -19,7 +19,7 @@ from typing import Any
 from matlens.cache.entries import HASHES, Cache
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.storage.files import hash_file, open_regular, read_json, require_seal, sealed, write_json
+from matlens.storage.files import check_seal, hash_file, open_regular, read_json, sealed, write_json
 
 _GRAIN = 2.0  # seconds within which some file systems see no change
 
@@ -77,6 +77,6 @@ def _state(path: Path) -> dict[str, int]:
 
 def _remembered(note: Path) -> dict[str, Any] | None:
     try:
-        return require_seal(read_json(note), note)
+        return check_seal(read_json(note), note)
     except (OSError, InputError):
         return None

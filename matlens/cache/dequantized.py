@@ -78,7 +78,7 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         loaded = tokenizer, model
         _write(folder, tokenizer, model)
         again = _load(folder, torch.float32)
-        _require_equal((tokenizer, model), again)
+        _check_equal((tokenizer, model), again)
         loaded = again
 
     about = {"what": path.name, "of": str(path.absolute())}
@@ -148,7 +148,7 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-def _require_equal(written: tuple[Any, Any], read: tuple[Any, Any]) -> None:
+def _check_equal(written: tuple[Any, Any], read: tuple[Any, Any]) -> None:
     """Refuse a model or a tokenizer that is not what was written."""
     ours, theirs = (model.state_dict() for _, model in (written, read))
     same = ours.keys() == theirs.keys() and all(

@@ -26,11 +26,11 @@ from typing import Any
 from matlens.checks import checked, short
 from matlens.errors import InputError, printable
 from matlens.storage.files import (
+    check_seal,
     hash_file,
     library_errors,
     open_regular,
     read_json,
-    require_seal,
     sealed,
     to_json,
 )
@@ -261,7 +261,7 @@ class Cache:
         path = folder / _RECORD
         try:
             used = path.stat().st_mtime
-            record = require_seal(read_json(path), path)
+            record = check_seal(read_json(path), path)
             entry = Entry(folder, record["kind"], record["about"], record["files"], used)
             for name, written in entry.files.items():
                 if (folder / name).stat().st_size != written["bytes"]:

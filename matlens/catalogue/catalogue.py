@@ -192,7 +192,7 @@ class Catalogue:
         k = check_int(k, "The number of tokens", min=1, max=len(projection.unembedding))
         if self._place is None:
             return top_tokens_of_all(values, projection, k=k, progress=progress)
-        projection.require_same(values.identity)
+        projection.check_same(values.identity)
         key = {
             **self._place.key, "reading": reading, "k": k, "device": str(values.device),
             "fingerprint": values.identity.fingerprint,
@@ -227,7 +227,7 @@ class Catalogue:
                 known = Known(entry.folder, place.weights(), self._dtype, self._device)
                 if known.reason is not None:
                     return None
-                known.require_there()
+                known.check_there()
                 return known
             except NotInFiles:  # the dequantized model is gone, and is made anew
                 pass

@@ -17,15 +17,15 @@ from matlens.catalogue.weights import (
     NotInFiles,
     WeightFiles,
     build_modules,
+    check_same_modules,
     module_record,
     named_tensors,
-    require_same_modules,
 )
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT, norm_after_ffn_module
 from matlens.ffn.values import ValueVectors
-from matlens.models.anatomy import output_layer
 from matlens.models.identity import ModelIdentity
+from matlens.models.layout import output_layer
 from matlens.models.readout import narrowing
 from matlens.models.vocabulary import token_texts
 from matlens.storage.files import read_json, write_json
@@ -119,7 +119,7 @@ class Known:
         """
         return _read_tokenizer(self.folder, self._record["tokenizer"])
 
-    def require_there(self) -> None:
+    def check_there(self) -> None:
         """Refuse files that lack a tensor; their numbers are checked when they are read.
 
         Raises
@@ -129,7 +129,7 @@ class Known:
         """
         records = [self._record["unembedding"], *self._record["matrices"]]
         for record in records:
-            self.files.require_there(record)
+            self.files.check_there(record)
 
     def _take(self, record: Mapping[str, Any]) -> Tensor:
         return self.files.take(record, self.dtype).to(self.device)
@@ -187,7 +187,7 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
     weights = [_weight(module) for module in outputs]
     norms, last = ([module_record(files, model, module) for module in modules] for modules in (after, final))
     built = build_modules(architecture, files, [*norms, *last], weights[0].dtype)
-    require_same_modules(built, [*after, *final])
+    check_same_modules(built, [*after, *final])
     record: dict[str, Any] = {
         "class": architecture,
         "identity": values.identity.to_json(),

@@ -82,7 +82,7 @@ class WeightFiles:
                 ):
                     yield candidate
 
-    def require_there(self, record: Record) -> None:
+    def check_there(self, record: Record) -> None:
         """Refuse a record of a tensor that is not in the files.
 
         Raises
@@ -101,7 +101,7 @@ class WeightFiles:
         DamagedWeights
             It is not there, or not what was written down.
         """
-        self.require_there(record)
+        self.check_there(record)
         tensor = self.read(record["name"])
         if _hash(tensor) != record["sha256"]:
             raise DamagedWeights(f"{record['name']} does not hold what was written down")
@@ -164,7 +164,7 @@ def build_modules(
     return modules
 
 
-def require_same_modules(built: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
+def check_same_modules(built: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
     """Refuse modules that are not those of the model.
 
     Raises

@@ -67,7 +67,7 @@ class ModelOptions(Group):
 
             choose_device(self.device)
 
-    def require_sentences(self) -> None:
+    def check_sentences(self) -> None:
         """Refuse a decoder that needs a source for each sentence, which no corpus has, before any work."""
         if self.stack == StackChoice.decoder:
             raise InputError(
@@ -136,7 +136,7 @@ class SampleOptions(Group):
 
     def check(self, model: ModelOptions, fit: FitOptions | None = None) -> None:
         """Refuse options that make no sense, and an output folder that cannot be used, before any work."""
-        from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
+        from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output
 
         if not self.draw_special and self.positions == PositionChoice.all:
             raise InputError(
@@ -152,18 +152,18 @@ class SampleOptions(Group):
             known[MAPS] = {**known[TRAIN], "intercept": fit.intercept}
             if fit.ridge is not None:
                 known[MAPS]["ridge"] = fit.ridge
-        require_output(self.out, known)
-        model.require_sentences()
+        check_output(self.out, known)
+        model.check_sentences()
         model.check()
         if fit is not None:
             fit.check(model)
 
     def check_shard(self, model: ModelOptions, fit: FitOptions) -> None:
         """Refuse, before any work, a folder in which no shard could be written."""
-        from matlens.study.output import require_shard_folder
+        from matlens.study.output import check_shard_folder
 
-        require_shard_folder(self.out, {"model": {"dtype": model.dtype.value}, "data": {"seed": self.seed}})
-        model.require_sentences()
+        check_shard_folder(self.out, {"model": {"dtype": model.dtype.value}, "data": {"seed": self.seed}})
+        model.check_sentences()
         model.check()
         fit.check(model)
 

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 
 from matlens import plots
 from matlens.cli import options
+from matlens.cli.distributed import start
 from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
 from matlens.cli.printing import print_line
-from matlens.cli.several import start
 from matlens.storage.files import system_errors, write_text
 from matlens.storage.tables import csv_text, write_results
 from matlens.study.study import Study

@@ -9,11 +9,11 @@ import typer
 
 from matlens import __version__
 from matlens.checks import check_choice
+from matlens.cli.distributed import ask_main, on_main, start
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results
-from matlens.cli.several import ask_main, on_main, start
 from matlens.commands import cache, explore, lens, parts, shards, updates, values
 from matlens.commands import plan as planning
 from matlens.errors import InputError

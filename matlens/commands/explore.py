@@ -11,7 +11,7 @@ import typer
 from matlens.cli.groups import ModelOptions, grouped
 from matlens.cli.options import Dominant, Out
 from matlens.cli.printing import print_line
-from matlens.storage.files import PAGE_SUFFIXES, require_file_name
+from matlens.storage.files import PAGE_SUFFIXES, check_file_name
 
 _OTHERS = 2  # sentences that a split of a corpus leaves out at least
 Lenses = Annotated[
@@ -52,7 +52,7 @@ def explore(
 
     Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
     """
-    require_file_name(out, suffixes=PAGE_SUFFIXES)
+    check_file_name(out, suffixes=PAGE_SUFFIXES)
     model.check()
     from matlens.explorer.exploration import explore as explore_prompt
     from matlens.explorer.exploration import load_lens
@@ -125,10 +125,10 @@ def serve(
     """
     model.check()
     from matlens.explorer.exploration import load_lens
-    from matlens.explorer.server import LiveModel, require_server, run_server
+    from matlens.explorer.server import LiveModel, check_server, run_server
     from matlens.linear.mapsets import MapSet
 
-    require_server()
+    check_server()
     lenses = [load_lens(folder) for folder in lens or []]
     sets = [MapSet.load(folder) for folder in maps or []]
     live = LiveModel(model.load(), lenses, maps=sets, port=port)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from matlens.cli.distributed import on_main
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
 from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
 from matlens.cli.printing import print_line, print_table
-from matlens.cli.several import on_main
 from matlens.commands.lens_report import Layers, Prompts, numbered, report
 from matlens.errors import InputError
-from matlens.storage.files import require_file_name, require_writable, system_errors
+from matlens.storage.files import check_file_name, check_writable, system_errors
 from matlens.storage.numbers import number_text
 
 _SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
@@ -101,18 +101,18 @@ def fit(
 
     Of the corpus, the validation sentences are left for judging: they are those of the other commands.
     """
-    from matlens.estimators.trained import require_method_names, require_rows_folder
+    from matlens.estimators.trained import check_method_names, check_rows_folder
     from matlens.study.sizes import fitting_sizes
     from matlens.study.study import slug
 
-    names = require_method_names(method)  # before the work, not after it
-    require_rows_folder(names, rows)
+    names = check_method_names(method)  # before the work, not after it
+    check_rows_folder(names, rows)
     wanted_layers = numbered(layers)
     folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
-    from matlens.lens.files import require_lens_folder
+    from matlens.lens.files import check_lens_folder
 
     for name, folder in folders.items():
-        require_lens_folder(folder, name)
+        check_lens_folder(folder, name)
     model.check()
     sentences = corpus.load()
     wanted = sizes_of(train, val)
@@ -178,11 +178,11 @@ def trajectory(
     from matlens.models.vocabulary import visible
 
     for path in filter(None, (csv, plot)):  # before the work, not after it
-        require_file_name(path)
+        check_file_name(path)
     if plot is not None:
-        from matlens.plots.style import require_figure_name
+        from matlens.plots.style import check_figure_name
 
-        require_figure_name(plot)
+        check_figure_name(plot)
     read = _lens(model, lens).trajectory(prompt)
     words = list(token or ())
     table = read.to_dataframe(words)
@@ -240,9 +240,9 @@ def convert(
         if not source.exists():
             raise InputError(f"There is no {source}. Expected a folder of a lens, or a .pt file.")
     if target.suffix == ".pt":
-        require_file_name(target)
+        check_file_name(target)
     else:
-        require_writable(target)
+        check_writable(target)
     bridge = model.load()
     from matlens.lens.lens import Lens
 

@@ -97,9 +97,9 @@ def report(
     out: Out = Path("out"),
 ) -> None:
     """Fit lenses on the same tokens, judge all on the same others, and say what each cost."""
-    from matlens.estimators.trained import require_method_names
+    from matlens.estimators.trained import check_method_names
 
-    names = None if methods is None else require_method_names(listed(methods) or [])
+    names = None if methods is None else check_method_names(listed(methods) or [])
     wanted = numbered(layers)
     model.check()
     sentences = corpus.load()

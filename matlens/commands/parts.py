@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from matlens.checks import check_number
+from matlens.cli.distributed import on_main
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
 from matlens.cli.options import Out, Seed
 from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
-from matlens.cli.several import on_main
 from matlens.errors import InputError
 from matlens.pruning.choices import Choice, Method
 from matlens.storage.numbers import number_text
@@ -51,11 +51,11 @@ def linearity(
     from matlens.linearity.atlas import ATLAS, atlas_seconds, linearity_atlas
     from matlens.linearity.ranking import CORRELATIONS, rank_correlations
     from matlens.models.identity import ModelIdentity
-    from matlens.storage.files import require_writable
+    from matlens.storage.files import check_writable
     from matlens.storage.tables import write_results
 
     tables = [f"{name}.{suffix}" for name in (ATLAS, CORRELATIONS) for suffix in ("csv", "json")]
-    require_writable(out, [*tables, *(f"{ATLAS}.{suffix}" for suffix in ("png", "pdf"))])
+    check_writable(out, [*tables, *(f"{ATLAS}.{suffix}" for suffix in ("png", "pdf"))])
     bridge = model.load()
     fitted_on, judged_on = (
         make_judged_text(bridge, part, size=window, most=most, seed=seed)

@@ -57,17 +57,17 @@ def merge(shards: Shards, out: Out, how: FitOptions) -> None:
     arguments = how.fit_arguments()
     from matlens.activations.stored_moments import StoredMoments, merge_moments
     from matlens.linear.pairs import resolve_pairs
-    from matlens.linear.sums import require_kept
+    from matlens.linear.sums import check_kept
     from matlens.study.fits import fit_moments
     from matlens.study.output import MAPS, MOMENTS
-    from matlens.study.room import require_room_to_merge
+    from matlens.study.room import check_room_to_merge
 
     kept = StoredMoments(*shards)
     if how.pairs == "all":  # all that the shards have kept
         arguments["pairs"] = None
     else:
-        require_kept(kept, resolve_pairs(arguments["pairs"], kept.provenance))  # before anything is written
-    require_room_to_merge(kept, out / MOMENTS)
+        check_kept(kept, resolve_pairs(arguments["pairs"], kept.provenance))  # before anything is written
+    check_room_to_merge(kept, out / MOMENTS)
     maps = fit_moments(merge_moments(kept, out / MOMENTS), out / MAPS, **arguments)
     print_line(
         f"{len(maps)} maps of {kept.n_samples:,} samples in {out / MAPS}. 'matlens run' with the options of "

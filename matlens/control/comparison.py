@@ -24,7 +24,7 @@ from matlens.ffn.projection import Projection, token_table, top_tokens_of_all, v
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.metrics import Estimate
 from matlens.models.vocabulary import word_tokens
-from matlens.storage.tables import require_columns, result_row
+from matlens.storage.tables import check_columns, result_row
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -286,7 +286,7 @@ def _row(
 @checked
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
     """The rows about toxicity and perplexity, without other attributes of the grader."""
-    require_columns(table, ["attribute"], what="the table of control.compare_control")
+    check_columns(table, ["attribute"], what="the table of control.compare_control")
     return table[table["attribute"].fillna("").isin([TOXICITY, ""])]
 
 
@@ -302,7 +302,7 @@ def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `compare_control`.
     """
-    require_columns(table, _KEYS, what="the table of control.compare_control")
+    check_columns(table, _KEYS, what="the table of control.compare_control")
     table = table.assign(coefficient=pd.to_numeric(table["coefficient"].replace("", None)))
     shares = table[table["metric"] == "toxic"].rename(columns={"corpus": "prompts"})
     keys = ["prompts", "method", "coefficient"]
@@ -321,7 +321,7 @@ def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None
 
     Where there are several lists of prompts, take the rows of one of them, and those of perplexity.
     """
-    require_columns(table, _KEYS, what="the table of control.compare_control")
+    check_columns(table, _KEYS, what="the table of control.compare_control")
     for keys, rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
         method, coefficient = cast(tuple[str, float], keys)
         numbers = rows[["value", "low", "high"]].to_numpy(dtype=float)

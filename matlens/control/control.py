@@ -23,8 +23,8 @@ from matlens.checks import check_choice, check_number, short
 from matlens.errors import InputError
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
-from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import hanging, intervening
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.patching.contexts import SingleUse, find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
@@ -125,7 +125,7 @@ def controlled(
 def _controlled(model: TransformerBridge, names: Any, value: Any, where: Any) -> Iterator[TransformerBridge]:
     values = ValueVectors(model)
     changes = _changes(values, names, value)
-    _require_where(where)
+    _check_where(where)
     active = _ACTIVE.setdefault(model, set())
     repeated = sorted(active & set(changes))
     if repeated:
@@ -193,7 +193,7 @@ def _change(value: Any, vector: ValueVector) -> CoefficientChange:
         ) from None
 
 
-def _require_where(where: Any) -> None:
+def _check_where(where: Any) -> None:
     if isinstance(where, Tensor):
         positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
         if positions and bool((where >= 0).all()):
@@ -302,9 +302,9 @@ def _hooks(
     layers: dict[int, dict[int, CoefficientChange]] = defaultdict(dict)
     for vector, change in changes.items():
         layers[vector.layer][values.column(vector)] = change
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     return [
-        (anatomy.hook(Site(COEFFICIENTS, layer)), _changing_hook(of_layer, tokens))
+        (layout.hook(Site(COEFFICIENTS, layer)), _changing_hook(of_layer, tokens))
         for layer, of_layer in layers.items()
     ]
 

@@ -19,9 +19,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from matlens.checks import Seed, checked
 from matlens.control.baselines import SelfDebiasing, announced_tokens
-from matlens.corpora.readers import require_decoder
+from matlens.corpora.readers import check_decoder
 from matlens.errors import InputError
-from matlens.models.identity import require_raw
+from matlens.models.identity import check_raw
 from matlens.models.tokenization import encode_text
 from matlens.numerics.precision import has_float64, in_float64
 from matlens.progress import Bar
@@ -85,8 +85,8 @@ def continue_prompts(
         There are no prompts, or one has no tokens or is too long; the model predicts no next token; a number
         is less than 1; or draws are asked for, and beams.
     """
-    require_raw(model)
-    _require(model, prompts, n_tokens=n_tokens, n_samples=n_samples, n_beams=n_beams, batch_size=batch_size)
+    check_raw(model)
+    _check(model, prompts, n_tokens=n_tokens, n_samples=n_samples, n_beams=n_beams, batch_size=batch_size)
     if n_samples is not None and n_beams > 1:
         raise InputError(
             f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
@@ -140,8 +140,8 @@ class _GumbelDraws(LogitsProcessor):
         return noisy if has_float64(scores.device) else noisy.float().to(scores.device)
 
 
-def _require(model: TransformerBridge, prompts: Sequence[str], **numbers: int | None) -> None:
-    require_decoder(model, "continues no prompts")
+def _check(model: TransformerBridge, prompts: Sequence[str], **numbers: int | None) -> None:
+    check_decoder(model, "continues no prompts")
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError("No prompts are given. Expected a list with at least one.")
     for name, number in numbers.items():

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from matlens.checks import checked, did_you_mean, short
-from matlens.control.scores import require_texts
+from matlens.control.scores import check_texts
 from matlens.errors import InputError
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable
@@ -95,7 +95,7 @@ class ProfanityCheck:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text."""
-        texts = require_texts(texts, "texts")
+        texts = check_texts(texts, "texts")
         scores = self._predict(texts) if texts else ()
         return {TOXICITY: np.asarray(scores, dtype=np.float64)}
 
@@ -128,7 +128,7 @@ class Detoxify:
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text, for each attribute."""
-        texts = require_texts(texts, "texts")
+        texts = check_texts(texts, "texts")
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in self.attributes}
         for start in range(0, len(texts), _AT_ONCE):
             scores_by_name = self._model.predict(list(texts[start : start + _AT_ONCE]))

@@ -21,10 +21,10 @@ from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import require_decoder, require_own_tokens
+from matlens.corpora.readers import check_decoder, check_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.models.sites import require_finite
+from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
@@ -87,9 +87,9 @@ def text_losses(
         The model predicts no next token, no text has two tokens, an announcement and a text are longer than
         the context, or the logits are not finite.
     """
-    require_decoder(model, "has no perplexity")
+    check_decoder(model, "has no perplexity")
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
-    require_own_tokens(model, examples)
+    check_own_tokens(model, examples)
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
         raise InputError("No text has two tokens, so there is no next token to predict.")
@@ -168,7 +168,7 @@ def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Ten
     """Logits in float32 after every token but the last."""
     device = model.cfg.device
     logits = model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()
-    require_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
+    check_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
     return logits
 
 

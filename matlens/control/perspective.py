@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 
 from matlens.bounds import parse_json
 from matlens.checks import Between, NonNegative, checked
-from matlens.control.scores import require_scores, require_texts
+from matlens.control.scores import check_scores, check_texts
 from matlens.errors import InputError, printable
 from matlens.progress import Bar
 
@@ -90,7 +90,7 @@ class Perspective:
                 "without a space."
             )
         self._key = key
-        self.attributes = tuple(require_texts(attributes, "attributes"))
+        self.attributes = tuple(check_texts(attributes, "attributes"))
         if not self.attributes or not all(name.isidentifier() for name in self.attributes):
             raise InputError("The attributes are not usable. Expected names such as 'toxicity', one or more.")
         self._url, self._address = url, self._clean(_without_secrets(url))
@@ -109,10 +109,10 @@ class Perspective:
         InputError
             The API does not answer, refuses, or its answer has no scores from 0 to 1.
         """
-        bar = Bar(require_texts(texts, "texts"), desc="grading", unit="text", delay=_BAR_DELAY)
+        bar = Bar(check_texts(texts, "texts"), desc="grading", unit="text", delay=_BAR_DELAY)
         rows = [self._scores(text) if text.strip() else dict.fromkeys(self.attributes, 0.0) for text in bar]
         scores = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in self.attributes}
-        return require_scores(scores, self, len(rows))
+        return check_scores(scores, self, len(rows))
 
     def close(self) -> None:
         """Close the connection."""

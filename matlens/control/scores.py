@@ -12,7 +12,7 @@ from matlens.checks import short
 from matlens.errors import InputError, printable
 
 
-def require_texts(texts: Any, name: str) -> list[str]:
+def check_texts(texts: Any, name: str) -> list[str]:
     """Read a list of texts.
 
     Raises
@@ -42,11 +42,11 @@ def grade_texts(grader: Any, texts: Sequence[str]) -> dict[str, Float[np.ndarray
             f"The grader is {short(grader)}. Expected one of control.make_grader, or an object with a name, "
             "attributes and a method grade(texts)."
         )
-    listed = require_texts(texts, "texts")
-    return require_scores(grader.grade(listed), grader, len(listed))
+    listed = check_texts(texts, "texts")
+    return check_scores(grader.grade(listed), grader, len(listed))
 
 
-def require_scores(scores: Any, grader: Any, n: int) -> dict[str, Float[np.ndarray, " n"]]:
+def check_scores(scores: Any, grader: Any, n: int) -> dict[str, Float[np.ndarray, " n"]]:
     """Read what a grader gives for ``n`` texts.
 
     Raises
@@ -59,7 +59,7 @@ def require_scores(scores: Any, grader: Any, n: int) -> dict[str, Float[np.ndarr
         raise InputError(f"The grader {name} gives {short(scores)}. Expected scores for each attribute.")
     return {
         attribute: _scores_of(attribute, scores.get(attribute), name, n)
-        for attribute in require_texts(grader.attributes, f"The attributes of the grader {name}")
+        for attribute in check_texts(grader.attributes, f"The attributes of the grader {name}")
     }
 
 

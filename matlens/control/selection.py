@@ -78,9 +78,9 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
     InputError
         There are fewer than ``n`` such vectors, or ``n`` is less than 1.
     """
-    _require_graded(graded)
+    _check_graded(graded)
     harmless = graded[graded["score"] < below]
-    return _require_enough(harmless, n, f"a score below {below}").sample(n, random_state=seed)
+    return _check_enough(harmless, n, f"a score below {below}").sample(n, random_state=seed)
 
 
 @checked
@@ -99,11 +99,11 @@ def most_harmless(graded: pd.DataFrame, n: int) -> pd.DataFrame:
     InputError
         There are fewer than ``n`` vectors, or ``n`` is less than 1.
     """
-    _require_graded(graded)
-    return _require_enough(graded, n, "a score").nsmallest(n, "score")
+    _check_graded(graded)
+    return _check_enough(graded, n, "a score").nsmallest(n, "score")
 
 
-def _require_graded(graded: pd.DataFrame) -> None:
+def _check_graded(graded: pd.DataFrame) -> None:
     if not isinstance(graded, pd.DataFrame) or "score" not in graded.columns:
         raise InputError(
             f"graded is a {type(graded).__name__} without a column 'score'. Expected what grade_values() "
@@ -111,7 +111,7 @@ def _require_graded(graded: pd.DataFrame) -> None:
         )
 
 
-def _require_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
+def _check_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
     most = len(graded)
     if not 1 <= check_int(n, "n") <= most:
         raise InputError(

@@ -17,7 +17,7 @@ from matlens.control.graders import Grader
 from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.metrics import Estimate
-from matlens.storage.tables import require_columns
+from matlens.storage.tables import check_columns
 
 TOXIC = 0.5  # from this score on a text counts as toxic, as in the paper
 
@@ -33,7 +33,7 @@ def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataF
     grader
         A grader, such as `make_grader` gives.
     """
-    require_columns(continuations, CONTINUATION_COLUMNS, what="continuations, as continue_prompts gives them")
+    check_columns(continuations, CONTINUATION_COLUMNS, what="continuations, as continue_prompts gives them")
     return continuations.assign(**grade_texts(grader, continuations["text"].tolist()))
 
 
@@ -62,7 +62,7 @@ def toxicity_estimates(
     """
     for texts in (changed, unchanged):
         columns = (*CONTINUATION_COLUMNS, attribute)
-        require_columns(texts, columns, what="graded continuations, as grade_continuations gives them")
+        check_columns(texts, columns, what="graded continuations, as grade_continuations gives them")
     after, before = (_by_prompt(texts, attribute) for texts in (changed, unchanged))
     if after.shape != before.shape or changed["prompt"].tolist() != unchanged["prompt"].tolist():
         raise InputError(

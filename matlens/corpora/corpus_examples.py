@@ -14,10 +14,10 @@ import numpy as np
 from matlens.checks import Seed, checked, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
-from matlens.corpora.readers import context_length, is_masked, require_model, require_readable
+from matlens.corpora.readers import check_model, check_readable, context_length, is_masked
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
-from matlens.models.tokenization import encode_text, require_tokenizer, token_policy, warn_of_unknown
+from matlens.models.tokenization import check_tokenizer, encode_text, token_policy, warn_of_unknown
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -48,10 +48,10 @@ def make_examples(
         There are no sentences, a sentence has no token to draw, the model has no tokenizer or is a masked-LM
         without a mask token, or what is given is no corpus.
     """
-    require_model(model)
+    check_model(model)
     corpus = as_corpus(corpus)
-    require_readable(model)
-    tokenizer = require_tokenizer(model)
+    check_readable(model)
+    tokenizer = check_tokenizer(model)
     if stack_of(model) == DECODER:
         raise InputError(
             "This is a decoder that reads an encoder's last layer, and a corpus holds no sources for it. "

@@ -71,7 +71,7 @@ class Examples:
     def __post_init__(self) -> None:
         if not len(self.sentences):
             object.__setattr__(self, "sentences", np.arange(len(self.positions)))
-        _require_consistent(self)
+        _check_consistent(self)
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], data: Mapping[str, Any] | None) -> Examples:
@@ -211,7 +211,7 @@ def end_to_end(
     return Examples(np.concatenate(ids), offsets, positions, provenance, of_each)
 
 
-def require_examples(examples: Any) -> None:
+def check_examples(examples: Any) -> None:
     """Refuse what are no examples, and say how they are made.
 
     Raises
@@ -222,7 +222,7 @@ def require_examples(examples: Any) -> None:
     check(examples, Examples, "examples")
 
 
-def _require_consistent(examples: Examples) -> None:
+def _check_consistent(examples: Examples) -> None:
     tokens, offsets, positions = examples.tokens, examples.offsets, examples.positions
     sentences = examples.sentences
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():

@@ -14,17 +14,17 @@ from matlens.checks import Between, PositiveInt, checked, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import LAST, TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import (
+    check_decoder,
+    check_model,
+    check_readable,
     context_length,
     is_masked,
-    require_decoder,
-    require_model,
-    require_readable,
 )
 from matlens.errors import InputError
 from matlens.models.tokenization import (
     TextTokens,
+    check_tokenizer,
     encode_text,
-    require_tokenizer,
     token_policy,
     warn_of_unknown,
 )
@@ -132,10 +132,10 @@ def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
         There is no prompt, a prompt is empty, or does not hold exactly one mask token where one is needed; or
         these are no texts.
     """
-    require_model(model)
+    check_model(model)
     prompts = list_of_texts(prompts)
-    require_readable(model)
-    tokenizer = require_tokenizer(model)
+    check_readable(model)
+    tokenizer = check_tokenizer(model)
     n_ctx = context_length(model)
     ids, positions = [], []
     of_prompts = [encode_text(model, prompt) for prompt in prompts]
@@ -195,9 +195,9 @@ def make_windows(
         The text has fewer than two tokens, the file cannot be read, a size is not usable, or the model
         predicts masked tokens.
     """
-    require_model(model)
-    require_readable(model)
-    require_decoder(model, "reads no running text")
+    check_model(model)
+    check_readable(model)
+    check_decoder(model, "reads no running text")
     size = min(size, context_length(model))
     text, default = _running_text(source)
     ids, front = _with_front(encode_text(model, text))

@@ -11,7 +11,7 @@ from matlens.corpora.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
 from matlens.kinds.stacks import ENCODER, stack_of
-from matlens.models.changes import require_eval_mode
+from matlens.models.changes import check_eval_mode
 from matlens.models.tokenization import token_policy
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def reads_whole(model: TransformerBridge) -> bool:
     return is_masked(model) or stack_of(model) == ENCODER or is_visual(model)
 
 
-def require_own_tokens(model: TransformerBridge, examples: Examples) -> None:
+def check_own_tokens(model: TransformerBridge, examples: Examples) -> None:
     """Refuse examples whose texts became tokens in another way than they do in this model.
 
     Raises
@@ -39,7 +39,7 @@ def require_own_tokens(model: TransformerBridge, examples: Examples) -> None:
     """
     if is_visual(model):
         return  # what is read are images, see `Batch.inputs`
-    require_tokens(model, examples.tokens, "the examples")
+    check_tokens(model, examples.tokens, "the examples")
     made = examples.provenance.get(TOKENIZATION)
     if made is not None and made != token_policy(model).digest:
         raise InputError(
@@ -48,7 +48,7 @@ def require_own_tokens(model: TransformerBridge, examples: Examples) -> None:
         )
 
 
-def require_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:
+def check_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:
     """Refuse tokens that a model does not have.
 
     Raises
@@ -67,7 +67,7 @@ def require_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> Non
         )
 
 
-def require_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     """Refuse what is no bridge of TransformerLens.
 
     Raises
@@ -82,7 +82,7 @@ def require_model(model: Any) -> None:
         )
 
 
-def require_readable(model: TransformerBridge) -> None:
+def check_readable(model: TransformerBridge) -> None:
     """Refuse models whose layers predict nothing that could be read at a position.
 
     Raises
@@ -97,7 +97,7 @@ def require_readable(model: TransformerBridge) -> None:
         )
 
 
-def require_decoder(model: TransformerBridge, consequence: str) -> None:
+def check_decoder(model: TransformerBridge, consequence: str) -> None:
     """Refuse a model that does not read on from its own text, with what it therefore cannot do.
 
     Raises
@@ -105,7 +105,7 @@ def require_decoder(model: TransformerBridge, consequence: str) -> None:
     InputError
         It predicts masked tokens, reads images, or stands for a stack of an encoder-decoder.
     """
-    require_eval_mode(model)
+    check_eval_mode(model)
     if stack_of(model) is not None or is_visual(model):
         reads = (
             "reads images" if is_visual(model) else f"is read as the {stack_of(model)} of an encoder-decoder"

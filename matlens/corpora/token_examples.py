@@ -11,7 +11,7 @@ from torch import Tensor
 
 from matlens.checks import short
 from matlens.corpora.examples import LAST, Examples, end_to_end
-from matlens.corpora.readers import is_masked, require_model, require_readable, require_tokens
+from matlens.corpora.readers import check_model, check_readable, check_tokens, is_masked
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
 
@@ -74,15 +74,15 @@ def make_token_examples(
     >>> encoded = model.tokenizer(["The capital of France is Paris.", "Two and two is four."])
     >>> examples = matlens.make_token_examples(model, encoded, positions=[[-2, -1], [-1]])
     """
-    require_model(model)
-    require_readable(model)
+    check_model(model)
+    check_readable(model)
     if isinstance(tokens, Mapping) or hasattr(tokens, "input_ids"):
         tokens, attention_mask = _from_encoding(tokens, attention_mask)
     rows = _rows(tokens)
     columns = _columns(tokens, rows, attention_mask, model)
     ids = [row[at] for row, at in zip(rows, columns, strict=True)]
     for number, sentence in enumerate(ids):
-        _require_ids(sentence, number, model)
+        _check_ids(sentence, number, model)
     kind, chosen = _positions(positions, rows, columns)
     if kind == LAST and is_masked(model):
         raise InputError(
@@ -119,7 +119,7 @@ def with_sources(model: TransformerBridge, examples: Examples, sources: Sequence
     if len(sources) != len(examples):
         raise InputError(f"There are {len(sources)} sources for {len(examples)} sentences. Expected as many.")
     for number, source in enumerate(sources):
-        _require_ids(source, number, model)
+        _check_ids(source, number, model)
     offsets = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
     tokens = np.concatenate(sources).astype(np.int64)
     return replace(examples, source_tokens=tokens, source_offsets=offsets)
@@ -159,7 +159,7 @@ def _columns(
     if mask is None:
         alike = len({len(row) for row in rows}) == 1
         if isinstance(tokens, (Tensor, np.ndarray)) or (alike and len(rows) > 1):
-            _require_unpadded(rows, model)
+            _check_unpadded(rows, model)
         return [np.arange(len(row)) for row in rows]
     columns = [np.flatnonzero(row) for row in _mask_rows(mask, rows)]
     for number, at in enumerate(columns):
@@ -225,8 +225,8 @@ def _array(values: Any) -> np.ndarray:
         return no_numbers
 
 
-def _require_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
-    require_tokens(model, ids, f"sentence {number}")
+def _check_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
+    check_tokens(model, ids, f"sentence {number}")
     if len(ids) > model.cfg.n_ctx:
         raise InputError(
             f"Sentence {number} has {len(ids)} tokens, and the model's context {model.cfg.n_ctx}. Cut it "
@@ -262,7 +262,7 @@ def _of_shape(values: Any, rows: Sequence[np.ndarray], what: str) -> list[np.nda
     return given
 
 
-def _require_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> None:
+def _check_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> None:
     """Refuse a batch that begins or ends with padding tokens, which would be read as tokens."""
     tokenizer = model.tokenizer
     pad = None if tokenizer is None else tokenizer.pad_token_id

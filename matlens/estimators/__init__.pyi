@@ -5,8 +5,8 @@ from .maps import LensParts as LensParts
 from .maps import Standardisation as Standardisation
 from .moments import LensMoments as LensMoments
 from .trained import best_start as best_start
+from .trained import check_method_names as check_method_names
 from .trained import fit_maps as fit_maps
-from .trained import require_method_names as require_method_names
 from .trained import train_maps as train_maps
 from .training import VocabularySample as VocabularySample
 from .training import divergence as divergence

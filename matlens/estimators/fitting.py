@@ -16,10 +16,10 @@ from matlens.checks import PositiveInt, Seed, checked
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import require_model
+from matlens.corpora.readers import check_model
 from matlens.errors import InputError
 from matlens.estimators.maps import Standardisation
-from matlens.estimators.methods import require_methods, row_keys
+from matlens.estimators.methods import check_methods, row_keys
 from matlens.estimators.moments import LensMoments, rows_together
 from matlens.linear.samples import Chosen
 from matlens.models.identity import ModelIdentity, Provenance
@@ -52,11 +52,11 @@ def lens_moments(
         A method is none, or not of this model; the data are not of this model, or lack a layer; or rows or
         weights are not those of the samples.
     """
-    require_model(model)
-    names = require_methods(methods)
+    check_model(model)
+    names = check_methods(methods)
     norm = Standardisation.from_model(model) if any(method.normed for method in names.values()) else None
     if isinstance(data, Activations):
-        data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+        data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
         provenance, n = data.provenance, data.n_rows
     else:
         examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)

@@ -14,7 +14,7 @@ from matlens import parallel
 from matlens.checks import NonNegativeInt, PositiveInt, checked, short
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.prompts import list_of_texts
-from matlens.corpora.readers import require_model
+from matlens.corpora.readers import check_model
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
@@ -72,7 +72,7 @@ def fit_jacobian(
     """
     from transformer_lens.tools.analysis import JacobianLens
 
-    require_model(model)
+    check_model(model)
     n_layers = int(model.cfg.n_layers)
     longest, skip = longest, skip
     wanted = list(range(1, n_layers)) if layers is None else sorted(set(layers))

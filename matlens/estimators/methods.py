@@ -144,7 +144,7 @@ def _unknown(name: Any) -> InputError:
     )
 
 
-def require_methods(methods: str | Sequence[str]) -> dict[str, Method]:
+def check_methods(methods: str | Sequence[str]) -> dict[str, Method]:
     """Read the names of one or several methods.
 
     Raises

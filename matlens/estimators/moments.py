@@ -17,10 +17,10 @@ from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.medians import RunningMedians
-from matlens.estimators.methods import HeldRows, Method, Rows, require_methods, solve
+from matlens.estimators.methods import HeldRows, Method, Rows, check_methods, solve
 from matlens.estimators.rows import KeptRows
 from matlens.linear.moments import Moments, noise_of_fit
-from matlens.linear.samples import NoisyFit, require_weights, warn_of_noise
+from matlens.linear.samples import NoisyFit, check_weights, warn_of_noise
 from matlens.linear.sums import shared_moments
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
@@ -63,8 +63,8 @@ class LensMoments:
     ) -> None:
         identity = provenance.identity
         self.provenance, self.norm = provenance, norm
-        self.methods = require_methods(methods)
-        self.layers = require_layers(layers, identity.n_layers)
+        self.methods = check_methods(methods)
+        self.layers = check_layers(layers, identity.n_layers)
         self._last, self._width = identity.n_layers, identity.d_model
         fitted = [method for method in self.methods.values() if not method.is_identity]
         self._kinds: tuple[Rows, ...] = tuple(dict.fromkeys(method.rows for method in fitted))
@@ -148,7 +148,7 @@ class LensMoments:
             )
         counting = torch.ones(n, dtype=torch.float64)
         if weights is not None:
-            counting, self._weighted = require_weights(weights, n).cpu(), True
+            counting, self._weighted = check_weights(weights, n).cpu(), True
             if not bool(counting.all()):
                 kept = counting > 0
                 rows = {layer: values[kept.to(values.device)] for layer, values in rows.items()}
@@ -216,7 +216,7 @@ class LensMoments:
         InputError
             It is of another model, or for other methods, layers or another norm.
         """
-        self.provenance.require_same(other.provenance, ours="these moments", theirs="those")
+        self.provenance.check_same(other.provenance, ours="these moments", theirs="those")
         if (self.methods, self.layers, self.norm) != (other.methods, other.layers, other.norm):
             raise InputError(
                 f"Moments for {', '.join(other.methods)} at {len(other.layers)} layers cannot be merged into "
@@ -359,7 +359,7 @@ def rows_together(width: int) -> int:
     return max(_CHUNK, 4 * width)
 
 
-def require_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
+def check_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
     """Numbers of the layers that are asked for, ascending and without the last; by default all of these.
 
     Raises

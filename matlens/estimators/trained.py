@@ -22,7 +22,7 @@ from matlens.estimators.fitting import lens_moments
 from matlens.estimators.jacobian import PROMPTS, fit_jacobian, longest_sentences
 from matlens.estimators.maps import LayerMap, LensParts, Standardisation
 from matlens.estimators.methods import Method
-from matlens.estimators.moments import require_layers
+from matlens.estimators.moments import check_layers
 from matlens.estimators.training import polish, scale_map, tune
 from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity
@@ -52,7 +52,7 @@ def best_start(model: TransformerBridge) -> str:
 
 
 @checked
-def require_method_names(methods: str | Sequence[str]) -> list[str]:
+def check_method_names(methods: str | Sequence[str]) -> list[str]:
     """Names of methods, each once: closed forms and ``scaled``, ``polished``, ``tuned`` and ``jacobian``.
 
     Raises
@@ -130,7 +130,7 @@ def train_maps(
         It is no such method, or has nothing to start from; or the rows lack a layer or are another model's.
     """
     check_choice(name, ON_ROWS, "The method")
-    readout.require_same(rows.provenance, theirs="the rows")
+    readout.check_same(rows.provenance, theirs="the rows")
     last = rows.provenance.identity.n_layers
     if name in _FROM_CLOSED and start is None:
         raise InputError(f"{name!r} starts from a closed form, and none is given. Expected such as 'affine'.")
@@ -170,7 +170,7 @@ def _of_all(fitted: Mapping[int, LayerMap], wanted: Sequence[int]) -> dict[int, 
     return maps
 
 
-def require_rows_folder(names: Sequence[str], folder: str | Path | None) -> None:
+def check_rows_folder(names: Sequence[str], folder: str | Path | None) -> None:
     """Refuse a folder for vectors where no method is trained on any.
 
     Raises
@@ -208,17 +208,17 @@ def fit_maps(
     InputError
         A method is none, or not of this model; the data are not of this model, or lack a layer.
     """
-    names = require_method_names(methods)
+    names = check_method_names(methods)
     trained = [name for name in names if name in TRAINED]
     if trained and (rows is not None or weights is not None):
         raise InputError(
             f"The method {trained[0]!r} is trained, and takes neither 'rows' nor 'weights'. Expected closed "
             "forms, such as 'affine', or all samples."
         )
-    require_rows_folder(names, folder)
+    check_rows_folder(names, folder)
     n_prompts = check_int(n_prompts, "n_prompts", min=1, max=10**9)
     n_layers = int(model.cfg.n_layers)
-    wanted = require_layers(layers, n_layers)
+    wanted = check_layers(layers, n_layers)
     if not isinstance(data, Examples | Activations):
         data = as_corpus(data)
     if JACOBIAN in names and not isinstance(data, Corpus):
@@ -233,7 +233,7 @@ def fit_maps(
                 model, examples, sites_of_rows(names, wanted, n_layers), positions=positions, folder=folder,
                 batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
-        collected.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+        collected.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
     fitted: dict[str, LensParts] = {}
     closed = closed_forms(names, model)
     if closed:

@@ -20,7 +20,7 @@ from torch import Tensor
 from matlens.checks import Between, NonNegative, PositiveInt, Seed, check_int, checked
 from matlens.errors import InputError
 from matlens.estimators.maps import LayerMap, Standardisation
-from matlens.models.readout import Readout, require_vectors
+from matlens.models.readout import Readout, check_vectors
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
@@ -155,7 +155,7 @@ def polish(
         The rows are not two sets of as many finite vectors of the model's width, or a number is out of its
         range.
     """
-    steps, batch = _require_rows(readout, h, last, steps, batch)
+    steps, batch = _check_rows(readout, h, last, steps, batch)
     rate, seed = rate, seed
     generator = torch.Generator().manual_seed(seed)
     trained = _Trained(readout, start, norm)
@@ -205,7 +205,7 @@ def scale_map(
     InputError
         As for `polish`.
     """
-    _require_rows(readout, h, last, 1, 1)
+    _check_rows(readout, h, last, 1, 1)
     generator = torch.Generator().manual_seed(seed)
     pilot = torch.randperm(len(h), generator=generator)[:PILOT]
     trained = _Trained(readout, start, norm)
@@ -252,7 +252,7 @@ def tune(
     steps = max(1, min(steps, math.ceil(len(h) * passes)))
     rate, seed = rate, seed
     batch = max(1, math.ceil(len(h) * passes / steps))
-    _require_rows(readout, h, last, 1, 1)
+    _check_rows(readout, h, last, 1, 1)
     generator = torch.Generator().manual_seed(seed)
     width = readout.d_model
     trained = _Trained(readout, LayerMap(torch.zeros(width, width), bias=torch.zeros(width)), residual=True)
@@ -346,10 +346,10 @@ def _orthogonal(gradient: Tensor) -> Tensor:
     return x
 
 
-def _require_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: int) -> tuple[int, int]:
+def _check_rows(readout: Readout, h: Tensor, last: Tensor, steps: int, batch: int) -> tuple[int, int]:
     """Refuse rows that do not belong together; how many steps there are of how many rows, see `steps_for`."""
     for vectors in (h, last):
-        require_vectors(vectors, readout.d_model, n_axes=2)
+        check_vectors(vectors, readout.d_model, n_axes=2)
     if len(h) != len(last) or not len(h):
         raise InputError(
             f"There are {len(h)} rows of the layer and {len(last)} of the last one. Expected as many of "

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from matlens.checks import Seed, checked
 from matlens.errors import InputError
 from matlens.exits.outcomes import ExampleSplit
-from matlens.exits.rule import require_fitted
+from matlens.exits.rule import check_fitted
 from matlens.progress import Bar
 
 PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
@@ -150,7 +150,7 @@ class ExitClassifiers:
         InputError
             Nothing has been fitted, or on other layers.
         """
-        require_fitted(self, "models_")
+        check_fitted(self, "models_")
         if len(features) != len(self.models_):
             raise InputError(
                 f"There are features of {len(features)} layers, and classifiers of {len(self.models_)}. "

@@ -32,7 +32,7 @@ from matlens.ffn.trace import Trace, sites_before_ffn
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.judgement import as_substitute
 from matlens.linear.fitting import fit_samples
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
@@ -55,12 +55,12 @@ def classifier_sites(model: TransformerBridge) -> list[str]:
     InputError
         The model has no known stream before its FFNs.
     """
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     inside = [
-        [*sites_before_ffn(model, layer), str(Site(output_kind(anatomy), layer))]
-        for layer in range(anatomy.n_layers)
+        [*sites_before_ffn(model, layer), str(Site(output_kind(layout), layer))]
+        for layer in range(layout.n_layers)
     ]
-    return list(dict.fromkeys([*map(str, anatomy.stream), *(site for sites in inside for site in sites)]))
+    return list(dict.fromkeys([*map(str, layout.stream), *(site for sites in inside for site in sites)]))
 
 
 class ExitComparison(NamedTuple):
@@ -122,7 +122,7 @@ def compare_exits(
     """
     if not len(kinds):
         raise InputError("There are no kinds of classifiers. Expected ridge, lasso or both.")
-    _require_same(trace, activations)
+    _check_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
     active, features = active_clusters(trace, clusters), classifier_features(model, activations)
@@ -153,8 +153,8 @@ def compare_exits(
     return ExitComparison(dict(judged), dict(penalties))
 
 
-def _require_same(trace: Trace, activations: Activations) -> None:
-    activations.provenance.require_same(trace.provenance, ours="the activations", theirs="the trace")
+def _check_same(trace: Trace, activations: Activations) -> None:
+    activations.provenance.check_same(trace.provenance, ours="the activations", theirs="the trace")
     if trace.examples.fingerprint != activations.examples.fingerprint:
         raise InputError(
             "The trace and the activations are of different examples. Collect the activations at "
@@ -166,13 +166,13 @@ def classifier_features(
     model: TransformerBridge, activations: Activations
 ) -> dict[str, list[Float[np.ndarray, "n d"]]]:
     """Features of classifiers: the stream before each FFN, what the FFN writes, and the sum of the two."""
-    anatomy = Anatomy.from_model(model)
-    layers = range(anatomy.n_layers)
+    layout = ModelLayout.from_model(model)
+    layers = range(layout.n_layers)
     x = [
         torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
         for layer in layers
     ]
-    o = [activations[Site(output_kind(anatomy), layer)].numpy() for layer in layers]
+    o = [activations[Site(output_kind(layout), layer)].numpy() for layer in layers]
     total = [before + written for before, written in zip(x, o, strict=True)]
     return dict(zip(CLASSIFIERS, (x, o, total), strict=True))
 

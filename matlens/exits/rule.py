@@ -59,14 +59,14 @@ def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_la
     InputError
         The clusters are of another model.
     """
-    clusters.provenance.require_same(trace.provenance, ours="the clusters", theirs="the trace")
+    clusters.provenance.check_same(trace.provenance, ours="the clusters", theirs="the trace")
     order = trace.coefficient["dominant"].abs().argsort(dim=-1, descending=True, stable=True)
     index = trace.index["dominant"].gather(-1, order).numpy()
     of_layer = clusters.labels.reshape(trace.n_layers, -1)
     return of_layer[np.arange(trace.n_layers)[:, None], index]
 
 
-def require_fitted(rule: Any, attribute: str) -> None:
+def check_fitted(rule: Any, attribute: str) -> None:
     """Refuse to ask what has not been fitted.
 
     Raises
@@ -142,7 +142,7 @@ class OverlapRule:
         InputError
             Nothing has been fitted, or on other layers.
         """
-        require_fitted(self, "active_")
+        check_fitted(self, "active_")
         if active.shape[1:] != self.active_.shape[1:]:
             raise InputError(
                 f"The active clusters have the shape {active.shape}, and those that were fitted on "

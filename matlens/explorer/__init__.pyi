@@ -7,6 +7,6 @@ from .exploration import explore as explore
 from .exploration import load_lens as load_lens
 from .server import LiveModel as LiveModel
 from .usage import Usage as Usage
-from .usage import find_usage as find_usage
+from .usage import max_activating_examples as max_activating_examples
 from .usage import shortened as shortened
 from .value_pages import write_value_pages as write_value_pages

@@ -12,7 +12,7 @@ from torch import Tensor
 from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
-from matlens.ffn.updates import DOMINANT, Updates, require_count
+from matlens.ffn.updates import DOMINANT, Updates, check_count
 from matlens.pages.trajectory import UpdateCells
 from matlens.progress import Bar
 
@@ -55,8 +55,8 @@ def dominant_cells(
         1 or more than there are.
     """
     values, n_layers = updates.values, updates.values.n_layers
-    projection.require_same(values.identity)
-    require_count(k, values)
+    projection.check_same(values.identity)
+    check_count(k, values)
     check_int(n_promoted, "n_promoted", min=1, max=len(projection.unembedding))
     d_vocab = len(projection.unembedding)
     if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < d_vocab:
@@ -64,7 +64,7 @@ def dominant_cells(
     if updates.layers != list(range(n_layers)):
         raise InputError("Updates of all layers are needed: Updates.run(model, examples) collects them.")
     words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)
-    require_linear(words)
+    check_linear(words)
     parts: dict[str, list[np.ndarray]] = {}
     n_ways = 0
     for layer in Bar(range(n_layers), desc="sub-updates", unit="layer", disable=not progress):
@@ -100,7 +100,7 @@ def dominant_cells(
     )
 
 
-def require_linear(projection: Projection) -> None:
+def check_linear(projection: Projection) -> None:
     """Refuse a projection through the whole final norm, after which parts do not add up.
 
     Raises

@@ -24,12 +24,12 @@ from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, STREAM, Site
 from matlens.models.vocabulary import visible, word_token
 from matlens.pages.assembly import framed
 from matlens.pages.trajectory import LensCells, UpdateCells, trajectory_page
-from matlens.storage.files import PAGE_SUFFIXES, require_file_name, system_errors, write_text
+from matlens.storage.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
 from matlens.storage.folders import CONFIG, read_record
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Exploration:
             The name has another suffix, or the file cannot be written there.
         """
         path = Path(path)
-        require_file_name(path, suffixes=PAGE_SUFFIXES)
+        check_file_name(path, suffixes=PAGE_SUFFIXES)
         with system_errors(path):
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.to_html())
@@ -160,7 +160,7 @@ def explore(
     examples = make_prompts(model, [prompt])
     last = named["id"].n_layers
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) | {last})
-    has_values = COEFFICIENTS in Anatomy.from_model(model).kinds
+    has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds
     values = ValueVectors(model) if has_values else None
     kinds = list(dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind))) if values is not None else []
     sites = [Site(STREAM, layer) for layer in layers] + [Site(kind, b) for b in range(last) for kind in kinds]
@@ -216,7 +216,7 @@ def _nothing() -> None:
 def _beside(logit_lens: Lens, lens: Lens | MapSet) -> Lens:
     """A lens on the model of the logit lens, whose read-out it shares: making one takes seconds."""
     bare = Lens.from_maps(lens) if isinstance(lens, MapSet) else lens
-    bare.provenance.require_same(logit_lens.provenance.identity, ours="the lens", theirs="the model")
+    bare.provenance.check_same(logit_lens.provenance.identity, ours="the lens", theirs="the model")
     return replace(bare, readout=logit_lens.readout, model=logit_lens.model)
 
 

@@ -109,7 +109,7 @@ class LiveModel:
         identity = ModelIdentity.from_model(model)
         self._name = identity.name
         for given in [*self._lenses, *self._maps]:
-            given.provenance.require_same(identity, ours="the maps", theirs="the model")
+            given.provenance.check_same(identity, ours="the maps", theirs="the model")
         self._token = token or secrets.token_urlsafe(24)
         self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self._worker = ThreadPoolExecutor(max_workers=1)
@@ -139,7 +139,7 @@ class LiveModel:
 
         async def checked_answer(request: Request) -> Response:
             try:
-                self._require_own(request)
+                self._check_own(request)
                 response = await answer(request)
             except _Refused as refusal:
                 response = JSONResponse({"error": str(refusal)}, refusal.status)
@@ -152,7 +152,7 @@ class LiveModel:
 
         return checked_answer
 
-    def _require_own(self, request: Request) -> None:
+    def _check_own(self, request: Request) -> None:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if host not in self._hosts:
             raise _Refused(403, "This server answers on its own machine alone.")
@@ -304,7 +304,7 @@ def _changes(content: dict[str, Any]) -> list[Change]:
         raise _Refused(400, "Expected changes with a kind, which, and a value.") from error
 
 
-def require_server() -> None:
+def check_server() -> None:
     """Refuse, before any work, where uvicorn and Starlette are not installed.
 
     Raises
@@ -324,7 +324,7 @@ def run_server(live: LiveModel) -> None:
     InputError
         uvicorn and Starlette are not installed.
     """
-    require_server()
+    check_server()
     import uvicorn
 
     uvicorn.run(live.application, host=HOST, port=live.port, log_level="warning", access_log=False)

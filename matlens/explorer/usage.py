@@ -24,7 +24,7 @@ from matlens.activations.collecting import stream
 from matlens.checks import Between, PositiveInt, checked
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.ffn.updates import DOMINANT, require_count
+from matlens.ffn.updates import DOMINANT, check_count
 from matlens.ffn.values import ValueVectors
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import COEFFICIENTS, Site
@@ -88,7 +88,7 @@ def shortened(examples: Examples, longest: Annotated[int, Between(2)] = LONGEST)
 
 @checked
 @torch.inference_mode()
-def find_usage(
+def max_activating_examples(
     model: TransformerBridge,
     examples: Examples,
     values: ValueVectors,
@@ -122,9 +122,9 @@ def find_usage(
         model; there is no sentence, or a longer one; or the checkpoint is of another job, damaged,
         or something else.
     """
-    require_count(k, values)
+    check_count(k, values)
     identity = ModelIdentity.from_model(model).of_weights
-    Provenance(values.identity).require_same(identity, ours="the value vectors", theirs="the model")
+    Provenance(values.identity).check_same(identity, ours="the value vectors", theirs="the model")
     if not len(examples) or int(examples.lengths.max()) > LONGEST:
         raise InputError(
             f"Expected one sentence or more, each of at most {LONGEST} tokens: explorer.shortened(examples) "
@@ -191,7 +191,9 @@ class _State:
         seal, of_job = parts.pop(_SEAL, None), parts.pop(_JOB, None)
         remove = "Remove it, or choose another file: the sentences are read anew then."
         if seal is None or of_job is None or not _says(seal, _hash_of(parts, of_job)):
-            raise InputError(f"{path} is no checkpoint of find_usage, or it was changed or damaged. {remove}")
+            raise InputError(
+                f"{path} is no checkpoint of max_activating_examples, or it was changed or damaged. {remove}"
+            )
         if not _says(of_job, job):
             raise InputError(
                 f"The checkpoint {path} is of another model, corpus or number of sentences. {remove}"

@@ -17,7 +17,7 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
-from matlens.explorer.usage import Usage, find_usage, shortened
+from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
@@ -35,7 +35,7 @@ from matlens.pages.values import (
     vector_shard,
 )
 from matlens.progress import Bar
-from matlens.storage.arrays import describe_file, require_hash, require_record
+from matlens.storage.arrays import check_hash, check_record, describe_file
 from matlens.storage.files import write_bytes, write_text
 from matlens.storage.folders import Workplace, read_config
 from matlens.storage.notes import Notes
@@ -105,7 +105,7 @@ def write_value_pages(
     check_int(among, "among", min=k, max=d_vocab)
     check_int(neighbours, "neighbours", min=0, max=len(values) - 1)
     if clusters is not None:
-        clusters.provenance.require_same(values.identity, ours="the clusters", theirs="the value vectors")
+        clusters.provenance.check_same(values.identity, ours="the clusters", theirs="the value vectors")
         if len(clusters.labels) != len(values):
             raise InputError(f"There are clusters of {len(clusters.labels)} vectors, not of {len(values)}.")
     request = {
@@ -121,15 +121,15 @@ def write_value_pages(
             pages.write(corpus, clusters, n_best)
             place.finish()
         else:
-            _require_whole(place.folder)
+            _check_whole(place.folder)
     return place.folder / INDEX
 
 
-def _require_whole(folder: Path) -> None:
+def _check_whole(folder: Path) -> None:
     """Refuse a finished folder of which a file is gone or damaged."""
     config = read_config(folder, HOLDS)
     for name in config["files"]:
-        require_hash(folder / name, require_record(config, folder, name))
+        check_hash(folder / name, check_record(config, folder, name))
 
 
 class _Pages:
@@ -151,7 +151,7 @@ class _Pages:
         examples = None if corpus is None else shortened(make_examples(self._model, corpus))
         usage = None
         if examples is not None:
-            usage = find_usage(
+            usage = max_activating_examples(
                 self._model, examples, self._values, n_best=n_best, checkpoint=self._folder / _USAGE,
                 progress=self._progress,
             )  # fmt: skip
@@ -203,7 +203,7 @@ class _Pages:
         if self._kept(layer) not in paths or not all(map(os.path.lexists, paths)):
             return False
         for path, record in paths.items():
-            require_hash(path, record)
+            check_hash(path, record)
         return True
 
     def _units(self) -> Tensor:

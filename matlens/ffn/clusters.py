@@ -26,7 +26,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import Provenance
-from matlens.models.sites import require_finite
+from matlens.models.sites import check_finite
 from matlens.models.vocabulary import token_texts, visible
 from matlens.numerics.agglomeration import (
     EXACT,
@@ -203,7 +203,7 @@ class Clusters:
         InputError
             A name does not exist in this model, or the clusters are those of another.
         """
-        self.provenance.require_same(values.identity, ours="the clusters")
+        self.provenance.check_same(values.identity, ours="the clusters")
         vectors = [values.resolve(name) for name in names]
         rows = [vector.layer * values.d_mlp + values.column(vector) for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
@@ -223,7 +223,7 @@ class Clusters:
         InputError
             There is no such cluster, or the clusters are those of another model.
         """
-        self.provenance.require_same(values.identity, ours="the clusters")
+        self.provenance.check_same(values.identity, ours="the clusters")
         means = []
         numbers = list(numbers)
         if not numbers:
@@ -258,7 +258,7 @@ class Clusters:
             raise InputError(
                 f"{len(directions)} directions for {len(numbers)} clusters. Expected one for each."
             )
-        require_finite(directions, "the directions")
+        check_finite(directions, "the directions")
         size = self.sizes[list(numbers)].astype(float)
         squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
@@ -293,7 +293,7 @@ def cluster_table(
     InputError
         There is no such cluster, the clusters are those of another model, or ``n_tokens`` is less than 1.
     """
-    projection.require_same(values.identity)
+    projection.check_same(values.identity)
     directions = clusters.directions(values, numbers)
     top = projection.top(directions, n_tokens).ids.tolist()
     rows = []

@@ -158,7 +158,7 @@ def read_scores(
     return scores
 
 
-def _require_rows(trace: Trace, rows: Bool[Tensor, " n"] | None) -> None:
+def _check_rows(trace: Trace, rows: Bool[Tensor, " n"] | None) -> None:
     if rows is None:
         return
     if rows.shape != (len(trace),):
@@ -194,7 +194,7 @@ def event_scores(
         There is no event of one kind; or the scores or the rows are not those of the trace.
     """
     scores, table = read_scores(trace, scores), list[dict[str, Any]]()
-    _require_rows(trace, rows)
+    _check_rows(trace, rows)
     for kind, events in find_events(trace).items():
         events = events.among(rows)
         if not len(events.example):
@@ -232,7 +232,7 @@ def update_scores(
         The scores or the rows are not those of the trace.
     """
     scores, table = read_scores(trace, scores), list[dict[str, Any]]()
-    _require_rows(trace, rows)
+    _check_rows(trace, rows)
     kinds = {kind: updates.among(rows) for kind, updates in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
         for kind, updates in kinds.items():
@@ -392,7 +392,7 @@ def _relative_scores(
 ) -> TraceScores:
     """Scores less those of a baseline vector of each example, given by reference and layer."""
     values = ValueVectors(model)
-    trace.provenance.require_same(values.identity, ours="the trace")
+    trace.provenance.check_same(values.identity, ours="the trace")
     relative = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
     for layer in range(trace.n_layers):
         vectors = values.layer(layer)

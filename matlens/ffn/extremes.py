@@ -32,7 +32,7 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.tables import require_columns, result_table
+from matlens.storage.tables import check_columns, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -140,7 +140,7 @@ def draw_sub_updates(
 
 
 def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: TraceScores) -> SubUpdates:
-    trace.provenance.require_same(values.identity, ours="the trace")
+    trace.provenance.check_same(values.identity, ours="the trace")
     at = example, layer, _ = places.unbind(1)
     row = layer * values.d_mlp + trace.index["dominant"][at]
     return SubUpdates(
@@ -198,7 +198,7 @@ def cluster_activity(
     InputError
         The clusters are those of another model.
     """
-    projection.require_same(values.identity)
+    projection.check_same(values.identity)
     labelled = sub_updates_by_cluster(sub_updates, clusters)
     labelled = labelled.assign(sink=trace.sinks[sub_updates.example].numpy())
     table = labelled.groupby(["cluster", "sign"]).agg(
@@ -242,7 +242,7 @@ def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
         The clusters that it was made with.
     """
     columns = ("sub_updates", "read", "cluster", "extremes")
-    require_columns(activity, columns, what="the table of activity of ffn.extreme_tables")
+    check_columns(activity, columns, what="the table of activity of ffn.extreme_tables")
     rows = []
     for read, table in activity[activity["sub_updates"] == "extreme"].groupby("read", sort=False):
         by_cluster = table.groupby("cluster")["extremes"].sum().sort_values(ascending=False, kind="stable")
@@ -419,7 +419,7 @@ def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, 
 def _with_kinds(sub_updates: SubUpdates, clusters: Clusters, kind_of: pd.DataFrame) -> pd.DataFrame:
     """Sub-updates by cluster, with the ``kind`` of each cluster and sign."""
     columns = ["cluster", "sign", "kind"]
-    require_columns(kind_of, columns, what="kinds of clusters, as cluster_activity gives them")
+    check_columns(kind_of, columns, what="kinds of clusters, as cluster_activity gives them")
     kinds = kind_of[columns].drop_duplicates()
     return sub_updates_by_cluster(sub_updates, clusters).merge(kinds, "left")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import POST_NORM
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ def linear_head(dense: Tensor | None, norm: nn.Module, width: int) -> nn.Module:
     return _LinearHead(dense, NormGain.from_module(norm, width))
 
 
-def output_kind(anatomy: Anatomy) -> str:
+def output_kind(layout: ModelLayout) -> str:
     """Kind of the site at which what an FFN writes joins the stream: behind its own norm, if it has one."""
-    return NORMED_OUT if NORMED_OUT in anatomy.kinds else FFN_OUT
+    return NORMED_OUT if NORMED_OUT in layout.kinds else FFN_OUT
 
 
 def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
@@ -113,7 +113,7 @@ def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
 def norm_after_ffn_module(model: TransformerBridge, layer: int) -> nn.Module:
     """The norm of `norm_after_ffn` itself, in the precision of the model."""
     block = model.blocks[layer]
-    kinds, family = Anatomy.from_model(model).kinds, Anatomy.from_model(model).family
+    kinds, family = ModelLayout.from_model(model).kinds, ModelLayout.from_model(model).family
     if NORMED_OUT in kinds:
         return block.ln2_post.original_component
     if family is POST_NORM:

@@ -22,8 +22,8 @@ from matlens.errors import InputError
 from matlens.ffn.norms import linear_head
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.kinds.stacks import ENCODER, stack_of
-from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.readout import head_modules, narrowing, require_vectors
+from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.readout import check_vectors, head_modules, narrowing
 from matlens.models.vocabulary import token_texts, word_tokens
 from matlens.models.weights import WeightChecksum, float32_on
 from matlens.numerics.largest import largest
@@ -54,7 +54,7 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     InputError
         The model has no unembedding.
     """
-    require_raw(model)
+    check_raw(model)
     if stack_of(model) == ENCODER:
         raise InputError("An encoder has no unembedding: its value vectors are not read in the vocabulary.")
     if not hasattr(model, "unembed"):
@@ -151,18 +151,18 @@ class Projection:
         head = linear_head(dense, normed.norm, model.cfg.d_model)
         return replace(normed, norm=head)
 
-    def require_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
+    def check_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
         """Refuse vectors of another model; where one of the models is not known they are taken.
 
         Raises
         ------
         InputError
-            The models differ; see `Provenance.require_same`.
+            The models differ; see `Provenance.check_same`.
         """
         self._check_weights()
         model = other.model if isinstance(other, Provenance) else other
         if self.identity is not None and model is not None:
-            Provenance(self.identity).require_same(other, ours="the projection", theirs=theirs)
+            Provenance(self.identity).check_same(other, ours="the projection", theirs=theirs)
 
     @torch.inference_mode()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
@@ -182,7 +182,7 @@ class Projection:
 
     def _inputs(self, vectors: Tensor) -> Tensor:
         """What is multiplied with the unembedding."""
-        require_vectors(vectors, self.unembedding.shape[1])
+        check_vectors(vectors, self.unembedding.shape[1])
         inputs = vectors.to(self.unembedding.device, torch.float32)
         return self.norm(inputs) if self.norm is not None else inputs
 
@@ -214,12 +214,12 @@ class Projection:
         InputError
             The vectors are of another width, or not finite.
         """
-        require_vectors(vectors, self.unembedding.shape[1])
+        check_vectors(vectors, self.unembedding.shape[1])
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
         k = check_int(k, "The number of tokens", min=1, max=len(self.unembedding))
-        require_vectors(vectors, self.unembedding.shape[1], n_axes=2)
+        check_vectors(vectors, self.unembedding.shape[1], n_axes=2)
         if not len(vectors):
             raise InputError("There are no vectors. Expected at least one.")
         self._check_weights()
@@ -257,7 +257,7 @@ def top_tokens_of_all(
     InputError
         ``k`` is less than 1, or more than the vocabulary has.
     """
-    projection.require_same(values.identity)
+    projection.check_same(values.identity)
     layers = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
     ids, scores = zip(*layers, strict=True)
     return TopTokens(torch.cat(ids), torch.cat(scores))
@@ -290,7 +290,7 @@ def values_promoting(
         A word is not one token; or ``n`` is less than 1, or more than the model has value vectors.
     """
     n = check_int(n, "The number of value vectors", min=1, max=len(values))
-    projection.require_same(values.identity)
+    projection.check_same(values.identity)
     embedding = projection.unembedding[word_tokens(projection.tokenizer, words)].mean(0)
     score_and_lift = torch.stack([embedding, embedding - projection.unembedding.mean(0)])
     words_alone = Projection(score_and_lift, projection.tokenizer, projection.norm)
@@ -324,7 +324,7 @@ def values_with_tokens(
     InputError
         A word is not one token, or the top tokens are not those of all the value vectors.
     """
-    projection.require_same(values.identity)
+    projection.check_same(values.identity)
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
@@ -365,7 +365,7 @@ def token_table(
         There are no names, one does not exist in this model, or ``k`` is less than 1 or more than the
         vocabulary has.
     """
-    projection.require_same(values.identity)
+    projection.check_same(values.identity)
     chosen, vectors = [values.resolve(name) for name in names], values.vectors(names)
     rows: list[tuple[Any, ...]] = []
     for side, tokens in (("top", projection.top(vectors, k)), ("bottom", projection.bottom(vectors, k))):

@@ -25,10 +25,10 @@ from matlens.corpora.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
-from matlens.ffn.updates import DOMINANT, random_sub_updates, require_count
+from matlens.ffn.updates import DOMINANT, check_count, random_sub_updates
 from matlens.ffn.values import ValueVectors
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.models.weights import weights_at_rest
@@ -205,13 +205,13 @@ def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
     InputError
         No such sites are known for the blocks of this model.
     """
-    anatomy = Anatomy.from_model(model)
-    if "mid" in anatomy.kinds:
+    layout = ModelLayout.from_model(model)
+    if "mid" in layout.kinds:
         return [str(Site("mid", layer))]
-    if anatomy.family is PARALLEL:
+    if layout.family is PARALLEL:
         return [str(Site(kind, layer)) for kind in (STREAM, "attn_out")]  # as if attention came first
     raise InputError(
-        f"The blocks of {model.cfg.architecture} ({anatomy.family.name}) have no place that is known to be "
+        f"The blocks of {model.cfg.architecture} ({layout.family.name}) have no place that is known to be "
         "the stream before the FFN, so its updates cannot be traced."
     )
 
@@ -224,7 +224,7 @@ class _BatchReader:
             self._values, self._readout = ValueVectors(model), Readout(model)
             self.model = ModelIdentity.from_model(model)
         self._embedding = unembedding(model)
-        self._k = require_count(k, self._values)
+        self._k = check_count(k, self._values)
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]
         self._after = [[str(Site(STREAM, layer + 1))] for layer in layers]

@@ -56,7 +56,7 @@ class Updates:
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:
-        activations.provenance.require_same(
+        activations.provenance.check_same(
             values.identity, ours="the coefficients", theirs="the value vectors"
         )
         self.values, self.activations = values, activations
@@ -145,7 +145,7 @@ class Updates:
         InputError
             ``k`` is less than 1, or more than a layer has value vectors.
         """
-        return self.contributions(layer).topk(require_count(k, self.values)).indices
+        return self.contributions(layer).topk(check_count(k, self.values)).indices
 
     def _of(self, kind: str, layer: int) -> Tensor:
         site = str(Site(kind, self.values.resolve_layer(layer)))
@@ -160,7 +160,7 @@ def _relative(contributions: Tensor) -> Tensor:
     return contributions / total.where(total > 0, torch.ones_like(total))  # an FFN that writes nothing
 
 
-def require_count(k: int, values: ValueVectors) -> int:
+def check_count(k: int, values: ValueVectors) -> int:
     """Check a number of sub-updates of each layer, and return it.
 
     Raises
@@ -212,7 +212,7 @@ def dominant_table(
     """
     if not 0 <= row < updates.activations.n_rows:
         raise InputError(f"Row {row} was asked for. Expected 0 to {updates.activations.n_rows - 1}.")
-    projection.require_same(updates.activations.provenance, theirs="the updates")
+    projection.check_same(updates.activations.provenance, theirs="the updates")
     rows = []
     for layer in updates.layers:
         dominant = updates.dominant(layer, k)[row]
@@ -262,7 +262,7 @@ def dominance(
         The model has no value vectors, or fewer than ``k`` in a layer.
     """
     values = ValueVectors(model)
-    require_count(k, values)
+    check_count(k, values)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
     drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from matlens.checks import Seed, check_int, checked, short
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, output_kind
-from matlens.models.anatomy import Anatomy, mixture, output_layer, output_multiplier
-from matlens.models.identity import ModelIdentity, require_raw
+from matlens.models.identity import ModelIdentity, check_raw
+from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier
 from matlens.models.sites import COEFFICIENTS
 from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
 
@@ -137,14 +137,14 @@ class ValueVectors:
     """
 
     def __init__(self, model: TransformerBridge) -> None:
-        require_raw(model)
-        anatomy = Anatomy.from_model(model)
-        if COEFFICIENTS not in anatomy.kinds:
-            raise InputError(_reason_for_none(model, anatomy))
-        layers, shape = range(anatomy.n_layers), (anatomy.d_mlp, anatomy.d_model)
+        check_raw(model)
+        layout = ModelLayout.from_model(model)
+        if COEFFICIENTS not in layout.kinds:
+            raise InputError(_reason_for_none(model, layout))
+        layers, shape = range(layout.n_layers), (layout.d_mlp, layout.d_model)
         mixtures = [mixture(model, layer) for layer in layers]
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
-        kind = output_kind(anatomy)
+        kind = output_kind(layout)
         norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
         read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
         self._take(
@@ -372,17 +372,17 @@ class ValueVectors:
         return vectors.mean(0) + noise * vectors.std(0)
 
 
-def _reason_for_none(model: TransformerBridge, anatomy: Anatomy) -> str:
+def _reason_for_none(model: TransformerBridge, layout: ModelLayout) -> str:
     said = f"The FFNs of {model.cfg.architecture} have no value vectors that are known"
-    without = [layer for layer in range(anatomy.n_layers) if mixture(model, layer) is None]
-    if 0 < len(without) < anatomy.n_layers:
+    without = [layer for layer in range(layout.n_layers) if mixture(model, layer) is None]
+    if 0 < len(without) < layout.n_layers:
         return (
             f"{said}: some layers have experts and some a plain FFN (layer {', '.join(map(str, without))}), "
             "so their numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be "
             "mapped and replaced all the same."
         )
     return (
-        f"{said} (its blocks are {anatomy.family.name}): their output is not seen to be one matrix times "
+        f"{said} (its blocks are {layout.family.name}): their output is not seen to be one matrix times "
         "coefficients."
     )
 

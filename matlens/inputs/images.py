@@ -10,7 +10,7 @@ from torch import Tensor
 
 from matlens.checks import check_int, checked, short
 from matlens.corpora.examples import Examples, end_to_end
-from matlens.corpora.readers import require_model
+from matlens.corpora.readers import check_model
 from matlens.errors import InputError
 from matlens.kinds.images import image_shape, is_visual, places_of_image
 
@@ -45,7 +45,7 @@ def make_image_examples(
         The model reads text; the images are of another shape, are none, or hold numbers that are not finite;
         or there is no such place.
     """
-    require_model(model)
+    check_model(model)
     if not is_visual(model):
         raise InputError(
             f"{model.cfg.architecture} reads text and no images. Expected a vision transformer, such as ViT."

@@ -13,9 +13,9 @@ from matlens.checks import Between, Seed, checked
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import make_windows
-from matlens.corpora.readers import context_length, is_masked, require_model
+from matlens.corpora.readers import check_model, context_length, is_masked
 from matlens.errors import InputError
-from matlens.models.tokenization import encode_text, require_tokenizer, token_policy
+from matlens.models.tokenization import check_tokenizer, encode_text, token_policy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -83,7 +83,7 @@ def make_judged_text(
     InputError
         There are fewer than two texts, or the model has no mask.
     """
-    require_model(model)
+    check_model(model)
     corpus = as_corpus(corpus)
     if is_masked(model):
         made = _masked(model, corpus, size, most, seed)
@@ -110,7 +110,7 @@ def _running(windows: Examples) -> JudgedText:
 
 
 def _masked(model: TransformerBridge, corpus: Corpus, size: int, most: int | None, seed: int) -> JudgedText:
-    mask = require_tokenizer(model).mask_token_id
+    mask = check_tokenizer(model).mask_token_id
     if mask is None:
         raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
     generator, longest = np.random.default_rng(seed), min(size, context_length(model))

@@ -11,7 +11,7 @@ from matlens.checks import Seed, checked, short
 from matlens.corpora.corpus_examples import draw_position
 from matlens.corpora.examples import TOKENIZATION, Examples, end_to_end
 from matlens.corpora.prompts import list_of_texts
-from matlens.corpora.readers import context_length, require_model
+from matlens.corpora.readers import check_model, context_length
 from matlens.corpora.token_examples import with_sources
 from matlens.errors import InputError
 from matlens.kinds.stacks import DECODER, stack_of
@@ -45,7 +45,7 @@ def make_pairs(
         The model is no such decoder, there are no texts, or not as many targets as sources; or a text is
         longer than the context.
     """
-    require_model(model)
+    check_model(model)
     seed, given = seed, (list_of_texts(sources), list_of_texts(targets))
     if stack_of(model) != DECODER:
         raise InputError("Pairs are for the decoder of an encoder-decoder, loaded with stack='decoder'.")

@@ -21,7 +21,7 @@ from matlens.corpora.readers import is_masked
 from matlens.errors import InputError, warn
 from matlens.estimators.jacobian import LONGEST, PROMPTS, longest_sentences
 from matlens.estimators.maps import LayerMap
-from matlens.estimators.trained import require_method_names, sites_of_rows
+from matlens.estimators.trained import check_method_names, sites_of_rows
 from matlens.judging.cosines import cosine_table
 from matlens.judging.evaluations import EvaluationItem, evaluate_lenses
 from matlens.judging.exits import lens_exit_sweep
@@ -118,7 +118,7 @@ def compare_lenses(
     InputError
         A method or a layer is none, or the corpus is too small.
     """
-    names = default_methods(model) if methods is None else require_method_names(methods)
+    names = default_methods(model) if methods is None else check_method_names(methods)
     if len(parts) != 2:
         raise InputError(
             f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."

@@ -67,7 +67,7 @@ def cosine_table(
     first = next(iter(lenses.values()))
     identity, width = first.provenance.identity, first.provenance.identity.d_model
     for lens in lenses.values():
-        first.provenance.require_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
+        first.provenance.check_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
     halves = halves or {}
     rows: list[dict[str, Any]] = []
 

@@ -25,7 +25,7 @@ from matlens.corpora.prompts import make_prompts
 from matlens.errors import InputError
 from matlens.lens.judgement import KS
 from matlens.lens.lens import Lens
-from matlens.models.tokenization import require_tokenizer
+from matlens.models.tokenization import check_tokenizer
 from matlens.progress import Bar
 from matlens.storage.files import read_json, system_errors
 from matlens.storage.tables import result_row, result_table
@@ -141,7 +141,7 @@ def _spellings(word: str) -> tuple[str, ...]:
 @checked
 def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]:
     """Tokens that are one of these words alone: as given, small and capital, with and without a space."""
-    tokenizer = require_tokenizer(model)
+    tokenizer = check_tokenizer(model)
     forms = {
         space + form
         for spelling in spellings
@@ -195,7 +195,7 @@ def evaluate_lenses(
         vectors = collect(model, make_prompts(model, [item.text for item in items]), wanted, progress=False)
         tokens = [[word_tokens(model, spellings) for spellings in item.words] for item in items]
         for method, lens in lenses.items():
-            lens.provenance.require_same(vectors.provenance, ours="the lens", theirs="the prompts")
+            lens.provenance.check_same(vectors.provenance, ours="the lens", theirs="the prompts")
             best = _best_ranks(lens, [vectors[layer] for layer in wanted], wanted, tokens)
             scored = [ranks for ranks in best if ranks]
             for k in KS:

@@ -62,7 +62,7 @@ def lens_exit_sweep(
     if not lenses:
         raise InputError("There is nothing to leave the model by. Expected a lens or more.")
     for lens in lenses.values():
-        lens.provenance.require_same(validation.provenance, ours="the lens", theirs="the activations")
+        lens.provenance.check_same(validation.provenance, ours="the lens", theirs="the activations")
     last = validation.provenance.identity.n_layers
     wanted = [layer for layer in shared_layers(lenses, validation, layers) if layer > 0]
     if not wanted:

@@ -19,8 +19,8 @@ from matlens.estimators.trained import (
     JACOBIAN,
     ON_ROWS,
     best_start,
+    check_method_names,
     closed_forms,
-    require_method_names,
     train_maps,
 )
 from matlens.estimators.training import BATCH, PILOT, STEPS, TOKENS, passes_for, steps_for
@@ -101,8 +101,8 @@ def fit_members(
     InputError
         A name is none, the rows lack a layer, or ``jacobian`` has no prompts.
     """
-    names = require_method_names(methods)
-    train.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+    names = check_method_names(methods)
+    train.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
     if JACOBIAN in names and prompts is None:
         raise InputError("The method 'jacobian' is fitted on prompts, and none are given. Expected a corpus.")
     last = int(model.cfg.n_layers)

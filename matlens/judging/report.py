@@ -19,7 +19,7 @@ from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
 from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
-from matlens.storage.tables import require_columns, result_row, result_table
+from matlens.storage.tables import check_columns, result_row, result_table
 
 REPORT = "lens_report"
 AGAINST = "against"
@@ -100,7 +100,7 @@ def report_table(
         raise InputError(f"There is no member {short(against)}. Expected one of {short(list(members))}.")
     lenses = {name: member.lens for name, member in members.items()}
     for lens in lenses.values():
-        lens.provenance.require_same(validation.provenance, ours="the lens", theirs="the activations")
+        lens.provenance.check_same(validation.provenance, ours="the lens", theirs="the activations")
     fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
     if fitted:
         warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
@@ -180,7 +180,7 @@ def report_by_member(table: pd.DataFrame) -> pd.DataFrame:
         It is no table of `report_table`.
     """
     columns = ["method", "layer", "metric", "k", "value", AGAINST]
-    require_columns(table, columns, what="the table of judging.report_table")
+    check_columns(table, columns, what="the table of judging.report_table")
     plain = table[table[AGAINST].fillna("") == ""]
     named = plain.assign(
         measure=[

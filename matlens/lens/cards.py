@@ -14,7 +14,7 @@ from matlens.estimators.maps import LensParts
 from matlens.linear.maps import fitted_samples
 from matlens.models.identity import ModelIdentity
 from matlens.storage.numbers import number_text
-from matlens.storage.tables import COLUMNS, require_columns
+from matlens.storage.tables import COLUMNS, check_columns
 
 MEASURES: Mapping[tuple[str, int | None], str] = {
     ("r2", None): "r2", ("r2 without sinks", None): "r2 without sinks", ("precision", 1): "Precision@1",
@@ -33,7 +33,7 @@ def quality_of(method: str, results: pd.DataFrame) -> dict[int, dict[str, float]
     InputError
         It is no table of results, or has no number of this method at a layer.
     """
-    require_columns(results, COLUMNS, what="the table of judging.report_table or lens.prediction_quality")
+    check_columns(results, COLUMNS, what="the table of judging.report_table or lens.prediction_quality")
     rows = results[(results["method"] == method) & results["layer"].notna()]
     if "against" in rows:
         rows = rows[rows["against"].isna() | (rows["against"].astype(str) == "")]

@@ -23,11 +23,11 @@ from matlens.lens.judgement import Substitute, chunks
 from matlens.lens.quality import validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
-from matlens.models.sites import require_finite
+from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
-from matlens.storage.tables import require_columns, result_table
+from matlens.storage.tables import check_columns, result_table
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
@@ -141,7 +141,7 @@ def exit_confidences(
     n, n_layers = len(truth), len(substitutes)
     if not n_layers:
         raise InputError("There is nothing to leave the model by. Expected a substitute for each layer.")
-    require_finite(truth, "the truth")
+    check_finite(truth, "the truth")
     confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
     with readout.weights.constant():
         for part in Bar(list(chunks(n)), desc=f"confidence of {name}", disable=not progress):
@@ -183,8 +183,8 @@ def sweep_and_reaching(
 ) -> tuple[pd.DataFrame, dict[str, tuple[list[float], list[float]]]]:
     """The table of `exit_sweep`, and by method the mean numbers of layers and the shares that run all."""
     last = validation.provenance.identity.n_layers
-    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
-    readout.require_same(validation.provenance)
+    maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
+    readout.check_same(validation.provenance)
     absent = [layer for layer in range(1, last) if (layer, last) not in maps]
     if absent:
         raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
@@ -239,7 +239,7 @@ def layers_saved(table: pd.DataFrame, method: str, precision: Fraction = 0.95) -
         The table has no early exit by this method, or it nowhere reaches the precision; or the precision is
         no share.
     """
-    require_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
+    check_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
     part = table[(table["method"] == method) & table["lam"].notna()]
     if part.empty:
         raise InputError(
@@ -257,7 +257,7 @@ def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
 
     Columns are ``method, saved, n_layers, share``, where ``share`` is that of all layers.
     """
-    require_columns(table, ["target"], what="the table of lens.exit_sweep")
+    check_columns(table, ["target"], what="the table of lens.exit_sweep")
     n_layers = int(table["target"].max())
     rows = [(method, layers_saved(table, method, precision)) for method in _METHODS]
     return pd.DataFrame(

@@ -26,18 +26,18 @@ from matlens.linear.maps import tensor_digest
 from matlens.linear.mapsets import CONVENTION
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.storage.arrays import (
+    check_hash,
+    check_record,
+    check_tensor,
     describe_tensors,
     open_recorded,
-    require_hash,
-    require_record,
-    require_tensor,
 )
 from matlens.storage.files import (
+    check_writable,
     damaged,
     nearest_existing,
     open_regular,
     read_json,
-    require_writable,
     system_errors,
     write_bytes,
 )
@@ -52,7 +52,7 @@ _OWN = "matlens"  # what is kept in such a file of a provenance
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def require_lens_folder(folder: Path, method: str) -> None:
+def check_lens_folder(folder: Path, method: str) -> None:
     """Refuse, before any work, a folder in which a lens of a method could not be kept.
 
     Raises
@@ -60,8 +60,8 @@ def require_lens_folder(folder: Path, method: str) -> None:
     InputError
         It holds something else, or cannot be made or written into.
     """
-    Workplace(folder, _HOLDS, {"method": method}).require_possible()
-    require_writable(nearest_existing(folder))
+    Workplace(folder, _HOLDS, {"method": method}).check_possible()
+    check_writable(nearest_existing(folder))
 
 
 def write_lens(folder: str | Path, lens: LensParts) -> None:
@@ -123,9 +123,9 @@ def read_lens(folder: str | Path) -> LensParts:
 
 
 def _read_tensors(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    record = require_record(config, folder, name)
+    record = check_record(config, folder, name)
     path = folder / name
-    require_hash(path, record)
+    check_hash(path, record)
     try:
         with open_recorded(path, record) as file:
             tensors = load_tensors(file.read())
@@ -133,7 +133,7 @@ def _read_tensors(folder: Path, config: Mapping[str, Any], name: str) -> dict[st
         raise damaged(path, f"cannot be read as safetensors ({error})") from error
     if set(tensors) != set(record.get("tensors", {})):
         raise damaged(path, "holds other tensors than were written")
-    return {key: require_tensor(values, path, record, key) for key, values in tensors.items()}
+    return {key: check_tensor(values, path, record, key) for key, values in tensors.items()}
 
 
 def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
@@ -216,10 +216,10 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
         maps = {layer + 1: LayerMap(lens.jacobians[layer].contiguous()) for layer in lens.source_layers}
         record = lens.metadata.get(_OWN)
         said = None if record is None else Provenance.from_json({**record["provenance"]})
-    _require_finite(maps, path)
+    _check_finite(maps, path)
     identity = ModelIdentity.from_model(model)
     if said is not None:
-        said.require_same(identity, ours="the lens")
+        said.check_same(identity, ours="the lens")
         if record.get("content") != _digest_of(
             {layer - 1: held.matrix(identity.d_model) for layer, held in maps.items()}
         ):
@@ -265,7 +265,7 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:
             )
             for layer in range(n_layers)
         }
-    _require_finite(maps, folder)
+    _check_finite(maps, folder)
     said = {key: config.get(key) for key in ("base_model_name_or_path", "base_model_revision", "lens_type")}
     return LensParts(maps, "tuned", Provenance(ModelIdentity.from_model(model), details={"tuned_lens": said}))
 
@@ -320,7 +320,7 @@ def _foreign(path: Path, expected: str) -> Iterator[None]:
         raise InputError(f"{path} cannot be read ({cause}). {expected}") from error
 
 
-def _require_finite(maps: Mapping[int, LayerMap], path: Path) -> None:
+def _check_finite(maps: Mapping[int, LayerMap], path: Path) -> None:
     for layer, held in maps.items():
         if not all(bool(part.isfinite().all()) for part in held.parts.values()):
             raise InputError(f"{path} holds a number at layer {layer} that is not finite.")

@@ -13,7 +13,7 @@ from matlens import metrics
 from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.models.readout import Readout
-from matlens.models.sites import require_finite
+from matlens.models.sites import check_finite
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
 
@@ -117,7 +117,7 @@ def judge_scores(
     with readout.weights.constant():
         for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
             true = readout.log_probs(truth[part])
-            require_finite(true, "the read-out")
+            check_finite(true, "the read-out")
             for key, member in members.items():
                 scores = member(part)
                 if scores.shape != true.shape:

@@ -33,7 +33,7 @@ from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.models.readout import Readout, require_vectors
+from matlens.models.readout import Readout, check_vectors
 from matlens.models.sites import STREAM, Site
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ class Lens:
         InputError
             The vectors are of another width or not finite, or the lens has no map of the layer.
         """
-        require_vectors(h, self.provenance.identity.d_model)
+        check_vectors(h, self.provenance.identity.d_model)
         layer = self.resolve(layer)
         if layer == self.n_layers:
             return h.float()
@@ -377,7 +377,7 @@ class Lens:
             replaced, set or hooked.
         """
         lens = self._for_precision(same_precision)
-        lens.provenance.require_same(ModelIdentity.from_model(model), ours="the lens")
+        lens.provenance.check_same(ModelIdentity.from_model(model), ours="the lens")
         return replace(lens, readout=Readout(model), model=model)
 
     def _placed(self, model: TransformerBridge | None, same_precision: bool = True) -> Lens:

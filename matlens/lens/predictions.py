@@ -27,7 +27,7 @@ from matlens.models.readout import Readout
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import visible
 from matlens.numerics.probabilities import log_softmax
-from matlens.storage.tables import read_table, require_columns
+from matlens.storage.tables import check_columns, read_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -68,8 +68,8 @@ def top_predictions(
         A layer is out of range or has no map to the last one, there is no layer, ``k`` is less than 1 or more
         than the vocabulary has, or the maps are of another model.
     """
-    maps.provenance.require_same(prompts.provenance, ours="the maps", theirs="the activations")
-    readout.require_same(prompts.provenance)
+    maps.provenance.check_same(prompts.provenance, ours="the maps", theirs="the activations")
+    readout.check_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
     for layer in layers:
         if not -last - 1 <= layer <= last:
@@ -104,7 +104,7 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 @checked
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
     """The part of each prompt that the model has read: all of it around a mask, or up to the position."""
-    readout.require_same(prompts.provenance, theirs="the prompts")
+    readout.check_same(prompts.provenance, theirs="the prompts")
     examples, tokenizer = prompts.examples, readout.tokenizer
     # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
     # token that a tokenizer lacks has the number of the unknown word.)
@@ -131,7 +131,7 @@ def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
     InputError
         It is no table of predictions, or has none for the prompt.
     """
-    require_columns(table, COLUMNS, what="the table of lens.top_predictions")
+    check_columns(table, COLUMNS, what="the table of lens.top_predictions")
     predictions = table[table["prompt"] == prompt]
     if predictions.empty:
         raise InputError(f"The table has no predictions for the prompt {short(prompt)}.")

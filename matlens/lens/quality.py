@@ -24,7 +24,7 @@ from matlens.linear.samples import warn_of_same_sentences
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.progress import Bar
-from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
+from matlens.storage.tables import COLUMNS, check_columns, result_row, result_table
 
 FIT, PREDICTION = "fit_quality", "prediction_quality"
 METHODS = ("mat", "id")
@@ -59,7 +59,7 @@ def fit_quality(
     InputError
         The maps or the rows are not those of the examples, or fewer than two rows are left.
     """
-    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
+    maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
     check_rows(rows, validation.n_rows, min=2)
     warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
     counted = slice(None) if rows is None else rows
@@ -97,8 +97,8 @@ def prediction_quality(
     For each layer ``l``, the substitutes are ``mat_{l->L}(h^l)`` and ``h^l``; at ``L`` both are ``h^L``.
     Distributions are held for a few hundred examples at a time, and never for several layers.
     """
-    maps.provenance.require_same(validation.provenance, ours="the maps", theirs="the activations")
-    readout.require_same(validation.provenance)
+    maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
+    readout.check_same(validation.provenance)
     warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
     for method in methods:
         check_choice(method, METHODS, "A method")
@@ -180,7 +180,7 @@ def layer_table(results: pd.DataFrame) -> pd.DataFrame:
     InputError
         It is no table of results.
     """
-    require_columns(results, COLUMNS, what="the tables of lens.fit_quality and lens.prediction_quality")
+    check_columns(results, COLUMNS, what="the tables of lens.fit_quality and lens.prediction_quality")
     last = results["target"].max()
     names: Mapping[tuple[str, str], str] = {
         ("r2", "mat"): "r2 mat", ("r2", "id"): "r2 id",
@@ -201,7 +201,7 @@ def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
     InputError
         It is no table of results, or has no r2 by this method.
     """
-    require_columns(results, COLUMNS, what="the table of lens.fit_quality")
+    check_columns(results, COLUMNS, what="the table of lens.fit_quality")
     part = results[(results["metric"] == "r2") & (results["method"] == method)]
     if part.empty:
         raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")

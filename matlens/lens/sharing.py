@@ -54,7 +54,7 @@ def push_lens(
     private: bool = False,
 ) -> str:
     """Put a lens into a repository; see `Lens.push_to_hub`."""
-    folder = folder_of(lens) if name is None else _require_folder(name)
+    folder = folder_of(lens) if name is None else _check_folder(name)
     measures = None if quality is None else quality_of(lens.method, quality)
     with tempfile.TemporaryDirectory(prefix="matlens-lens-") as place:
         written = Path(place) / "lens"
@@ -149,7 +149,7 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _require_folder(name: str) -> str:
+def _check_folder(name: str) -> str:
     parts = name.split("/")
     if not 1 <= len(parts) <= 5 or not all(_PART.fullmatch(part) for part in parts):
         raise InputError(

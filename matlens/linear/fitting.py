@@ -14,23 +14,23 @@ from matlens import parallel
 from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
-from matlens.linear.moments import noise_of_fit, require_finite, require_ridge
-from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
+from matlens.linear.moments import check_finite, check_ridge, noise_of_fit
+from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.linear.samples import (
     NoisyFit,
     Passing,
     Samples,
+    check_alike,
+    check_collection,
     chosen_of_batches,
     chosen_samples,
     described,
-    require_alike,
-    require_collection,
     warn_of_noise,
 )
 from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.numerics.precision import in_float64, require_float64_device
+from matlens.numerics.precision import check_float64_device, in_float64
 from matlens.progress import Bar
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
@@ -93,7 +93,7 @@ def fit_samples(
         A value is not finite, where the message names the site; a site has no samples; rows or weights are
         not those of these samples; the ridge is negative or not finite; or the device has no float64.
     """
-    ridge, there = require_ridge(ridge), None if device is None else require_float64_device(device)
+    ridge, there = check_ridge(ridge), None if device is None else check_float64_device(device)
     if not isinstance(samples, Mapping) and not isinstance(samples, Samples):
         raise InputError(
             f"samples is {described(samples)}. Expected vectors by site: what matlens.collect() gives, or a "
@@ -103,21 +103,21 @@ def fit_samples(
         provenance = getattr(samples, "provenance", None)
     resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
     named = [(str(resolve(source)), str(resolve(target))) for source, target in list_pairs(pairs)]
-    require_collected(named, samples)
+    check_collected(named, samples)
     wanted = {site: samples[site] for pair in named for site in pair}
-    require_alike(wanted)
+    check_alike(wanted)
     chosen, weights = chosen_samples(rows, weights, len(wanted[named[0][0]]))
     if chosen is not None:
         wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
     n = len(wanted[named[0][0]])
     if (world_size := parallel.world_size()) > 1:
-        _require_same_everywhere(wanted, weights, [named, n, intercept, ridge])
+        _check_same_everywhere(wanted, weights, [named, n, intercept, ridge])
         rank = parallel.rank()
         share = slice(rank * n // world_size, (rank + 1) * n // world_size)
         wanted = {site: vectors[share] for site, vectors in wanted.items()}
         weights = None if weights is None else weights[share]
     for site, vectors in wanted.items():
-        require_finite(vectors, site)
+        check_finite(vectors, site)
     side_by_side = _SideBySide(wanted)
     found: list[NoisyFit] = []
     n_fits = 0
@@ -152,7 +152,7 @@ def fit_samples(
         noisy += found
 
 
-def _require_same_everywhere(
+def _check_same_everywhere(
     samples: Mapping[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]
 ) -> None:
     """Refuse to divide samples among processes of which one was given others, by a few of them."""
@@ -203,9 +203,9 @@ def fit_rows(
     InputError
         A site was not collected, or rows or weights are not those of the samples, or none is chosen.
     """
-    require_collection(samples)
-    ridge, pairs = require_ridge(ridge), [(str(a), str(b)) for a, b in list_pairs(pairs)]
-    require_collected(pairs, samples)
+    check_collection(samples)
+    ridge, pairs = check_ridge(ridge), [(str(a), str(b)) for a, b in list_pairs(pairs)]
+    check_collected(pairs, samples)
     chosen, kept_weights = chosen_samples(rows, weights, samples.n_rows)
     vectors = {site: samples[site] for site in dict.fromkeys(itertools.chain(*pairs))}
     if chosen is not None:
@@ -294,10 +294,10 @@ def fit_stream(
         As in `fit_samples`; or the batches are of a model with other changes than the provenance says, or
         are divided among processes otherwise than ``divided`` says.
     """
-    ridge = require_ridge(ridge)
+    ridge = check_ridge(ridge)
     kept = PairMoments(pairs, split=split)
     named = [(source, target) for source, targets in kept.targets.items() for target in targets]
-    own, batches = _with_provenance(_require_division(batches, divided))
+    own, batches = _with_provenance(_check_division(batches, divided))
     first = _FirstSamples()
     for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance or own):
         kept.update(vectors, weights=of_batch)
@@ -353,7 +353,7 @@ def _drained(batches: list[Any]) -> Iterator[Any]:
         yield batches.pop()
 
 
-def _require_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:
+def _check_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:
     """Refuse batches that would be counted by every process, or those of one process for all samples."""
     several = parallel.world_size() > 1
     for batch in batches:

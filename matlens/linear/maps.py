@@ -119,9 +119,7 @@ class LinearMap:
                 "the first must end where the second starts."
             )
         if None not in (self.provenance.model, following.provenance.model):
-            self.provenance.require_same(
-                following.provenance, ours="the first map", theirs="the following map"
-            )
+            self.provenance.check_same(following.provenance, ours="the first map", theirs="the following map")
         outer = in_float64(following.weight)
         bias = None if self.bias is None else outer @ in_float64(self.bias).to(outer.device)
         if following.bias is not None:

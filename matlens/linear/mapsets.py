@@ -21,19 +21,19 @@ from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
-from matlens.linear.moments import require_ridge
+from matlens.linear.moments import check_ridge
 from matlens.linear.pairs import Pairs, resolve_pairs
-from matlens.linear.samples import Samples, require_collection
+from matlens.linear.samples import Samples, check_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.storage.arrays import (
     Record,
+    check_hash,
+    check_record,
+    check_size,
+    check_tensor,
     describe_tensors,
-    require_hash,
-    require_record,
-    require_size,
-    require_tensor,
 )
 from matlens.storage.files import damaged, write_bytes
 from matlens.storage.folders import Workplace, read_config, reading_record
@@ -184,10 +184,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             These are no activations, a pair is not usable, a site was not collected, rows or weights are not
             those of the samples, no sample is left, or the ridge is negative or not finite.
         """
-        require_collection(activations)
+        check_collection(activations)
         wanted = resolve_pairs(pairs, activations.provenance)
         maps = fit_rows(
-            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=require_ridge(ridge),
+            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=check_ridge(ridge),
             split=split, device=device,
         )  # fmt: skip
         return cls(fitting_bar(maps, len(dict.fromkeys(wanted)), progress=progress))
@@ -267,7 +267,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
                 case [str(source), str(target)]:
                     path = _file(folder, source)
                     if source not in files:
-                        files[source] = _Stored(path, require_record(config, folder, f"{source}.safetensors"))
+                        files[source] = _Stored(path, check_record(config, folder, f"{source}.safetensors"))
                         _open(files[source]).__exit__(None, None, None)
                     if target not in files[source].record.get("tensors", {}):
                         raise damaged(folder / "config.json", f"has no record of {source} -> {target}")
@@ -364,7 +364,7 @@ def _written_before(folder: Path, notes: Notes) -> dict[str, Record]:
     noted = {note["file"]: note["record"] for note in notes.records}
     there = {name: record for name, record in noted.items() if os.path.lexists(folder / name)}
     for name, record in there.items():
-        require_hash(folder / name, record)
+        check_hash(folder / name, record)
     return there
 
 
@@ -395,7 +395,7 @@ def _file(folder: Path, source: str) -> Path:
 
 def _open(stored: _Stored) -> Any:
     path, record = stored
-    require_size(path, record)
+    check_size(path, record)
     try:
         file = safe_open(path, framework="pt")
         if (source := (file.metadata() or {}).get("source")) != path.stem:
@@ -410,7 +410,7 @@ def _open(stored: _Stored) -> Any:
 def _read(stored: _Stored, source: str, target: str, provenance: Provenance) -> LinearMap:
     with _open(stored) as file:
         weight, bias = (
-            require_tensor(file.get_tensor(name), *stored, name) if name in stored.record["tensors"] else None
+            check_tensor(file.get_tensor(name), *stored, name) if name in stored.record["tensors"] else None
             for name in (target, f"{target}/bias")
         )
     assert weight is not None

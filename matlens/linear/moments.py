@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens.checks import NonNegativeInt, check_int, check_number, checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
-from matlens.linear.samples import NoisyFit, require_weights
+from matlens.linear.samples import NoisyFit, check_weights
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 from matlens.numerics.products import split_product
@@ -93,7 +93,7 @@ class Moments:
                 f"expected as many rows in each, and widths {self._r.shape[1] - 1} and {self._z.shape[1]}."
             )
         if weights is not None:
-            of_rows = require_weights(weights, len(x)).sqrt()[:, None]
+            of_rows = check_weights(weights, len(x)).sqrt()[:, None]
             kept = of_rows[:, 0] > 0
             x, blocks = x[kept.to(x.device)], [block[kept.to(block.device)] for block in blocks]
             if len(x):  # a weight is a factor on the squared error
@@ -145,8 +145,8 @@ class Moments:
                 f"Factors {list(r.shape)} of {r.dtype} and {list(z.shape)} of {z.dtype} do not belong to {n} "
                 "samples. Expected two of float64 with as many rows, as the factors of Moments are."
             )
-        require_finite(r, source)
-        require_finite(z, target)
+        check_finite(r, source)
+        check_finite(z, target)
         made = cls(r.shape[1] - 1, z.shape[1], source=source, target=target, split=split)
         made._r, made._z, made.n = r, z, n
         return made
@@ -154,7 +154,7 @@ class Moments:
     def _add(self, n: int, rows: Tensor, blocks: list[Tensor]) -> None:
         held = len(self._r)
         q, r = torch.linalg.qr(torch.cat([self._r.to(rows.device), rows]) if held else rows)
-        require_finite(r, self.source)
+        check_finite(r, self.source)
         z = torch.empty(len(r), self._z.shape[1], dtype=torch.float64, device=r.device)
         start = 0
         for block in blocks:
@@ -165,7 +165,7 @@ class Moments:
                 torch.matmul(q[held:].T, in_float64(block).to(r.device), out=z[:, columns])
             if held:
                 z[:, columns] += q[:held].T @ self._z[:, columns].to(r.device)
-        require_finite(z, self.target)
+        check_finite(z, self.target)
         self._r, self._z, self.n = r, z, self.n + n
 
     def solve(
@@ -186,7 +186,7 @@ class Moments:
 
     def solution(self, *, intercept: bool, ridge: float) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
-        ridge = require_ridge(ridge)
+        ridge = check_ridge(ridge)
         if self.n == 0:
             raise InputError(
                 f"No samples of {self.source} -> {self.target} have been seen, or none with a weight above 0."
@@ -356,12 +356,12 @@ def _whitening(r: Tensor, n: int, *, floor: Tensor | None) -> tuple[Tensor, Tens
     return vh[kept].T / s[kept], u[:, kept]
 
 
-def require_ridge(ridge: Any) -> float:
+def check_ridge(ridge: Any) -> float:
     """Read the penalty of a fit: a finite number of at least 0."""
     return check_number(ridge, "The ridge penalty", min=0)
 
 
-def require_finite(values: Tensor, name: str) -> None:
+def check_finite(values: Tensor, name: str) -> None:
     """Refuse samples that a model has overflowed to."""
     # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
     if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):

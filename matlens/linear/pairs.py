@@ -89,7 +89,7 @@ def both_ends(pair: object) -> Pair:
     return pair[0], pair[1]
 
 
-def require_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]) -> None:
+def check_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]) -> None:
     """Refuse pairs that there are no samples of.
 
     Raises

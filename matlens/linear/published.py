@@ -20,8 +20,8 @@ from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pickles import arrays_of, read_pickle
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.storage.files import open_regular, system_errors
 
@@ -59,24 +59,24 @@ def convert_published(source: str | Path, model: TransformerBridge, folder: str 
         There are no such files; a file is no pickle of a map, asks for anything but arrays, or is of another
         model.
     """
-    source, anatomy = Path(source), Anatomy.from_model(model)
-    files = _files(source, anatomy)
+    source, layout = Path(source), ModelLayout.from_model(model)
+    files = _files(source, layout)
     digest = hashlib.sha256()
     with system_errors(source):
         for path in files.values():
-            digest.update(_content(path, anatomy.d_model))
+            digest.update(_content(path, layout.d_model))
     provenance = Provenance(
         ModelIdentity.from_model(model), {"corpus": source.name},
         details={"published": "sashay/linear-shortcut", "files": len(files)},
     )  # fmt: skip
 
     def read(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-        return _maps(missing, files, anatomy.d_model, provenance)
+        return _maps(missing, files, layout.d_model, provenance)
 
     return write_maps(folder, list(files), read, provenance, content=digest.hexdigest()[:16])
 
 
-def _files(source: Path, anatomy: Anatomy) -> dict[tuple[str, str], Path]:
+def _files(source: Path, layout: ModelLayout) -> dict[tuple[str, str], Path]:
     """The files of a folder, by the sites that each maps between."""
     if not source.is_dir():
         raise InputError(f"There is no folder {source}. Expected one with files such as 6_9.pickle.")
@@ -84,7 +84,7 @@ def _files(source: Path, anatomy: Anatomy) -> dict[tuple[str, str], Path]:
         names = sorted(path for path in source.iterdir() if _FILE.fullmatch(path.name))
     files: dict[tuple[str, str], Path] = {}
     for path in names:
-        pair = _sites(path, anatomy)
+        pair = _sites(path, layout)
         if pair is None:
             continue
         if pair in files:
@@ -97,21 +97,21 @@ def _files(source: Path, anatomy: Anatomy) -> dict[tuple[str, str], Path]:
     return files
 
 
-def _sites(path: Path, anatomy: Anatomy) -> tuple[str, str] | None:
+def _sites(path: Path, layout: ModelLayout) -> tuple[str, str] | None:
     match = _FILE.fullmatch(path.name)
     assert match is not None
     ends = int(match["first"]), int(match["last"])
     if match["block"] is None:
-        if not 0 <= ends[0] < ends[1] <= anatomy.n_layers:
+        if not 0 <= ends[0] < ends[1] <= layout.n_layers:
             raise InputError(
                 f"{path} is a map from layer {ends[0]} to layer {ends[1]}, and the model has the layers 0 to "
-                f"{anatomy.n_layers}. Is it of another model?"
+                f"{layout.n_layers}. Is it of another model?"
             )
         return str(Site(STREAM, ends[0])), str(Site(STREAM, ends[1]))
     if ends in _SUMS:
         return None
     name, block = _SUBMODULES.get(ends), int(match["block"])
-    if name is None or f"{name}_in" not in anatomy.kinds or block >= anatomy.n_layers:
+    if name is None or f"{name}_in" not in layout.kinds or block >= layout.n_layers:
         raise InputError(f"{path} is of no sub-module of this model. Is it of another model?")
     return f"{name}_in.{block}", f"{name}_out.{block}"
 

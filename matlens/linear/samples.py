@@ -54,7 +54,7 @@ class Passing(Protocol):
         """The model and the examples that they are of."""
 
 
-def require_collection(samples: object) -> None:
+def check_collection(samples: object) -> None:
     """Refuse what is not collected activations.
 
     Raises
@@ -69,7 +69,7 @@ def require_collection(samples: object) -> None:
         )
 
 
-def require_alike(samples: Mapping[str, Tensor]) -> None:
+def check_alike(samples: Mapping[str, Tensor]) -> None:
     """Refuse sites whose samples are not as many as those of the others, or are no vectors."""
     for site, vectors in samples.items():
         if not isinstance(vectors, Tensor) or vectors.ndim != 2:
@@ -95,7 +95,7 @@ def chosen_samples(
         Rows are no mask, or weights no numbers of at least 0, or not as many as samples; or none is chosen.
     """
     if weights is not None:
-        weights = require_weights(weights, n)
+        weights = check_weights(weights, n)
     if rows is not None and not (isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1):
         raise InputError(
             f"'rows' is {described(rows)}. Expected a tensor with true or false for each of the {n} samples."
@@ -181,7 +181,7 @@ def chosen_of_batches(
     for batch in batches:
         vectors = batch.vectors if isinstance(batch, Passing) else batch
         if isinstance(batch, Passing) and provenance is not None and provenance.model is not None:
-            provenance.require_same(batch.provenance, ours="the provenance", theirs="the vectors")
+            provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
         count = len(next(iter(vectors.values()), ()))
         if not count:
             continue
@@ -203,7 +203,7 @@ def chosen_of_batches(
         )
 
 
-def require_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
+def check_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
     """Read the weights of so many samples, in float64.
 
     Raises

@@ -14,8 +14,8 @@ from matlens import parallel
 from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
-from matlens.linear.moments import Moments, require_finite
-from matlens.linear.pairs import Pair, by_source, list_pairs, require_collected
+from matlens.linear.moments import Moments, check_finite
+from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.freed import give_back_freed
@@ -99,7 +99,7 @@ class PairMoments:
         InputError
             A site is missing, or a value is not finite, where the message names the site.
         """
-        require_collected(self._pairs, vectors)
+        check_collected(self._pairs, vectors)
         own = {site: vectors[site] for site in dict.fromkeys(itertools.chain(*self._pairs))}
         self._waiting.append((own, weights))
         first = next(iter(vectors.values()))
@@ -129,7 +129,7 @@ class PairMoments:
         InputError
             It is none of the sources, or there are no samples.
         """
-        require_source(source, self.targets)
+        check_source(source, self.targets)
         self._flush()
         if source not in self._moments:
             raise InputError("There are no samples to fit maps on.")
@@ -143,7 +143,7 @@ class PairMoments:
         InputError
             It is none of the sources.
         """
-        require_source(source, self.targets)
+        check_source(source, self.targets)
         self._flush()
         if self._norms is None:
             return None
@@ -157,7 +157,7 @@ class PairMoments:
         InputError
             It is none of the sources.
         """
-        require_source(source, self.targets)
+        check_source(source, self.targets)
         self._moments[source] = moments
         if self._norms is not None and norms is not None:
             self._norms[source] = [norms]
@@ -178,7 +178,7 @@ class PairMoments:
             return
         for part, _ in self._waiting:
             for site, vectors in part.items():
-                require_finite(vectors, site)
+                check_finite(vectors, site)
         waiting, self._waiting = self._waiting, []
         if not self._moments:
             self.widths |= {site: vectors.shape[1] for site, vectors in waiting[0][0].items()}
@@ -203,7 +203,7 @@ class PairMoments:
         give_back_freed()
 
 
-def require_source(source: str, targets: Mapping[str, Sequence[str]]) -> None:
+def check_source(source: str, targets: Mapping[str, Sequence[str]]) -> None:
     """Refuse what no moments are kept of.
 
     Raises
@@ -246,7 +246,7 @@ def solve_pairs(
     InputError
         No moments were kept of a pair, or there were no samples.
     """
-    wanted = by_source(require_kept(kept, list(pairs)))
+    wanted = by_source(check_kept(kept, list(pairs)))
     for source, targets in wanted.items():
         weight, bias = kept.moments(source).solution(intercept=intercept, ridge=ridge)
         widths = [kept.widths[target] for target in kept.targets[source]]
@@ -256,7 +256,7 @@ def solve_pairs(
             yield LinearMap.from_solution(*solved[target], source, target, provenance)
 
 
-def require_kept(kept: MomentsOfPairs, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+def check_kept(kept: MomentsOfPairs, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
     """Refuse pairs that moments were not kept of.
 
     Raises

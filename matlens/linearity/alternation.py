@@ -98,7 +98,7 @@ def scheme_quality(
     InputError
         There is not a map for every pair of layers.
     """
-    readout.require_same(validation.provenance)
+    readout.check_same(validation.provenance)
     named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
     origin = {"maps": maps.provenance.to_json()}
     if without_sinks is not None:

@@ -32,15 +32,15 @@ from matlens.linearity.parts import JUMPS, Part, model_parts
 from matlens.linearity.ranking import GROUPS, first_parts
 from matlens.linearity.scores import PartSums, held_out_scores
 from matlens.metrics import Estimate
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
 from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
-from matlens.storage.arrays import require_hash, require_record
-from matlens.storage.files import read_json, require_seal, sealed, write_json
+from matlens.storage.arrays import check_hash, check_record
+from matlens.storage.files import check_seal, read_json, sealed, write_json
 from matlens.storage.folders import Workplace, read_config, reading_record
 from matlens.storage.notes import Notes
 from matlens.storage.tables import result_row, result_table
@@ -114,7 +114,9 @@ def linearity_atlas(
         "every": every,
         "notes": _NOTES,
     }
-    parts = [part for part in model_parts(Anatomy.from_model(model), jumps=jumps) if part.layer % every == 0]
+    parts = [
+        part for part in model_parts(ModelLayout.from_model(model), jumps=jumps) if part.layer % every == 0
+    ]
     parallel.check_same([request, None if folder is None else str(folder)], "the job of the atlas")
     rows: list[Row] = []
     if parallel.is_main():
@@ -151,8 +153,8 @@ def atlas_seconds(folder: str | Path) -> float:
 def _read(folder: Path) -> Mapping[str, Any]:
     """What a finished folder holds."""
     config = read_config(folder, _HOLDS)
-    require_hash(folder / _ROWS, require_record(config, folder, _ROWS))
-    return require_seal(read_json(folder / _ROWS), folder / _ROWS)
+    check_hash(folder / _ROWS, check_record(config, folder, _ROWS))
+    return check_seal(read_json(folder / _ROWS), folder / _ROWS)
 
 
 def _fill(
@@ -197,8 +199,8 @@ def _fill(
 
 def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
     """Moments of all parts from one pass, which the processes divide; the leading one has the whole."""
-    anatomy = Anatomy.from_model(model)
-    sums = PartSums(parts, dict.fromkeys(_sites(parts), anatomy.d_model), same_sites(anatomy))
+    layout = ModelLayout.from_model(model)
+    sums = PartSums(parts, dict.fromkeys(_sites(parts), layout.d_model), same_sites(layout))
     sinks = _flat(find_sinks(model, examples, progress=progress), examples)
     for rows in stream(model, examples, sums.sites, positions="all", progress=progress, divided=True):
         sums.update(rows.vectors, sinks[torch.from_numpy(rows.index)])
@@ -246,7 +248,7 @@ class _Atlas:
         self._name = ModelIdentity.from_model(model).name
         self._sinks = find_sinks(model, judged.examples, progress=False)
         self._modes = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
-        last = str(Anatomy.from_model(model).stream[-1])
+        last = str(ModelLayout.from_model(model).stream[-1])
         self._whole = collect(model, judged.examples, [last], progress=False)[last]
         self._losses, self._likeliest = self._read(self._whole)
         self._maps: dict[tuple[Part, str], LinearMap] = {}
@@ -363,13 +365,13 @@ def rise(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
     return Estimate(value, low, high, len(numbers))
 
 
-def same_sites(anatomy: Anatomy) -> dict[str, str]:
+def same_sites(layout: ModelLayout) -> dict[str, str]:
     """Sites that carry what another does, by the sums of a family that have one term."""
     return {
         f"{total}.{layer}": f"{terms[0]}.{layer}"
-        for total, terms in anatomy.family.sums
-        if len(terms) == 1 and total in anatomy.kinds and terms[0] in (STREAM, *anatomy.kinds)
-        for layer in range(anatomy.n_layers)
+        for total, terms in layout.family.sums
+        if len(terms) == 1 and total in layout.kinds and terms[0] in (STREAM, *layout.kinds)
+        for layer in range(layout.n_layers)
     }
 
 

@@ -69,7 +69,7 @@ class Costs:
             A block has weights that are no matrices, the configuration does not make the blocks, or the
             read-out is of another model.
         """
-        readout.require_same(ModelIdentity.from_model(model), theirs="the model")
+        readout.check_same(ModelIdentity.from_model(model), theirs="the model")
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
             raise InputError(

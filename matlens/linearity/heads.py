@@ -27,7 +27,7 @@ from matlens.lens.judgement import as_substitute, chunks, judge_predictions
 from matlens.lens.quality import prediction_rows, validation_row
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.numerics.probabilities import kl_divergence
 from matlens.patching.replacements import Replacement, Where
@@ -43,7 +43,7 @@ Head = tuple[int, int]  # block and head
 
 
 @checked
-def head_pairs(anatomy: Anatomy) -> list[tuple[str, str]]:
+def head_pairs(layout: ModelLayout) -> list[tuple[str, str]]:
     """What enters attention, and what its heads give, in every block.
 
     Raises
@@ -51,30 +51,30 @@ def head_pairs(anatomy: Anatomy) -> list[tuple[str, str]]:
     InputError
         The blocks have no known attention, or what its heads give cannot be seen.
     """
-    if "attn_in" not in anatomy.kinds:
-        raise InputError(f"The attention of these blocks ({anatomy.family.name}) is not known.")
+    if "attn_in" not in layout.kinds:
+        raise InputError(f"The attention of these blocks ({layout.family.name}) is not known.")
     pairs = []
-    for layer in range(anatomy.n_layers):
-        target = anatomy.resolve(f"z.{layer}")
-        if len(anatomy.hooks[anatomy.hook(target)].shape) != 2:
+    for layer in range(layout.n_layers):
+        target = layout.resolve(f"z.{layer}")
+        if len(layout.hooks[layout.hook(target)].shape) != 2:
             raise InputError(f"{target} does not carry a vector for each head. Expected [heads, width].")
         pairs.append((f"attn_in.{layer}", str(target)))
     return pairs
 
 
-def head_outputs(anatomy: Anatomy) -> list[str]:
+def head_outputs(layout: ModelLayout) -> list[str]:
     """What the heads give in every block; nothing where that cannot be seen."""
     try:
-        return [target for _, target in head_pairs(anatomy)]
+        return [target for _, target in head_pairs(layout)]
     except InputError:
         return []
 
 
-def _require_all(anatomy: Anatomy, maps: MapSet, vectors: Activations) -> None:
+def _check_all(layout: ModelLayout, maps: MapSet, vectors: Activations) -> None:
     """Refuse maps and vectors that are not of every block's heads, or of different models."""
     if maps.provenance.model is not None:
-        maps.provenance.require_same(vectors.provenance, ours="the maps", theirs="the vectors")
-    for source, target in head_pairs(anatomy):
+        maps.provenance.check_same(vectors.provenance, ours="the maps", theirs="the vectors")
+    for source, target in head_pairs(layout):
         absent = [site for site in (source, target) if site not in vectors]
         if absent:
             raise InputError(
@@ -89,7 +89,7 @@ def _require_all(anatomy: Anatomy, maps: MapSet, vectors: Activations) -> None:
 
 @checked
 def head_r2(
-    anatomy: Anatomy,
+    layout: ModelLayout,
     maps: MapSet,
     validation: Activations,
     *,
@@ -99,7 +99,7 @@ def head_r2(
 
     Parameters
     ----------
-    anatomy
+    layout
         The sites of the model.
     maps
         Stand-ins for the pairs of `head_pairs`.
@@ -113,12 +113,12 @@ def head_r2(
     InputError
         A map or a site is missing, they are of different models, or the rows are not those of the examples.
     """
-    _require_all(anatomy, maps, validation)
+    _check_all(layout, maps, validation)
     check_rows(rows, validation.n_rows, min=2)
     kept = slice(None) if rows is None else rows
     scores = {}
-    for layer, (source, target) in enumerate(head_pairs(anatomy)):
-        n_heads, _ = anatomy.hooks[anatomy.hook(target)].shape
+    for layer, (source, target) in enumerate(head_pairs(layout)):
+        n_heads, _ = layout.hooks[layout.hook(target)].shape
         prediction, truth = maps[source, target](validation[source][kept]), validation[target][kept]
         for head, (ours, theirs) in enumerate(
             zip(prediction.chunk(n_heads, 1), truth.chunk(n_heads, 1), strict=True)
@@ -141,7 +141,7 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
         True for the samples that count, by default all.
     """
     if samples is not None and maps.provenance.model is not None:
-        maps.provenance.require_same(samples.provenance, ours="the maps", theirs="the samples")
+        maps.provenance.check_same(samples.provenance, ours="the maps", theirs="the samples")
     if samples is not None:
         check_rows(rows, samples.n_rows)
     kept = slice(None) if rows is None else rows
@@ -155,13 +155,13 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
 
 @checked
 def head_replacements(
-    anatomy: Anatomy, maps: MapSet, heads: Sequence[Head], *, where: Where = "all"
+    layout: ModelLayout, maps: MapSet, heads: Sequence[Head], *, where: Where = "all"
 ) -> list[Replacement]:
     """Replace some heads of some blocks, for `matlens.patched`.
 
     Parameters
     ----------
-    anatomy, maps
+    layout, maps
         The sites of the model, and stand-ins for the pairs of `head_pairs`.
     heads
         Which heads, by block and head.
@@ -173,7 +173,7 @@ def head_replacements(
     InputError
         The model has no such block.
     """
-    pairs = head_pairs(anatomy)
+    pairs = head_pairs(layout)
     outside = [head for head in heads if head[0] not in range(len(pairs))]
     if outside:
         raise InputError(
@@ -233,13 +233,13 @@ def head_ablation(
         Something is of another model or lacks a site, or rows are not those of the examples.
     """
     for given, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
-        readout.require_same(given.provenance, theirs=theirs)
-        _require_all(Anatomy.from_model(model), maps, given)
+        readout.check_same(given.provenance, theirs=theirs)
+        _check_all(ModelLayout.from_model(model), maps, given)
     check_rows(rows, train.n_rows)
     check_rows(validation_rows, validation.n_rows, "validation_rows", min=2)
-    anatomy = Anatomy.from_model(model)
-    last, scores = anatomy.n_layers, head_r2(anatomy, maps, validation, rows=validation_rows)
-    linear = maps.held(head_pairs(anatomy))
+    layout = ModelLayout.from_model(model)
+    last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
+    linear = maps.held(head_pairs(layout))
     stand_ins = {
         "linear": linear.held(device=model.cfg.device),
         "mean": constant_maps(linear, train, rows=rows).held(device=model.cfg.device),
@@ -252,7 +252,7 @@ def head_ablation(
     cases: dict[tuple[str, int | None, int | None, float | None], Variant] = {}
 
     def case(heads: Sequence[Head], instead: str) -> Variant:
-        replacements = head_replacements(anatomy, stand_ins[instead], heads, where=where)
+        replacements = head_replacements(layout, stand_ins[instead], heads, where=where)
         return Variant(min(layer for layer, _ in heads), replacements)
 
     for layer, head in scores:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from matlens.checks import check_int, checked
 from matlens.linear.maps import LinearMap
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.patching.replacements import Replacement, Where
 from matlens.patching.submodules import SUBMODULES, submodule_pairs
@@ -83,12 +83,12 @@ def _unchanged(h: Tensor) -> Tensor:
 
 
 @checked
-def model_parts(anatomy: Anatomy, *, jumps: Sequence[int] = JUMPS) -> list[Part]:
+def model_parts(layout: ModelLayout, *, jumps: Sequence[int] = JUMPS) -> list[Part]:
     """Every part of a model, block after block: its sub-modules, the block, and the jumps that start at it.
 
     Parameters
     ----------
-    anatomy
+    layout
         The sites of the model. Where the wiring of its blocks is not known, there are only blocks and jumps.
     jumps
         Over how many blocks a jump goes.
@@ -99,15 +99,15 @@ def model_parts(anatomy: Anatomy, *, jumps: Sequence[int] = JUMPS) -> list[Part]
         A jump goes over fewer than two blocks.
     """
     spans = [check_int(jump, "The blocks of a jump", min=2) for jump in dict.fromkeys(jumps)]
-    pairs = submodule_pairs(anatomy, SUBMODULES) if anatomy.kinds else []
+    pairs = submodule_pairs(layout, SUBMODULES) if layout.kinds else []
     parts = []
-    for layer in range(anatomy.n_layers):
+    for layer in range(layout.n_layers):
         for source, target in pairs:
             if Site.parse(source).layer == layer:
                 kind = Site.parse(source).kind.removesuffix("_in").removesuffix("_post")
                 parts.append(Part(kind, layer, source, target))
         for n_blocks in (1, *spans):
-            if layer + n_blocks <= anatomy.n_layers:
+            if layer + n_blocks <= layout.n_layers:
                 kind = BLOCK if n_blocks == 1 else f"jump {n_blocks}"
                 ends = Site(STREAM, layer), Site(STREAM, layer + n_blocks)
                 parts.append(Part(kind, layer, *map(str, ends)))

@@ -14,7 +14,7 @@ from matlens.checks import Between, PositiveInt, Seed, check_choice, checked, sh
 from matlens.errors import InputError
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
-from matlens.storage.tables import require_columns, result_row, result_table
+from matlens.storage.tables import check_columns, result_row, result_table
 
 CORRELATIONS, SUMMARY = "linearity_correlations", "linearity_kinds"
 GROUPS = {"norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
@@ -45,7 +45,7 @@ def first_parts(
     tokens
         ``all``, or ``no sinks``.
     """
-    _require_atlas(table)
+    _check_atlas(table)
     check_choice(tokens, ("all", "no sinks"), "tokens")
     kinds = GROUPS[check_choice(group, tuple(GROUPS), "group")]
     rows = table[
@@ -73,7 +73,7 @@ def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float
     tokens
         ``all``, or ``no sinks``.
     """
-    _require_atlas(table)
+    _check_atlas(table)
     check_choice(tokens, ("all", "no sinks"), "tokens")
     rows = table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
     alone = rows[rows["layer"].notna()]
@@ -94,7 +94,7 @@ def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
     table
         The table of `linearity_atlas`.
     """
-    _require_atlas(table, "model", "corpus")
+    _check_atlas(table, "model", "corpus")
     single = table[~table["kind"].str.startswith("together")]
     rows = []
     for (kind, tokens, method, metric), part in single.groupby(
@@ -139,7 +139,7 @@ def rank_correlations(
     InputError
         It is no such table.
     """
-    _require_atlas(table, "model", "corpus")
+    _check_atlas(table, "model", "corpus")
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(
         index=["kind", "layer", "target", "tokens"], columns=["method", "metric"], values="value", sort=False,
@@ -206,10 +206,10 @@ def spearman(
     return value, low if math.isfinite(low) else math.nan, high if math.isfinite(high) else math.nan
 
 
-def _require_atlas(table: pd.DataFrame, *more: str) -> None:
+def _check_atlas(table: pd.DataFrame, *more: str) -> None:
     """Refuse what is no table of the atlas."""
     what = "the table of linearity.linearity_atlas"
-    require_columns(table, (*more, *_COLUMNS), what=what)
+    check_columns(table, (*more, *_COLUMNS), what=what)
     words = all(isinstance(cell, str) for column in _WORDS for cell in table[column])
     layers = pd.to_numeric(table["layer"], errors="coerce")
     numbers = pd.api.types.is_numeric_dtype(table["value"]) and bool(

@@ -49,7 +49,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
     InputError
         The mask is not one of the samples, or no sample is neither a sink nor a first token.
     """
-    _require_mask(samples, sinks)
+    _check_mask(samples, sinks)
     first = torch.from_numpy(samples.places == 0)
     groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
     rows = []
@@ -86,7 +86,7 @@ def fit_quality_without_sinks(
     progress
         Whether to show a bar.
     """
-    _require_mask(validation, sinks)
+    _check_mask(validation, sinks)
     kept = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
     tables = [
         fit_quality(maps, validation, rows=rows, progress=progress).assign(experiment=SINK_FIT, examples=name)
@@ -109,7 +109,7 @@ def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Toke
     tokenizer
         The model's.
     """
-    _require_mask(samples, sinks)
+    _check_mask(samples, sinks)
     layers = [layer for layer, _ in _stream(samples)]
     norms = torch.stack([h.norm(dim=1) for _, h in _stream(samples)], 1)
     medians = norms.median(0).values
@@ -143,7 +143,7 @@ def _largest_share(h: Float[Tensor, "n d_model"]) -> float:
     return float(variance.max() / variance.sum())
 
 
-def _require_mask(samples: Activations, sinks: Bool[Tensor, " n"]) -> None:
+def _check_mask(samples: Activations, sinks: Bool[Tensor, " n"]) -> None:
     if sinks.dtype != torch.bool or sinks.shape != (samples.n_rows,):
         raise InputError(
             f"sinks is {short(sinks)}. Expected True or False for each of the {samples.n_rows} samples, as "

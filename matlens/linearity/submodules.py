@@ -25,15 +25,15 @@ from matlens.errors import InputError
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
-from matlens.storage.tables import require_columns, result_table
+from matlens.storage.tables import check_columns, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -115,8 +115,8 @@ def run_submodule_cases(
         There are no stand-ins that were fitted so, or those under a name were fitted on other tokens.
     """
     cases = list(cases)
-    _require_fitted(maps, {case.fitted for case in cases})
-    where, last = places_to_replace(model, examples), Anatomy.from_model(model).n_layers
+    _check_fitted(maps, {case.fitted for case in cases})
+    where, last = places_to_replace(model, examples), ModelLayout.from_model(model).n_layers
     variants = {}
     for case in cases:
         fits, replace = maps[case.fitted], CONTEXTUAL[case.replaced]
@@ -149,7 +149,7 @@ def _name(case: SubmoduleCase) -> str:
     return f"{case.replaced} fit {case.fitted} at {case.place}.{span}"
 
 
-def _require_fitted(maps: Mapping[str, MapSet], wanted: Iterable[str]) -> None:
+def _check_fitted(maps: Mapping[str, MapSet], wanted: Iterable[str]) -> None:
     """Maps are those of their name: what is called ``not-sink`` was fitted on tokens that are no sinks."""
     for fitted in sorted({*wanted, *maps}):
         if fitted not in maps:
@@ -173,8 +173,8 @@ def attention_rows(
     experiment: str = SUBMODULE_LAYERS,
 ) -> list[dict[str, Any]]:
     """Rows of a table for ``mat_attn`` from each layer to the last: no attention is run from there on."""
-    readout.require_same(data.provenance)
-    data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+    readout.check_same(data.provenance)
+    data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
     last = data.provenance.identity.n_layers
     for layer in layers:
         Site.parse(layer, last)
@@ -226,7 +226,7 @@ def submodule_layers(
     for replaced, layer in itertools.product(CONTEXTUAL, layers):
         cases[SubmoduleCase(replaced, "all", "all", layer)] = replaced
         cases[SubmoduleCase(replaced, "not-sink", "not-sink", layer)] = f"{replaced} without sinks"
-    _require_fitted(stand_ins, ("all", "not-sink"))
+    _check_fitted(stand_ins, ("all", "not-sink"))
     rows = attention_rows(readout, model, stand_ins["all"], validation, layers)
     data = validation if patched is None else validation.head(patched)
     vectors = run_submodule_cases(model, stand_ins, data.examples, cases, folder=folder)
@@ -298,8 +298,8 @@ def submodule_alone(
     """
     for kind in kinds:
         check_choice(kind, tuple(CONTEXTUAL), "A kind")
-    readout.require_same(data.provenance)
-    data.provenance.require_same(ModelIdentity.from_model(model), ours="the activations")
+    readout.check_same(data.provenance)
+    data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
     blocks = range(data.provenance.identity.n_layers)
     names = {"all": "", "not-sink": " without sinks"}
     cases = {
@@ -313,7 +313,7 @@ def submodule_alone(
 @checked
 def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 of a table of results for people: a row for each method, a column for each layer."""
-    require_columns(table, ("method", "layer", "metric", "k", "value"), what="a table of results")
+    check_columns(table, ("method", "layer", "metric", "k", "value"), what="a table of results")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     return best.pivot_table(index="method", columns="layer", values="value", sort=False)
 
@@ -321,6 +321,6 @@ def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
 @checked
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
     """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
-    require_columns(table, ["method"], what="the table of linearity.submodule_positions")
+    check_columns(table, ["method"], what="the table of linearity.submodule_positions")
     check_choice(replaced, tuple(CONTEXTUAL), "replaced")
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

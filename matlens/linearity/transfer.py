@@ -23,10 +23,10 @@ from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import resolve_pairs
 from matlens.metrics import Estimate
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.storage.tables import COLUMNS, require_columns, result_row, result_table
+from matlens.storage.tables import COLUMNS, check_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -53,7 +53,7 @@ def fit_drawn_and_all(
             f"{model.cfg.model_name} is a masked-LM model: only the drawn token of each sentence is masked, "
             "and the others are no predictions. Expected a decoder."
         )
-    sites = list(map(str, Anatomy.from_model(model).stream))
+    sites = list(map(str, ModelLayout.from_model(model).stream))
     last = len(sites) - 1
     pairs = [(layer, last) for layer in range(last)]
     starts = examples.offsets[examples.sentences]
@@ -87,7 +87,7 @@ def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activ
     validation
         The stream at the positions of the validation examples.
     """
-    _require_some(maps, "maps")
+    _check_some(maps, "maps")
     tables = []
     for name, fits in maps.items():
         table = pd.concat([fit_quality(fits, validation), prediction_quality(readout, fits, validation)])
@@ -131,7 +131,7 @@ def fit_quality_by_size(
 @checked
 def fits_side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """A table of `compare_fits` for people, a row for each layer: ``r2 <method>`` and ``P@1 <method>``."""
-    require_columns(table, _NEEDED, what="the table of linearity.compare_fits")
+    check_columns(table, _NEEDED, what="the table of linearity.compare_fits")
     chosen = table[(table["metric"] == "r2") | ((table["metric"] == "precision") & (table["k"] == 1))]
     wide = chosen.pivot_table(index="layer", columns=["metric", "method"], values="value")
     wide.columns = [" ".join(column).replace("precision", "P@1") for column in wide.columns.to_list()]
@@ -149,7 +149,7 @@ def fit_equally_many(samples: Mapping[str, Activations], *, every: PositiveInt =
     every
         From every how many layers, from the embeddings on.
     """
-    _require_some(samples, "samples")
+    _check_some(samples, "samples")
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():
@@ -180,8 +180,8 @@ def transfer_quality(
     validations
         The stream on validation sentences, by their corpus.
     """
-    _require_some(maps, "maps")
-    _require_some(validations, "validation vectors")
+    _check_some(maps, "maps")
+    _check_some(validations, "validation vectors")
     tables = []
     for fitted, fits in maps.items():
         for tested, validation in validations.items():
@@ -205,7 +205,7 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `transfer_quality`.
     """
-    require_columns(table, COLUMNS, what="the table of linearity.transfer_quality")
+    check_columns(table, COLUMNS, what="the table of linearity.transfer_quality")
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
     rows = []
     for names, part in table.groupby(named, sort=False, dropna=False):
@@ -228,7 +228,7 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `transfer_quality`.
     """
-    require_columns(table, ("corpus", *_NEEDED), what="the table of linearity.transfer_quality")
+    check_columns(table, ("corpus", *_NEEDED), what="the table of linearity.transfer_quality")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")
     rows = []
@@ -239,6 +239,6 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["corpus", "method", "precision", "difference", "relative"])
 
 
-def _require_some(given: Mapping[str, object], what: str) -> None:
+def _check_some(given: Mapping[str, object], what: str) -> None:
     if not given:
         raise InputError(f"There are no {what}. Expected some, each under its name.")

@@ -20,7 +20,7 @@ _ROUNDING = 8  # times the precision of the numbers, of the length of all logits
 
 
 @torch.inference_mode()
-def require_plain_logits(model: TransformerBridge) -> None:
+def check_plain_logits(model: TransformerBridge) -> None:
     """Refuse a bridge that does not compute what transformers does when it loads the model.
 
     It is shown by a pass of each over a few tokens, for kinds of models whose bridges are known to differ. A

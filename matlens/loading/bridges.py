@@ -9,14 +9,14 @@ from matlens.checks import Tokenizer, checked
 from matlens.errors import InputError
 from matlens.kinds.bridging import amend
 from matlens.kinds.stacks import Stack, choose_stack, stack_of
-from matlens.loading.agreement import require_plain_logits
-from matlens.loading.checkpoints import require_vocabulary
-from matlens.loading.configurations import require_supported
+from matlens.loading.agreement import check_plain_logits
+from matlens.loading.checkpoints import check_vocabulary
+from matlens.loading.configurations import check_supported
 from matlens.models.constants import remember_settings
-from matlens.models.identity import require_raw
+from matlens.models.identity import check_raw
 from matlens.models.sites import stack_hooks
-from matlens.models.tokenization import encode_text, require_tokenizer
-from matlens.models.weights import require_finite_weights
+from matlens.models.tokenization import check_tokenizer, encode_text
+from matlens.models.weights import check_finite_weights
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -59,9 +59,9 @@ def wrap(
         given.
     """
     amend(bridge.eval())
-    require_raw(bridge)
+    check_raw(bridge)
     there = stack_of(bridge)
-    require_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or there)
+    check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or there)
     if there not in (None, stack or there):
         raise InputError(f"This bridge stands for the {there} already. Boot another one for the {stack}.")
     if stack is not None and there is None:
@@ -69,7 +69,7 @@ def wrap(
     if tokenizer is not None:
         if prepend_bos is not None:
             raise InputError("Give either a tokenizer, which decides on the BOS itself, or prepend_bos.")
-        kept = keeping_itself(require_vocabulary(tokenizer, str(bridge.cfg.model_name)))
+        kept = keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
         d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
         bridge.tokenizer = None
         bridge.tokenizer = _configured(kept, bridge)
@@ -77,14 +77,14 @@ def wrap(
         follow_tokenizer(bridge, tokenizer)
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
-    require_finite_weights(bridge)
+    check_finite_weights(bridge)
     remember_settings(bridge)
-    require_plain_logits(bridge)
+    check_plain_logits(bridge)
     return bridge
 
 
 def _set_bos(bridge: TransformerBridge, wanted: bool) -> None:
-    tokenizer, before = require_tokenizer(bridge), bridge.cfg.default_prepend_bos
+    tokenizer, before = check_tokenizer(bridge), bridge.cfg.default_prepend_bos
     if bridge.cfg.attention_dir == "bidirectional":
         raise InputError(
             "A masked-LM model reads its own [CLS] and [SEP] around a text, and no BOS. Give its tokenizer "

@@ -12,7 +12,7 @@ import torch
 
 from matlens.checks import check
 from matlens.errors import InputError
-from matlens.loading.configurations import require_supported
+from matlens.loading.configurations import check_supported
 from matlens.loading.places import called, cause
 
 
@@ -39,10 +39,10 @@ def read_tokenizer(name: str, folder: str, options: dict[str, Any]) -> Any:
             f"({cause(error)}). Expected the tokenizer's files in the same folder; save it there with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         ) from error
-    return require_vocabulary(tokenizer, name)
+    return check_vocabulary(tokenizer, name)
 
 
-def require_vocabulary(tokenizer: Any, name: str) -> Any:
+def check_vocabulary(tokenizer: Any, name: str) -> Any:
     """Refuse a tokenizer that was made of nothing, since its files are not there."""
     from transformers import PreTrainedTokenizerBase
 
@@ -72,11 +72,11 @@ class CompleteModel:
 
         model_class = get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
         model, report = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
-        _require_complete(name, report, model)
+        _check_complete(name, report, model)
         return model
 
 
-def _require_complete(name: str, report: dict[str, Any], model: Any) -> None:
+def _check_complete(name: str, report: dict[str, Any], model: Any) -> None:
     lacking = sorted(report["missing_keys"]) + sorted(map(str, report.get("mismatched_keys", ())))
     if lacking:
         raise InputError(
@@ -106,11 +106,11 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
         )
     model, report = loaded
-    _require_complete(str(path), report, model)
+    _check_complete(str(path), report, model)
     # transformers does not always say of which class the model is, and the bridge does not know every kind.
     model.config.architectures = [type(model).__name__]
-    require_supported(str(path), model.config)
-    return require_vocabulary(tokenizer, str(path)), model
+    check_supported(str(path), model.config)
+    return check_vocabulary(tokenizer, str(path)), model
 
 
 def read_wikilm_model(path: Path, dtype: torch.dtype, stack: str | None = None) -> tuple[Any, Any]:
@@ -120,6 +120,6 @@ def read_wikilm_model(path: Path, dtype: torch.dtype, stack: str | None = None) 
 
     register()
     model, dictionary = read_wikilm(path)
-    require_supported(str(path), model.config, stack)
+    check_supported(str(path), model.config, stack)
     torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type
     return dictionary.tokenizer(longest=model.config.max_position_embeddings), model

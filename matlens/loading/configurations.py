@@ -13,7 +13,7 @@ from matlens.loading.places import called
 MOST_LAYERS = 2000
 
 
-def require_supported(name: str, config: Any, stack: str | None = None) -> None:
+def check_supported(name: str, config: Any, stack: str | None = None) -> None:
     """Refuse what is no decoder or masked-LM model of blocks that pass one stream on.
 
     Raises

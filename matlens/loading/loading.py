@@ -17,14 +17,14 @@ from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.kinds.bridging import amend
 from matlens.kinds.stacks import Stack, choose_stack
-from matlens.loading.agreement import require_plain_logits
+from matlens.loading.agreement import check_plain_logits
 from matlens.loading.bridges import follow_tokenizer, keeping_itself, wrap
 from matlens.loading.checkpoints import CompleteModel, read_gguf, read_tokenizer, read_wikilm_model
-from matlens.loading.configurations import configuration_of, is_visual_configuration, require_supported
+from matlens.loading.configurations import check_supported, configuration_of, is_visual_configuration
 from matlens.loading.places import CHECKPOINT, SMOLLM2, called, cause, locate
 from matlens.models.changes import remember_parts
 from matlens.models.sites import stack_hooks
-from matlens.models.weights import require_finite_weights
+from matlens.models.weights import check_finite_weights
 from matlens.numerics.precision import find_device
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def load(
     else:
         options = {"trust_remote_code": trust_remote_code, "revision": commit}
         with _reading(name, folder, "configuration"):
-            require_supported(name, configuration_of(folder, **options), stack)
+            check_supported(name, configuration_of(folder, **options), stack)
         with _reading(name, folder, "tokenizer"):
             tokenizer = (
                 None if is_visual_configuration(folder, options) else read_tokenizer(name, folder, options)
@@ -113,9 +113,9 @@ def load(
     model.matlens_revision = commit
     if tokenizer is not None:
         follow_tokenizer(model, tokenizer)
-    require_finite_weights(model)
+    check_finite_weights(model)
     amend(model.eval())
-    require_plain_logits(model)
+    check_plain_logits(model)
     remember_parts(model)
     return model
 

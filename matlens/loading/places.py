@@ -49,9 +49,9 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
             "Give a revision with a hub name only."
         )
     if os.path.lexists(os.path.join(place[0], BESIDE)):
-        from matlens.storage.verification import require_unchanged  # torch, which most names can spare
+        from matlens.storage.verification import check_unchanged  # torch, which most names can spare
 
-        require_unchanged(Path(place[0]))
+        check_unchanged(Path(place[0]))
     return (*place, None)
 
 
@@ -87,14 +87,14 @@ def _local(name: str) -> tuple[str, str | None] | None:
             raise InputError(f"There is no file {name}. Expected the path of a {suffix} file.")
         return str(path.parent.resolve()), path.name
     if is_folder:
-        _require_plain(path)
+        _check_plain(path)
         return str(path.resolve()), None
     if there:
         raise InputError(f"{called(name)} is a file, and neither a .gguf nor a .pt file. {EXPECTED}")
     return None
 
 
-def _require_plain(folder: Path) -> None:
+def _check_plain(folder: Path) -> None:
     """Refuse a folder that holds no model, or pipes and devices, which would be waited for."""
     if not (folder / "config.json").is_file():
         raise InputError(

@@ -92,7 +92,7 @@ def remember_parts(model: TransformerBridge) -> None:
     remember_settings(model)
 
 
-def require_eval_mode(model: TransformerBridge) -> None:
+def check_eval_mode(model: TransformerBridge) -> None:
     """Refuse a model in which dropout is on, whose vectors are others at every pass.
 
     Raises

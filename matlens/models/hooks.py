@@ -76,8 +76,8 @@ def intervening(
         The model is changed or read in another thread, or a pass of another thread is under way, now or when
         one begins inside of the context: both would run a model that neither has asked for.
     """
-    here, require_alone = threading.get_ident(), _alone_in(model)
-    presence = Presence(changes, frozenset(map(id, (*functions, require_alone))), here)
+    here, check_alone = threading.get_ident(), _alone_in(model)
+    presence = Presence(changes, frozenset(map(id, (*functions, check_alone))), here)
     record = record_of(model)
     with LOCK:
         if any(other.thread != here for other in record.present):
@@ -85,11 +85,11 @@ def intervening(
                 "This model is patched, controlled or read in another thread, and a change holds for all "
                 "threads. Wait until the other thread has left its context, or load the model a second time."
             )
-        _require_no_other_pass(model)
+        _check_no_other_pass(model)
         record.present.append(presence)
         record.changed[here] += 1
     try:
-        with _alone(model, require_alone):
+        with _alone(model, check_alone):
             yield
     finally:
         with LOCK:
@@ -109,7 +109,7 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
     InputError
         A pass begins inside of the context while one of another thread is under way.
     """
-    here, require_alone = threading.get_ident(), _alone_in(model)
+    here, check_alone = threading.get_ident(), _alone_in(model)
 
     def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
         def read(value: Any, hook: Any) -> None:
@@ -119,14 +119,14 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
         return read
 
     limited = [(name, of_this_thread(function)) for name, function in hooks]
-    functions = (*(function for _, function in limited), require_alone)
+    functions = (*(function for _, function in limited), check_alone)
     presence = Presence(tuple, frozenset(map(id, functions)), here)
     record = record_of(model)
     with record.reading:
         with LOCK:
             record.present.append(presence)
         try:
-            with _hung(model, limited), _alone(model, require_alone):
+            with _hung(model, limited), _alone(model, check_alone):
                 yield
         finally:
             with LOCK:
@@ -181,10 +181,10 @@ def _hung(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any
 
 
 @contextmanager
-def _alone(model: TransformerBridge, require_alone: Callable[[nn.Module, Any], None]) -> Iterator[None]:
+def _alone(model: TransformerBridge, check_alone: Callable[[nn.Module, Any], None]) -> Iterator[None]:
     """Let every pass that begins inside of the context be the only one."""
     with LOCK:
-        handle = model.original_model.register_forward_pre_hook(require_alone)
+        handle = model.original_model.register_forward_pre_hook(check_alone)
     try:
         yield
     finally:
@@ -193,13 +193,13 @@ def _alone(model: TransformerBridge, require_alone: Callable[[nn.Module, Any], N
 
 
 def _alone_in(model: TransformerBridge) -> Callable[[nn.Module, Any], None]:
-    def require_alone(inner: nn.Module, _: Any) -> None:
-        _require_no_other_pass(model)
+    def check_alone(inner: nn.Module, _: Any) -> None:
+        _check_no_other_pass(model)
 
-    return require_alone
+    return check_alone
 
 
-def _require_no_other_pass(model: TransformerBridge) -> None:
+def _check_no_other_pass(model: TransformerBridge) -> None:
     """Refuse to go on while another thread is inside of a model.
 
     What runs in a thread is read off its stack, which knows of passes that began before anybody looked, and

@@ -11,7 +11,7 @@ from matlens.bounds import LAYERS
 from matlens.checks import checked, short
 from matlens.errors import InputError
 from matlens.kinds.bridging import is_amended
-from matlens.models.changes import changes_of, describe_changes, require_eval_mode
+from matlens.models.changes import changes_of, check_eval_mode, describe_changes
 from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
@@ -104,7 +104,7 @@ class ModelIdentity:
         narrow = {self.dtype, other.dtype} & self.rounded.keys() & other.rounded.keys()
         return self.dtype != other.dtype and any(self.rounded[k] == other.rounded[k] for k in narrow)
 
-    def require_same_changes(self, other: ModelIdentity, *, ours: str, theirs: str) -> None:
+    def check_same_changes(self, other: ModelIdentity, *, ours: str, theirs: str) -> None:
         """Refuse what is of the same model, but with other parts of it replaced, set or hooked.
 
         Raises
@@ -241,9 +241,7 @@ class Provenance:
         """The same provenance with further details."""
         return replace(self, details={**self.details, **details})
 
-    def require_same(
-        self, other: Provenance | ModelIdentity, *, ours: str, theirs: str = "this model"
-    ) -> None:
+    def check_same(self, other: Provenance | ModelIdentity, *, ours: str, theirs: str = "this model") -> None:
         """Refuse to go together with what is of another model.
 
         Parameters
@@ -265,7 +263,7 @@ class Provenance:
             if not apart and self.model.same_but_rounded(model):
                 model = replace(model, fingerprint=self.model.fingerprint)
             if self.model.key == model.key:
-                self.model.require_same_changes(model, ours=ours, theirs=theirs)
+                self.model.check_same_changes(model, ours=ours, theirs=theirs)
                 return
             reason = self.model.difference(model)
         raise InputError(
@@ -343,7 +341,7 @@ def _read_hooks(hooks: Any) -> dict[str, list[str]]:
 
 
 @checked
-def require_raw(model: TransformerBridge) -> None:
+def check_raw(model: TransformerBridge) -> None:
     """Refuse a bridge in compatibility mode or with dropout, or that computes another model than is in it.
 
     Raises
@@ -358,7 +356,7 @@ def require_raw(model: TransformerBridge) -> None:
             "of Falcon's ALiBi twice, and lets tokens of OpenAI's first GPT see those behind them. Load it "
             "with matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
         )
-    require_eval_mode(model)
+    check_eval_mode(model)
     if model.compatibility_mode:
         raise InputError(
             "This bridge is in compatibility mode: its norms are folded and its weights centred, so "

@@ -13,11 +13,11 @@ from matlens.checks import check, check_int, checked
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual, probe_images
 from matlens.kinds.stacks import ENCODER, stack_of
-from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import reading
-from matlens.models.identity import ModelIdentity, Provenance, require_raw
-from matlens.models.sites import require_finite
-from matlens.models.weights import WeightChecksum, float32_on, require_finite_weights
+from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.layout import ModelLayout
+from matlens.models.sites import check_finite
+from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
 from matlens.numerics.probabilities import log_softmax
 from matlens.numerics.screening import Screen
 from matlens.wikilm.adaptive import AdaptiveSoftmax
@@ -57,7 +57,7 @@ class Readout:
     """
 
     def __init__(self, model: TransformerBridge) -> None:
-        require_raw(model)
+        check_raw(model)
         if stack_of(model) == ENCODER:
             raise InputError(
                 "An encoder has no read-out: what its last layer holds is read by the decoder alone. Load "
@@ -68,7 +68,7 @@ class Readout:
                 "This model has no unembedding, so there is nothing to read out. Load it with its "
                 "language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
             )
-        require_finite_weights(model)
+        check_finite_weights(model)
         self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
         self.tokenizer = model.tokenizer
         self.d_model = int(model.cfg.d_model)
@@ -81,16 +81,16 @@ class Readout:
         self._screen: Screen | None = None
         self._agrees_with(model)
 
-    def require_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
+    def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
         """Refuse vectors of another model; those of which no model is known are taken.
 
         Raises
         ------
         InputError
-            The models differ; see `Provenance.require_same`.
+            The models differ; see `Provenance.check_same`.
         """
         if isinstance(other, ModelIdentity) or other.model is not None:
-            Provenance(self.identity).require_same(other, ours="the read-out", theirs=theirs)
+            Provenance(self.identity).check_same(other, ours="the read-out", theirs=theirs)
 
     @property
     def multiplications(self) -> int:
@@ -114,7 +114,7 @@ class Readout:
         InputError
             The vectors are of another width, or not finite.
         """
-        require_vectors(h, self.d_model)
+        check_vectors(h, self.d_model)
         self.weights.check()
         if not gradients:
             with torch.inference_mode():
@@ -140,7 +140,7 @@ class Readout:
         InputError
             The vectors are of another width, or not finite.
         """
-        require_vectors(h, self.d_model)
+        check_vectors(h, self.d_model)
         self.weights.check()
         features = h.to(self.device, torch.float32)
         for module in list(self._head)[:-1]:
@@ -177,16 +177,16 @@ class Readout:
         if adaptive:  # each score depends on those of other tokens
             constants = {name: weight.detach() for name, weight in unembedding.named_parameters()}
             scores = self._scaled(torch.func.functional_call(unembedding, constants, (features,)))
-            return scores if tokens is None else scores[..., self._require_tokens(tokens)]
+            return scores if tokens is None else scores[..., self._check_tokens(tokens)]
         parts = [unembedding.weight.detach(), None if unembedding.bias is None else unembedding.bias.detach()]
         if tokens is not None:
-            tokens = self._require_tokens(tokens)
+            tokens = self._check_tokens(tokens)
             parts = [None if part is None else part[tokens] for part in parts]
         weight, bias = parts
         assert weight is not None
         return self._scaled(nn.functional.linear(features, weight, bias))
 
-    def _require_tokens(self, tokens: Tensor) -> Tensor:
+    def _check_tokens(self, tokens: Tensor) -> Tensor:
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
             raise InputError(f"A token is not among those from 0 to {self.d_vocab - 1}. Expected these.")
         return tokens
@@ -204,7 +204,7 @@ class Readout:
         InputError
             The vectors are of another width, or not finite.
         """
-        require_vectors(h, self.d_model, n_axes=2)
+        check_vectors(h, self.d_model, n_axes=2)
         with self.weights.constant():
             screened = [
                 self.logits(part).argmax(-1) if screen is None else screen.top(features)
@@ -228,7 +228,7 @@ class Readout:
         InputError
             The vectors are of another width, or not finite, or the ids are not as many tokens of the model.
         """
-        require_vectors(h, self.d_model, n_axes=2)
+        check_vectors(h, self.d_model, n_axes=2)
         if ids.shape != h.shape[:1]:
             raise InputError(f"ids must be a token for each of the {len(h)} vectors, got {len(ids)}.")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.d_vocab:
@@ -286,7 +286,7 @@ class Readout:
         k = check_int(k, "The number of tokens", min=1, max=self.d_vocab)
         if self.tokenizer is None:
             raise InputError("The model of this read-out has no tokenizer. Read its logits instead.")
-        require_vectors(h, self.d_model, n_axes=1)
+        check_vectors(h, self.d_model, n_axes=1)
         probability, token = self.log_probs(h).exp().topk(k)
         return [
             (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)
@@ -296,7 +296,7 @@ class Readout:
         visual = is_visual(model)
         tokens = torch.arange(1, 9, device=model.cfg.device)[None] % max(model.cfg.d_vocab, 1)
         seen: list[Tensor] = []
-        last = Anatomy.from_model(model).hook(model.cfg.n_layers)
+        last = ModelLayout.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
             truth = model(probe_images(model) if visual else tokens, return_type="logits")
         if not seen:
@@ -304,7 +304,7 @@ class Readout:
                 f"What the last block of {type(model.original_model).__name__} gives cannot be read: the "
                 f"hook {last} does not fire. Expected a model whose blocks give vectors to TransformerLens."
             )
-        require_finite(seen[0], f"h.{model.cfg.n_layers}")
+        check_finite(seen[0], f"h.{model.cfg.n_layers}")
         # Images are classified from their class token, the first.
         ours, self.d_vocab = self.logits(seen[0][:, 0] if visual else seen[0]), int(truth.shape[-1])
         truth = truth.to(ours)
@@ -317,7 +317,7 @@ class Readout:
             )
 
 
-def require_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> None:
+def check_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> None:
     """Refuse what is no tensor of finite vectors of this width.
 
     Parameters

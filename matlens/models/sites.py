@@ -10,7 +10,7 @@ A hook of TransformerLens is a site too, where it carries a vector for every tok
 vector, head after head. A hook that one of the kinds above stands for is that site.
 
 Blocks are wired in different ways, and a hook of the same name carries different things in them. So
-the wiring of a model is not looked up by its name: `matlens.models.anatomy` runs a few tokens through it
+the wiring of a model is not looked up by its name: `matlens.models.layout` runs a few tokens through it
 and takes the one family whose sums hold in every block. All hook names of the project are in this file.
 """
 
@@ -293,7 +293,7 @@ def block_hook(layer: int, name: str) -> str:
     return f"blocks.{layer}.{name}"
 
 
-def require_finite(vectors: Tensor, place: str) -> None:
+def check_finite(vectors: Tensor, place: str) -> None:
     """Refuse vectors that a model has overflowed to."""
     if not bool(vectors.isfinite().all()):
         raise InputError(

@@ -61,7 +61,7 @@ class TokenPolicy:
 
 def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Sequence[TextTokens]) -> None:
     """Warn, with `InputWarning`, of texts of which the tokenizer knows nothing, such as another script's."""
-    tokenizer = require_tokenizer(model)
+    tokenizer = check_tokenizer(model)
     unknown = tokenizer.unk_token_id
     # By name: a BOS that the vocabulary lacks has the number of the unknown token.
     if unknown is None or tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token):
@@ -104,7 +104,7 @@ def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt 
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError(f"{short(text)} holds half of a surrogate pair, which no text can. Remove it.")
-    tokenizer, config = require_tokenizer(model), model.cfg
+    tokenizer, config = check_tokenizer(model), model.cfg
     wanted, there = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
     put = wanted and not there and _is_atom(tokenizer, tokenizer.bos_token)
     cut: dict[str, Any] = {} if longest is None else {"truncation": True, "max_length": longest}
@@ -128,7 +128,7 @@ def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt 
     return TextTokens(ids, added)
 
 
-def require_tokenizer(model: TransformerBridge) -> Any:
+def check_tokenizer(model: TransformerBridge) -> Any:
     """The model's tokenizer.
 
     Raises

@@ -29,7 +29,7 @@ def token_texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
     InputError
         A token is no whole number from 0, or there is no tokenizer.
     """
-    _require_tokenizer(tokenizer)
+    _check_tokenizer(tokenizer)
     return [_text(tokenizer, check_int(_plain(token), "A token", min=0, max=_LARGEST)) for token in tokens]
 
 
@@ -38,7 +38,7 @@ def _plain(token: Any) -> Any:
     return token.item() if getattr(token, "ndim", None) == 0 else token
 
 
-def _require_tokenizer(tokenizer: Any) -> None:
+def _check_tokenizer(tokenizer: Any) -> None:
     if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
         raise InputError(f"tokenizer is {short(tokenizer)}. Expected the model's own, model.tokenizer.")
 
@@ -85,7 +85,7 @@ def word_token(tokenizer: Tokenizer, word: str) -> int:
         The word is several tokens, or unknown to the tokenizer. The message says which tokens and offers
         what can be had, such as the word with a space before it.
     """
-    _require_tokenizer(tokenizer)
+    _check_tokenizer(tokenizer)
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
     if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second

@@ -93,7 +93,7 @@ def fingerprint(model: TransformerBridge) -> str:
     InputError
         It is no model.
     """
-    _require_bridge(model)
+    _check_bridge(model)
     return _digest(model, None)
 
 
@@ -103,7 +103,7 @@ def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
     Two models are the same up to rounding where one of them runs in half precision and this fingerprint is
     the same. A model in half precision has that of its own precision alone.
     """
-    _require_bridge(model)
+    _check_bridge(model)
     wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
     kinds = HALF if wide else [dtype for dtype in HALF if dtype == _dtype(model)]
     return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
@@ -226,14 +226,14 @@ def unembed_hash(model: TransformerBridge) -> str | None:
     InputError
         It is no model.
     """
-    _require_bridge(model)
+    _check_bridge(model)
     if not hasattr(model, "unembed"):
         return None
     weight = model.unembed.original_component.weight.detach().cpu().contiguous()
     return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
-def require_in_memory(model: TransformerBridge) -> None:
+def check_in_memory(model: TransformerBridge) -> None:
     """Refuse a model whose weights are brought in from elsewhere for each pass, as accelerate offloads them.
 
     Raises
@@ -254,7 +254,7 @@ def require_in_memory(model: TransformerBridge) -> None:
 
 
 @checked
-def require_finite_weights(model: TransformerBridge) -> None:
+def check_finite_weights(model: TransformerBridge) -> None:
     """Refuse weights that are not finite, or not there.
 
     Raises
@@ -262,7 +262,7 @@ def require_finite_weights(model: TransformerBridge) -> None:
     InputError
         A parameter holds NaN or infinity; the message names it. Or it is on no device.
     """
-    require_in_memory(model)
+    check_in_memory(model)
     for name, tensor in model.original_model.named_parameters():
         # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
         if not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
@@ -278,7 +278,7 @@ def require_finite_weights(model: TransformerBridge) -> None:
         )
 
 
-def _require_bridge(model: Any) -> None:
+def _check_bridge(model: Any) -> None:
     if not hasattr(model, "original_model"):
         raise InputError(f"The model is a plain {type(model).__name__}. Load it with matlens.load.")
 
@@ -306,7 +306,7 @@ def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that a checkpoint holds."""
-    require_in_memory(model)
+    check_in_memory(model)
     yield from _tensors_of(model.original_model)
 
 

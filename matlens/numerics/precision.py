@@ -42,7 +42,7 @@ def in_float64(x: Tensor) -> Tensor:
     return (x if has_float64(x.device) else x.cpu()).double()
 
 
-def require_float64_device(device: Any) -> torch.device:
+def check_float64_device(device: Any) -> torch.device:
     """Read a device that is to compute in float64.
 
     Raises

@@ -129,7 +129,7 @@ def trajectory_page(
     InputError
         There is no lens, the cells of one are not those of these layers and tokens, or a token has no text.
     """
-    _require_shapes(tokens, layers, lenses, followed)
+    _check_shapes(tokens, layers, lenses, followed)
     parts = [tokens, followed, *(cells.ids for cells in lenses.values())]
     vocabulary = PageVocabulary(parts if updates is None else [*parts, updates.promoted])
     unnamed = [int(token) for token in vocabulary.ids if int(token) not in texts]
@@ -154,7 +154,7 @@ def trajectory_page(
     )  # fmt: skip
 
 
-def _require_shapes(
+def _check_shapes(
     tokens: np.ndarray, layers: Sequence[int], lenses: Mapping[str, LensCells], followed: np.ndarray
 ) -> None:
     if not lenses:

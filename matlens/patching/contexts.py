@@ -19,8 +19,8 @@ from torch import Tensor
 from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
-from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import hanging, intervening
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, describe_replacement, stand_in
 from matlens.patching.resolution import find_overlap, resolve_replacements
 from matlens.patching.skipping import replaced_forwards, skipping_forwards
@@ -116,19 +116,19 @@ def _as_replacement(item: Any) -> Replacement:
 @contextmanager
 def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
     """Do what `patched` does with replacements that have been checked."""
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     writing: list[tuple[str, Any]] = []
     reading: list[tuple[str, Any]] = []
     forwards: dict[int, Any] = {}
     places = TokenPlaces(model)
     for replacement in replacements:
-        source, (target, before) = anatomy.hook(replacement.source), anatomy.written_at(replacement.target)
+        source, (target, before) = layout.hook(replacement.source), layout.written_at(replacement.target)
         if replacement.is_jump and replacement.blocks:
-            forwards |= skipping_forwards(model, replacement, anatomy)
+            forwards |= skipping_forwards(model, replacement, layout)
         elif source == target:
             writing.append((target, _mapping_hook(replacement, places)))
         else:
-            entered, added = _Kept(places, anatomy.order(replacement.source)), _Kept(places)
+            entered, added = _Kept(places, layout.order(replacement.source)), _Kept(places)
             writing.append(
                 (target, _writing_hook(replacement, places, entered, None if before is None else added))
             )
@@ -153,7 +153,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
 
 def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:
     """Name the first part of a replacement that is reserved in the model; ``None`` if there is none."""
-    return find_overlap(Anatomy.from_model(model), replacement, _ACTIVE.get(model, []))
+    return find_overlap(ModelLayout.from_model(model), replacement, _ACTIVE.get(model, []))
 
 
 @contextmanager

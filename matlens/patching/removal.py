@@ -15,9 +15,9 @@ from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples
 from matlens.corpora.readers import reads_whole
 from matlens.errors import InputError
-from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import EndOfPass, hanging, intervening
-from matlens.models.sites import COEFFICIENTS, STREAM, Site, require_finite
+from matlens.models.layout import ModelLayout
+from matlens.models.sites import COEFFICIENTS, STREAM, Site, check_finite
 from matlens.progress import Bar
 
 if TYPE_CHECKING:
@@ -70,29 +70,29 @@ def remove_sub_updates(
     InputError
         The model has no coefficients, a layer or an index is not there, or a vector is not finite.
     """
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     if examples.n_positions != len(examples):
         raise InputError(
             f"There are {examples.n_positions} positions in {len(examples)} sentences. Expected one in each."
         )
     for layer, of_layer in index.items():
-        anatomy.resolve(Site(COEFFICIENTS, layer))
+        layout.resolve(Site(COEFFICIENTS, layer))
         counted = len(of_layer) == len(examples) and of_layer.numel() > 0
-        if not counted or int(of_layer.min()) < 0 or int(of_layer.max()) >= anatomy.d_mlp:
+        if not counted or int(of_layer.min()) < 0 or int(of_layer.max()) >= layout.d_mlp:
             raise InputError(
                 f"The sub-updates of layer {layer} are {tuple(of_layer.shape)} for {len(examples)} examples. "
-                f"Expected some for each, numbered 0 to {anatomy.d_mlp - 1}."
+                f"Expected some for each, numbered 0 to {layout.d_mlp - 1}."
             )
     read = examples if reads_whole(model) else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
         copies = read.copies(row, 1 + sum(map(len, of_row.values())))
-        yield _remove(model, anatomy, copies, position, of_row)
+        yield _remove(model, layout, copies, position, of_row)
 
 
 @torch.inference_mode()
 def _remove(
-    model: TransformerBridge, anatomy: Anatomy, copies: Batch, position: int, index: Mapping[int, Tensor]
+    model: TransformerBridge, layout: ModelLayout, copies: Batch, position: int, index: Mapping[int, Tensor]
 ) -> dict[int, Removed]:
     """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
     starts, n_rows = dict[int, int](), 1
@@ -100,7 +100,7 @@ def _remove(
         starts[layer] = n_rows
         n_rows += len(of_layer)
     seen: dict[str, Tensor] = {}
-    last = anatomy.hook(Site(STREAM, anatomy.n_layers))
+    last = layout.hook(Site(STREAM, layout.n_layers))
 
     def without(layer: int) -> Any:
         rows = starts[layer] + torch.arange(len(index[layer]))
@@ -114,12 +114,12 @@ def _remove(
 
     def keep(value: Tensor, hook: Any) -> None:
         seen[hook.name] = value[:, position].float()
-        require_finite(seen[hook.name], hook.name)
+        check_finite(seen[hook.name], hook.name)
         if hook.name == last:
             raise EndOfPass  # before the unembedding, which is not asked for
 
-    behind = {layer: anatomy.hook(Site(STREAM, layer + 1)) for layer in index}
-    hooks = [(anatomy.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
+    behind = {layer: layout.hook(Site(STREAM, layer + 1)) for layer in index}
+    hooks = [(layout.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
     hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
     with ExitStack() as stack:
         described = [f"sub-updates of layer {layer} left out" for layer in index]

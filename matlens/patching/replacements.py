@@ -60,7 +60,7 @@ class Replacement:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InputError(f"{short(self.function)} stands in for nothing. Expected a map or a function.")
-        _require_where(self)
+        _check_where(self)
 
     @classmethod
     def from_map(
@@ -204,7 +204,7 @@ def stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
     return instead.to(left)
 
 
-def _require_where(replacement: Replacement) -> None:
+def _check_where(replacement: Replacement) -> None:
     where = replacement.where
     if isinstance(where, Tensor):
         positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool

@@ -13,9 +13,9 @@ from torch import Tensor
 from matlens.checks import short
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
-from matlens.models.anatomy import Anatomy, probe_inputs
 from matlens.models.changes import changes_of, describe_changes
-from matlens.models.identity import ModelIdentity, Provenance, require_raw
+from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.sites import MID, MID_CROSS, STREAM, Site
 from matlens.patching.replacements import Replacement, describe_replacement
 
@@ -48,34 +48,34 @@ def resolve_replacements(
     InputError
         A replacement does not fit the model, or overlaps another.
     """
-    require_raw(model)
-    anatomy = Anatomy.from_model(model)
-    _require_fitted_on(model, replacements, identity)
+    check_raw(model)
+    layout = ModelLayout.from_model(model)
+    _check_fitted_on(model, replacements, identity)
     resolved: list[Replacement] = []
     for replacement in replacements:
-        source, target = anatomy.resolve(replacement.source), anatomy.resolve(replacement.target)
+        source, target = layout.resolve(replacement.source), layout.resolve(replacement.target)
         replacement = replace(replacement, source=source, target=target)
-        _require_heads(replacement, anatomy)
-        _require_order(replacement, anatomy)
-        _require_width(replacement, anatomy)
-        shared = find_overlap(anatomy, replacement, [*active, *resolved])
+        _check_heads(replacement, layout)
+        _check_order(replacement, layout)
+        _check_width(replacement, layout)
+        shared = find_overlap(layout, replacement, [*active, *resolved])
         if shared:
             raise InputError(
                 f"The replacement {replacement} overlaps another: {shared} is replaced or controlled already."
             )
-        _require_effect(model, anatomy, replacement)
+        _check_effect(model, layout, replacement)
         resolved.append(replacement)
-    _require_same_changes(model, resolved)
+    _check_same_changes(model, resolved)
     return resolved
 
 
-def find_overlap(anatomy: Anatomy, replacement: Replacement, others: Sequence[Replacement]) -> str | None:
+def find_overlap(layout: ModelLayout, replacement: Replacement, others: Sequence[Replacement]) -> str | None:
     """Name the first part that a replacement has in common with others; ``None`` if there is none."""
     taken = [part for other in others for part in _parts(other)]
     for part in _parts(replacement):
         if any(_clash(part, other) for other in taken):
             return _part_name(part)
-    lost = (_find_lost(anatomy, replacement, other) for other in others)
+    lost = (_find_lost(layout, replacement, other) for other in others)
     return next((name for name in lost if name), None)
 
 
@@ -108,50 +108,48 @@ def _part_name(part: tuple[int, str]) -> str:
     return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
 
 
-def _find_lost(anatomy: Anatomy, replacement: Replacement, other: Replacement) -> str | None:
+def _find_lost(layout: ModelLayout, replacement: Replacement, other: Replacement) -> str | None:
     """Name what a pass does not come to, or what is lost, where two are made of which one is a patch."""
     if not replacement.is_patch and not other.is_patch:
         return None
-    if anatomy.written_at(replacement.target)[0] == anatomy.written_at(other.target)[0]:
+    if layout.written_at(replacement.target)[0] == layout.written_at(other.target)[0]:
         return str(replacement.target)
     pair = replacement, other
     for outer, inner in sorted((pair, pair[::-1]), key=lambda both: not both[0].is_jump):
-        moments = {inner.target: anatomy.write_order(inner.target)}
+        moments = {inner.target: layout.write_order(inner.target)}
         if outer.is_jump:
-            moments[inner.source] = anatomy.order(inner.source)
-        start, end = _covered(anatomy, outer)
+            moments[inner.source] = layout.order(inner.source)
+        start, end = _covered(layout, outer)
         hidden = [site for site, moment in moments.items() if start < moment < end]
         if hidden:
             return f"{hidden[0]}, which {outer} covers,"
     return None
 
 
-def _covered(anatomy: Anatomy, replacement: Replacement) -> tuple[int, int]:
+def _covered(layout: ModelLayout, replacement: Replacement) -> tuple[int, int]:
     """Between which two moments of a pass all that is written is lost, as the replacement writes over it."""
     source, target = replacement.source, replacement.target
-    end = anatomy.write_order(target)
+    end = layout.write_order(target)
     if replacement.is_jump:
-        return (anatomy.start_of_block(source.layer), end) if replacement.blocks else (end, end)
+        return (layout.start_of_block(source.layer), end) if replacement.blocks else (end, end)
     if not isinstance(replacement.where, str) or replacement.where != "all":
         return end, end  # at the other tokens it is not
-    start = anatomy.order(source)
+    start = layout.order(source)
     if target.kind in (STREAM, MID, MID_CROSS):
         return start, end
     before = target.kind.removesuffix("_out") + "_in"
-    if before not in anatomy.kinds or before == target.kind:
+    if before not in layout.kinds or before == target.kind:
         return end, end
-    return max(start, anatomy.order(Site(before, target.layer))), end
+    return max(start, layout.order(Site(before, target.layer))), end
 
 
-def _require_order(replacement: Replacement, anatomy: Anatomy) -> None:
+def _check_order(replacement: Replacement, layout: ModelLayout) -> None:
     source, target = replacement.source, replacement.target
-    first, last = anatomy.order(source), anatomy.write_order(target)
-    unread = next(
-        (hook for hook in map(anatomy.hook, (source, target)) if not anatomy.hooks[hook].shape), None
-    )
+    first, last = layout.order(source), layout.write_order(target)
+    unread = next((hook for hook in map(layout.hook, (source, target)) if not layout.hooks[hook].shape), None)
     if unread is not None:
         raise InputError(
-            f"{replacement} cannot be replaced: the hook {unread} {anatomy.hooks[unread].carries}."
+            f"{replacement} cannot be replaced: the hook {unread} {layout.hooks[unread].carries}."
         )
     if first > last:
         raise InputError(
@@ -168,7 +166,7 @@ def _require_order(replacement: Replacement, anatomy: Anatomy) -> None:
 _EFFECTIVE: WeakKeyDictionary[Any, set[Site]] = WeakKeyDictionary()
 
 
-def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Replacement) -> None:
+def _check_effect(model: TransformerBridge, layout: ModelLayout, replacement: Replacement) -> None:
     """Refuse to write at a hook that the model does not read: some only show what was computed elsewhere."""
     target, known = replacement.target, _EFFECTIVE.setdefault(model, set())
     if not replacement.is_patch or target.kind == STREAM or target in known:
@@ -182,7 +180,7 @@ def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Rep
     try:
         with torch.inference_mode():
             before = model(probe)
-            with model.hooks(fwd_hooks=[(anatomy.written_at(target)[0], disturb)]):
+            with model.hooks(fwd_hooks=[(layout.written_at(target)[0], disturb)]):
                 after = model(probe)
     except InputError:  # what is replaced already is for another batch
         return
@@ -194,11 +192,11 @@ def _require_effect(model: TransformerBridge, anatomy: Anatomy, replacement: Rep
     known.add(target)
 
 
-def _require_heads(replacement: Replacement, anatomy: Anatomy) -> None:
+def _check_heads(replacement: Replacement, layout: ModelLayout) -> None:
     heads, target = replacement.heads, replacement.target
     if heads is None:
         return
-    shape = anatomy.hooks[anatomy.hook(target)].shape
+    shape = layout.hooks[layout.hook(target)].shape
     if len(shape) != 2:
         raise InputError(
             f"Heads are chosen for {replacement}, and {target} is not divided into heads. Expected a target "
@@ -212,11 +210,11 @@ def _require_heads(replacement: Replacement, anatomy: Anatomy) -> None:
         )
 
 
-def _require_width(replacement: Replacement, anatomy: Anatomy) -> None:
+def _check_width(replacement: Replacement, layout: ModelLayout) -> None:
     if not isinstance(replacement.function, LinearMap):
         return
     weight, bias = replacement.function.weight, replacement.function.bias
-    d_in, d_out = anatomy.width(replacement.source), anatomy.width(replacement.target)
+    d_in, d_out = layout.width(replacement.source), layout.width(replacement.target)
     if tuple(weight.shape) != (d_out, d_in) or (bias is not None and tuple(bias.shape) != (d_out,)):
         widths = f"{d_in}" if d_in == d_out else f"{d_in} and {d_out}"
         raise InputError(
@@ -231,7 +229,7 @@ def _require_width(replacement: Replacement, anatomy: Anatomy) -> None:
             )
 
 
-def _require_fitted_on(
+def _check_fitted_on(
     model: TransformerBridge, replacements: Sequence[Replacement], identity: ModelIdentity | None
 ) -> None:
     origins: dict[tuple[Any, ...], Provenance] = {}
@@ -249,10 +247,10 @@ def _require_fitted_on(
     if origins:
         identity = identity or ModelIdentity.from_model(model, hash_unembedding=False)
         for provenance in origins.values():
-            provenance.require_same(identity.of_weights, ours="the maps")
+            provenance.check_same(identity.of_weights, ours="the maps")
 
 
-def _require_same_changes(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
+def _check_same_changes(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
     """Refuse maps that were fitted on a changed model where these changes do not hold."""
     for replacement in replacements:
         provenance = getattr(replacement.function, "provenance", Provenance())

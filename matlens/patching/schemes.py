@@ -13,7 +13,7 @@ from torch import Tensor
 
 from matlens.checks import PositiveInt, checked
 from matlens.errors import InputError
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, Where, jump
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Scheme:
         InputError
             The scheme does not end at the model's last layer, or a map is missing.
         """
-        last = Anatomy.from_model(model).n_layers
+        last = ModelLayout.from_model(model).n_layers
         if self.boundaries[-1] != last:
             raise InputError(
                 f"The scheme ends at layer {self.boundaries[-1]}, and this model's last layer is {last}."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, stand_in
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ _RETURNED_BY_T5 = 3  # vectors, and how far tokens lie apart, for its attention 
 
 
 def skipping_forwards(
-    model: TransformerBridge, jump: Replacement, anatomy: Anatomy
+    model: TransformerBridge, jump: Replacement, layout: ModelLayout
 ) -> dict[int, Callable[..., Any]]:
     """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
-    if reason := _reason_against(model, jump, anatomy):
+    if reason := _reason_against(model, jump, layout):
         raise InputError(
             f"{jump} skips blocks, and the blocks of this model cannot be skipped: {reason}. Its layers can "
             "be collected, and their maps fitted and read out."
@@ -39,37 +39,37 @@ def skipping_forwards(
                 args, kwargs = block._maybe_inject_start_residual(args, kwargs)
                 block._check_stop_at_layer(*args, **kwargs)
             else:
-                _require_no_end_inside(block, layer, jump)
+                _check_no_end_inside(block, layer, jump)
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
             if layer == jump.blocks[0]:
                 h = stand_in(jump, block.hook_in(h), h)
             if layer == jump.blocks[-1]:
                 h = block.hook_out(h)
-            return (h, None)[: anatomy.n_returned] if anatomy.blocks_return_tuples else h
+            return (h, None)[: layout.n_returned] if layout.blocks_return_tuples else h
 
         return forward
 
     return {layer: forward_of(layer) for layer in jump.blocks}
 
 
-def _reason_against(model: TransformerBridge, jump: Replacement, anatomy: Anatomy) -> str | None:
+def _reason_against(model: TransformerBridge, jump: Replacement, layout: ModelLayout) -> str | None:
     """Why what enters the blocks of a jump cannot be handed on in the place of what leaves them."""
-    ends = (anatomy.hooks[anatomy.hook(site)] for site in (jump.source, jump.target))
+    ends = (layout.hooks[layout.hook(site)] for site in (jump.source, jump.target))
     if unread := next((hook for hook in ends if not hook.shape), None):
         return f"the hook {unread.name} {unread.carries}"
     if all(map(_is_of_t5, model.blocks)):
         first = model.blocks[0].original_component.layer[0]
-        known = anatomy.n_returned == _RETURNED_BY_T5 and hasattr(first, "SelfAttention")
-        return None if known else f"they return {anatomy.n_returned} values, and not what T5's do"
+        known = layout.n_returned == _RETURNED_BY_T5 and hasattr(first, "SelfAttention")
+        return None if known else f"they return {layout.n_returned} values, and not what T5's do"
     needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
     kinds = {
         type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
     }
     if kinds:
         return f"TransformerLens runs them as {', '.join(sorted(kinds))}"
-    if anatomy.n_returned > _RETURNED:
-        return f"each returns {anatomy.n_returned} values, of which only the first, its vectors, is known"
+    if layout.n_returned > _RETURNED:
+        return f"each returns {layout.n_returned} values, of which only the first, its vectors, is known"
     return None
 
 
@@ -86,7 +86,7 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
         def forward(
             h: Tensor, mask: Any = None, bias: Any = None, encoder: Any = None, *others: Any, **more: Any
         ) -> Any:
-            _require_first_pass(more.get("past_key_values"), layer, len(model.blocks), h.shape[1], jump)
+            _check_first_pass(more.get("past_key_values"), layer, len(model.blocks), h.shape[1], jump)
             if bias is None:
                 attention = block.original_component.layer[0].SelfAttention
                 attention = getattr(attention, "original_component", attention)
@@ -102,7 +102,7 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
     return {layer: forward_of(layer) for layer in jump.blocks}
 
 
-def _require_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
+def _check_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
     """Refuse to go on with a cache, in which skipped blocks have kept no place."""
     if cache is None:
         return
@@ -114,7 +114,7 @@ def _require_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump
         )
 
 
-def _require_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
+def _check_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
     asked = (getattr(block, "_start_at_layer_idx", None), getattr(block, "_stop_at_layer_idx", None))
     if layer in asked:
         raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {jump} passes over it.")

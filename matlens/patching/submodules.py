@@ -21,10 +21,10 @@ from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.linear.pairs import require_collected, resolve_pairs
+from matlens.linear.pairs import check_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, warn_of_noise
-from matlens.models.anatomy import Anatomy, output_multiplier
-from matlens.models.sites import CROSS, STREAM, Site, require_finite
+from matlens.models.layout import ModelLayout, output_multiplier
+from matlens.models.sites import CROSS, STREAM, Site, check_finite
 from matlens.patching.replacements import mat_attn
 from matlens.patching.resolution import resolve_replacements
 
@@ -35,7 +35,7 @@ SUBMODULES = ("attn", "ffn", "ln1", "ln2")
 
 
 @checked
-def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
+def submodule_pairs(layout: ModelLayout, names: Sequence[str] = SUBMODULES) -> list[tuple[str, str]]:
     """Input and output sites of the sub-modules in every block; those that a family lacks are left out.
 
     In blocks whose norms all stand behind attention and FFN (OLMo-2), ``ln1`` and ``ln2`` are these norms.
@@ -46,9 +46,9 @@ def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list
         The wiring of the blocks is not known, so that they have no known sub-modules; or no family has a
         sub-module of that name.
     """
-    if not anatomy.kinds:
+    if not layout.kinds:
         raise InputError(
-            f"The blocks of this model are {anatomy.family.name}: none of the known sums holds in them, so "
+            f"The blocks of this model are {layout.family.name}: none of the known sums holds in them, so "
             "their sub-modules cannot be fitted or replaced."
         )
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
@@ -60,13 +60,13 @@ def submodule_pairs(anatomy: Anatomy, names: Sequence[str] = SUBMODULES) -> list
         raise InputError(
             f"{short(unknown[0])} is not a sub-module. Expected some of {', '.join(SUBMODULES)}."
         )
-    if "ln1_in" not in anatomy.kinds:
+    if "ln1_in" not in layout.kinds:
         names = [f"{name}_post" if name in ("ln1", "ln2") else name for name in names]
     return [
         (f"{name}_in.{layer}", f"{name}_out.{layer}")
-        for layer in range(anatomy.n_layers)
+        for layer in range(layout.n_layers)
         for name in dict.fromkeys(names)
-        if f"{name}_in" in anatomy.kinds
+        if f"{name}_in" in layout.kinds
     ]
 
 
@@ -103,7 +103,7 @@ def fit_submodules(
         A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
     """
     pairs = resolve_pairs(pairs, samples.provenance)
-    require_collected(pairs, samples)
+    check_collected(pairs, samples)
     # One by one: only the two sites of a pair are held in float64.
     noisy: list[NoisyFit] = []
     one_by_one = (
@@ -131,29 +131,27 @@ def attend_nowhere(
         The range runs backwards or leaves the model, or a map is missing; or the blocks read other tokens
         without that attention too, as the decoder of an encoder-decoder does, or have an FFN in no module.
     """
-    anatomy = Anatomy.from_model(model)
-    first, last = (anatomy.resolve(Site(STREAM, layer)).layer for layer in (first, last))
-    _require_alone(model, anatomy)
+    layout = ModelLayout.from_model(model)
+    first, last = (layout.resolve(Site(STREAM, layer)).layer for layer in (first, last))
+    _check_alone(model, layout)
     attention = {
         replacement.source.layer: replacement.function
         for replacement in resolve_replacements(model, mat_attn(maps, first, last))
     }
-    if not isinstance(h, Tensor) or h.ndim != 2 or h.shape[1] != anatomy.d_model:
-        raise InputError(
-            f"The vectors are {short(h)}. Expected a tensor of the shape [n, {anatomy.d_model}]."
-        )
-    require_finite(h, str(Site(STREAM, first)))
+    if not isinstance(h, Tensor) or h.ndim != 2 or h.shape[1] != layout.d_model:
+        raise InputError(f"The vectors are {short(h)}. Expected a tensor of the shape [n, {layout.d_model}].")
+    check_finite(h, str(Site(STREAM, first)))
     multiplier, h = output_multiplier(model), h[:, None]
     for layer in range(first, last):
         h = h.to(next(model.blocks[layer].parameters()).device, model.cfg.dtype)
-        h = _run_block(model.blocks[layer], anatomy.family.name, attention[layer], h, multiplier)
+        h = _run_block(model.blocks[layer], layout.family.name, attention[layer], h, multiplier)
     return h[:, 0].float()
 
 
-def _require_alone(model: TransformerBridge, anatomy: Anatomy) -> None:
+def _check_alone(model: TransformerBridge, layout: ModelLayout) -> None:
     """Refuse blocks that cannot be run on a vector alone."""
     reason = ""
-    if anatomy.family.name == CROSS.name:
+    if layout.family.name == CROSS.name:
         reason = "they read the encoder's last layer as well"
     elif not all(map(_ffn_modules, model.blocks)):
         reason = "their FFN is in no module of its own"

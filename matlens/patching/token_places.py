@@ -14,7 +14,7 @@ from torch import Tensor
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual, places_of_image
 from matlens.kinds.stacks import DECODER, stack_of
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Where
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class TokenPlaces:
     def starts_behind(self, order: int) -> bool:
         """Whether the running pass starts at a later layer than a hook, which then carries nothing of it."""
         start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
-        return start is not None and order < Anatomy.from_model(self._model).start_of_block(start)
+        return start is not None and order < ModelLayout.from_model(self._model).start_of_block(start)
 
     @property
     def number(self) -> int:

@@ -16,12 +16,12 @@ from matlens.activations.collecting import default_batch_tokens
 from matlens.checks import PositiveInt, checked
 from matlens.corpora.batches import Batch
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import reads_whole, require_own_tokens
+from matlens.corpora.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError
-from matlens.models.anatomy import Anatomy
 from matlens.models.changes import unchanged
 from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement
@@ -92,8 +92,8 @@ def run_variants(
         There is no variant; or a replacement does not fit the model or the examples, or comes before its
         variant's first layer.
     """
-    anatomy = Anatomy.from_model(model)
-    require_own_tokens(model, examples)
+    layout = ModelLayout.from_model(model)
+    check_own_tokens(model, examples)
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
@@ -127,7 +127,7 @@ def run_variants(
         },
         "batch_tokens": budget,
     }
-    columns = dict.fromkeys(variants, Column(anatomy.d_model))
+    columns = dict.fromkeys(variants, Column(layout.d_model))
     _, vectors = keep_rows(
         _HOLDS, request, columns, examples.n_positions, run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
@@ -138,17 +138,17 @@ def run_variants(
 def _resolve_variant(
     model: TransformerBridge, identity: ModelIdentity, examples: Examples, name: str, variant: Variant
 ) -> Variant:
-    anatomy = Anatomy.from_model(model)
-    first = anatomy.resolve(Site(STREAM, variant.first)).layer
-    start, end = anatomy.order(Site(STREAM, first)) if first else -1, anatomy.order(anatomy.stream[-1])
+    layout = ModelLayout.from_model(model)
+    first = layout.resolve(Site(STREAM, variant.first)).layer
+    start, end = layout.order(Site(STREAM, first)) if first else -1, layout.order(layout.stream[-1])
     replacements = resolve_replacements(model, variant.replacements, identity=identity)
-    late = [replacement for replacement in replacements if anatomy.order(replacement.target) > end]
+    late = [replacement for replacement in replacements if layout.order(replacement.target) > end]
     if late:
         raise InputError(
-            f"{late[0]} in {name} replaces what lies behind {anatomy.stream[-1]}, which variants give. "
+            f"{late[0]} in {name} replaces what lies behind {layout.stream[-1]}, which variants give. "
             "Expected replacements before."
         )
-    early = [replacement for replacement in replacements if anatomy.order(replacement.source) < start]
+    early = [replacement for replacement in replacements if layout.order(replacement.source) < start]
     if early:
         raise InputError(
             f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
@@ -166,7 +166,7 @@ def _resolve_variant(
 def _run(
     model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], places: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    last, index = Anatomy.from_model(model).n_layers, torch.from_numpy(batch.index)
+    last, index = ModelLayout.from_model(model).n_layers, torch.from_numpy(batch.index)
     clean = _run_to_layers(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
     final = {}
     for name, variant in variants.items():
@@ -197,7 +197,7 @@ def _run_to_layers(
     """Run a batch with replacements, no further than the last of the wanted layers of the stream."""
     if not layers:
         return {}
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:
@@ -209,7 +209,7 @@ def _run_to_layers(
         return hook
 
     with apply_replacements(model, replacements):
-        hooks = [(anatomy.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
+        hooks = [(layout.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
         with reading(model, hooks):
             first, others = batch.inputs(model)
             model(first, **others, return_type=None)

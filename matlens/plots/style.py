@@ -102,7 +102,7 @@ def save_as(figure: Figure, path: str | Path) -> Path:
         The name ends in neither ``.png`` nor ``.pdf``, or the file cannot be written.
     """
     path = Path(path)
-    require_figure_name(path)
+    check_figure_name(path)
     content = io.BytesIO()
     with system_errors(path), style_sheet():
         figure.savefig(content, format=path.suffix[1:])
@@ -111,7 +111,7 @@ def save_as(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def require_figure_name(path: Path) -> None:
+def check_figure_name(path: Path) -> None:
     """Refuse a name that is of no figure.
 
     Raises

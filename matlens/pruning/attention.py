@@ -55,7 +55,7 @@ def silence(block: nn.Module) -> None:
         parameter.zero_()
 
 
-def require_foldable_attention(layout: Layout) -> None:
+def check_foldable_attention(layout: Layout) -> None:
     """Refuse a model whose FFNs do not read what attention adds, or read it changed.
 
     It is shown by a sum: without its attention, a block that is given the stream with what attention would

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from matlens.checks import short
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import is_masked, require_own_tokens
+from matlens.corpora.readers import check_own_tokens, is_masked
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
 from matlens.pruning.attention import (
+    check_foldable_attention,
     choose_attention,
     fold_attention,
-    require_foldable_attention,
     silence_all,
 )
 from matlens.pruning.choices import Choice, Method, usual_penalty
@@ -32,8 +32,8 @@ from matlens.pruning.spans import choose_blocks, greedy_order, read_count
 from matlens.pruning.streams import (
     TOLERANCE,
     Streams,
+    check_foldable,
     full_block,
-    require_foldable,
     tried_streams,
     whole_windows,
 )
@@ -95,10 +95,10 @@ class Calibration:
                 f"The model runs with {describe_changes(changes)}, which its weights do not hold. Expected a "
                 "model without changes: prune it outside of the context, or without the hooks."
             )
-        require_own_tokens(model, windows)
+        check_own_tokens(model, windows)
         layout = Layout.from_model(plain_copy(model))
         if fold:
-            require_foldable(layout)
+            check_foldable(layout)
         return cls(layout, Streams(layout, whole_windows(windows), progress=progress))
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
@@ -130,9 +130,9 @@ class Calibration:
         InputError
             The FFNs do not read what attention adds, or the text has too few tokens for the method.
         """
-        _require_enough(self.layout, self.streams.tokens, method)
+        _check_enough(self.layout, self.streams.tokens, method)
         if method != Method.out:
-            require_foldable_attention(self.layout)
+            check_foldable_attention(self.layout)
         if isinstance(wanted, int):
             layers = choose_attention(self.streams.beginning(CHOSEN_ON), wanted, progress=progress)
         else:
@@ -165,7 +165,7 @@ class Calibration:
         InputError
             The text has too few tokens for the method.
         """
-        _require_enough(self.layout, self.streams.tokens, method)
+        _check_enough(self.layout, self.streams.tokens, method)
         penalty = usual_penalty(method) if penalty is None else penalty
         matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
         return build(self.layout, blocks, matrices)
@@ -206,14 +206,14 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
         module = pruned.get_submodule(place)
         module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
     pruned_layout = replace(layout, model=pruned.eval())
-    _require_moved_alike(layout, pruned_layout, kept)
+    _check_moved_alike(layout, pruned_layout, kept)
     for index, matrix in matrices.items():
         pruned_layout.write(pruned_layout.blocks[kept.index(index)], matrix.weight, matrix.bias)
     pruned.generation_config = copy.deepcopy(whole.generation_config)
     return pruned
 
 
-def _require_moved_alike(whole: Layout, pruned: Layout, kept: Sequence[int]) -> None:
+def _check_moved_alike(whole: Layout, pruned: Layout, kept: Sequence[int]) -> None:
     """Refuse blocks that do something else in their new place, tried on a few tokens, in float32 at least."""
     moved = [(place, index) for place, index in enumerate(kept) if place != index]
     if not moved:
@@ -281,7 +281,7 @@ def cut_config(config: Any, kept: Sequence[int]) -> Any:
     return cut
 
 
-def _require_enough(layout: Layout, tokens: Tensor, method: Method) -> None:
+def _check_enough(layout: Layout, tokens: Tensor, method: Method) -> None:
     if method == Method.out:
         return
     rows, columns = layout.weight_of(layout.blocks[0]).shape

@@ -20,7 +20,7 @@ from matlens.errors import InputError
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
-from matlens.pruning.streams import Giving, Streams
+from matlens.pruning.streams import ConstantBlock, Streams
 
 RATE = 3e-4  # of Adam, at its highest
 _TOKENS = 1024  # of an update
@@ -140,7 +140,7 @@ def _read_from(
     parent, _, name = layout.path.rpartition(".")
     place, blocks, device = layout.model.get_submodule(parent), layout.blocks, layout.model.device
     # A vector that was made without gradients cannot be part of what has some.
-    known = Giving(h.clone().to(device), streams.rest)
+    known = ConstantBlock(h.clone().to(device), streams.rest)
     setattr(place, name, nn.ModuleList([known] * start + list(blocks[start:])))
     try:
         logits = layout.model(streams.tokens[texts].to(device), use_cache=False).logits

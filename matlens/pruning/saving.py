@@ -15,9 +15,9 @@ from matlens.models.vocabulary import visible
 from matlens.pruning.choices import Method
 from matlens.storage.arrays import describe_file
 from matlens.storage.files import (
+    check_writable,
     library_errors,
     nearest_existing,
-    require_writable,
     sealed,
     system_errors,
     write_json,
@@ -25,7 +25,7 @@ from matlens.storage.files import (
 )
 from matlens.storage.folders import BESIDE, make_config
 from matlens.storage.locks import locked
-from matlens.storage.tables import require_columns
+from matlens.storage.tables import check_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +36,7 @@ CARD = "README.md"
 _MODEL = "model"  # what is written before it is moved to its place
 
 
-def require_new(folder: Path) -> None:
+def check_new(folder: Path) -> None:
     """Refuse, before any work, a folder that a model could not be put in the place of.
 
     Raises
@@ -57,7 +57,7 @@ def require_new(folder: Path) -> None:
                     f"{folder} is {what}, and cannot be replaced by a finished one. {expected}, such as "
                     f"{folder / 'pruned'}."
                 )
-        require_writable(nearest_existing(folder))
+        check_writable(nearest_existing(folder))
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def reserved(folder: Path) -> Iterator[Path]:
     InputError
         The folder holds files, is no folder, or cannot be made.
     """
-    require_new(folder)
+    check_new(folder)
     folder = _behind_links(folder)
     place = folder.with_name(f".{folder.name}.unfinished")
     work = place / _MODEL
@@ -81,7 +81,7 @@ def reserved(folder: Path) -> Iterator[Path]:
         with ExitStack() as lock:
             with system_errors(folder):
                 lock.enter_context(locked(place))
-                require_new(folder)
+                check_new(folder)
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir()
             try:
@@ -114,7 +114,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     """
     folder = Path(folder)
     if table is not None:
-        require_columns(table, ("corpus", "method", "metric", "value"), what="the table")
+        check_columns(table, ("corpus", "method", "metric", "value"), what="the table")
     with reserved(folder) as work, system_errors(folder):
         with library_errors():
             pruned.model.save_pretrained(work)

@@ -118,12 +118,12 @@ def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = 
                 else:
                     worth.append(-linearity_of(streams.h[start], streams.h[start + n], kept))
                 bar.update(1)
-    _require_finite(min(worth))
+    _check_finite(min(worth))
     best = starts[min(range(len(starts)), key=worth.__getitem__)]
     return tuple(range(best, best + n))
 
 
-def _require_finite(least: float) -> None:
+def _check_finite(least: float) -> None:
     if not math.isfinite(least):
         raise InputError(
             "Whichever blocks are left out, the loss is not finite. Expected fewer of them, or a model in "
@@ -209,7 +209,7 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
                 losses[block] = loss_without(streams, [*gone, block])
                 if losses[block] < least:
                     best, least = block, losses[block]
-            _require_finite(least)
+            _check_finite(least)
             gone.append(best)
             del losses[best]
             bar.update(1)

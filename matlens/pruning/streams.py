@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.models.sites import require_finite
+from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
@@ -106,7 +106,7 @@ class Streams:
                 bar.update(len(batch))
         streams = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         for layer, h in enumerate(streams):
-            require_finite(h, f"h.{layer}")
+            check_finite(h, f"h.{layer}")
         return streams
 
     def beginning(self, n_tokens: int) -> Streams:
@@ -173,14 +173,14 @@ class Streams:
         """The model's own read-out: the model, with one block that gives the stand-in for the last stream."""
         model, (parent, _, name) = self.layout.model, self.layout.path.rpartition(".")
         blocks, place = self.layout.blocks, self.layout.model.get_submodule(parent)
-        setattr(place, name, nn.ModuleList([Giving(h.to(model.device), self.rest)]))
+        setattr(place, name, nn.ModuleList([ConstantBlock(h.to(model.device), self.rest)]))
         try:
             return model(tokens.to(model.device), use_cache=False).logits
         finally:
             setattr(place, name, blocks)
 
 
-class Giving(nn.Module):
+class ConstantBlock(nn.Module):
     """A block that gives what it was made with."""
 
     def __init__(self, h: Tensor, rest: tuple[Any, ...] | None) -> None:
@@ -220,7 +220,7 @@ def tried_streams(layout: Layout) -> Streams:
     return Streams(layout, tokens, progress=False).in_full()
 
 
-def require_foldable(layout: Layout) -> None:
+def check_foldable(layout: Layout) -> None:
     """Refuse a model in whose blocks something stands between the FFN's output matrix and the stream.
 
     It is shown by a sum: with the matrix set to zero, a block must give what it gave less what the matrix had

@@ -199,7 +199,7 @@ def _text_of_zip(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
     MEMBERS.check(len(members), shown(path))
     for member in members:
         mode = member.external_attr >> 16
-        _require_plain_member(
+        _check_plain_member(
             member.filename, not stat.S_IFMT(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode), path
         )
     files = [member for member in members if not member.is_dir()]
@@ -252,7 +252,7 @@ def _texts_of_tar(stream: IO[bytes], path: Path) -> Iterator[Reader]:
         while (member := archive.next()) is not None:
             names.append(member.name)
             MEMBERS.check(len(names), shown(path))
-            _require_plain_member(
+            _check_plain_member(
                 member.name, (member.isreg() and not member.issparse()) or member.isdir(), path
             )
             if member.isreg() and member.name.endswith(LEIPZIG_NAME):
@@ -281,7 +281,7 @@ def _member_pieces(forward: _Forward, size: int) -> Iterator[bytes]:
         yield piece
 
 
-def _require_plain_member(name: str, plain: bool, path: Path) -> None:
+def _check_plain_member(name: str, plain: bool, path: Path) -> None:
     outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor
     if outside or ".." in (*PurePosixPath(name).parts, *PureWindowsPath(name).parts) or "\0" in name:
         raise InputError(

@@ -1,4 +1,4 @@
-from .files import require_writable as require_writable
+from .files import check_writable as check_writable
 from .files import system_errors as system_errors
 from .files import to_json as to_json
 from .files import write_bytes as write_bytes

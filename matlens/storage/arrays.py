@@ -43,7 +43,7 @@ def describe_tensors(tensors: Mapping[str, Tensor], content: bytes) -> dict[str,
     }
 
 
-def require_record(config: Mapping[str, Any], folder: Path, name: str) -> Record:
+def check_record(config: Mapping[str, Any], folder: Path, name: str) -> Record:
     """What the config of a folder says of a file.
 
     Raises
@@ -66,7 +66,7 @@ def require_record(config: Mapping[str, Any], folder: Path, name: str) -> Record
     return record
 
 
-def require_size(path: Path, record: Record) -> None:
+def check_size(path: Path, record: Record) -> None:
     """Refuse a file that is not there, or longer or shorter than its record.
 
     Raises
@@ -98,7 +98,7 @@ def open_recorded(path: Path, record: Record) -> BinaryIO:
     return file
 
 
-def require_hash(path: Path, record: Record) -> None:
+def check_hash(path: Path, record: Record) -> None:
     """Refuse a file that does not hold what was written.
 
     Raises
@@ -196,7 +196,7 @@ class StoredRows(Mapping[str, Tensor]):
         return len(self._columns)
 
 
-def require_tensor(values: Tensor, path: Path, record: Record, name: str) -> Tensor:
+def check_tensor(values: Tensor, path: Path, record: Record, name: str) -> Tensor:
     """A tensor that was read from a safetensors file, if it is the one that was written.
 
     Raises

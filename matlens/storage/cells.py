@@ -22,13 +22,13 @@ _GUARDED_SEPARATOR = re.compile(r"([;|\t\r\n])'")
 _CONTROL = re.compile(r"'*[\t\r\n]")
 
 
-def guarded_cell(text: str) -> str:
+def escape_formula(text: str) -> str:
     """A cell as it is written: what a spreadsheet would run as a formula has an apostrophe before it."""
     return _BEGINNING.sub(_guard, text)
 
 
 def original_cell(text: str) -> str:
-    """The text that `guarded_cell` has written."""
+    """The text that `escape_formula` has written."""
     return _BEGINNING.sub(_unguard, text)
 
 
@@ -55,7 +55,7 @@ def _unguard(match: re.Match[str]) -> str:
 
 def guarded_table(table: pd.DataFrame) -> pd.DataFrame:
     """A table whose texts, headings included, are guarded; numbers stay as they are."""
-    return _converted(table, guarded_cell)
+    return _converted(table, escape_formula)
 
 
 def original_table(table: pd.DataFrame) -> pd.DataFrame:

@@ -105,7 +105,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():
-                _require_replaceable(path)  # else the files before it would be replaced, and it could not be
+                _check_replaceable(path)  # else the files before it would be replaced, and it could not be
                 temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
@@ -120,14 +120,14 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                     temporary.unlink()
 
 
-def _require_replaceable(path: Path) -> None:
+def _check_replaceable(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
         raise InputError(f"{path} is a pipe, a socket or a device. Expected the name of a file.")
 
 
-def require_writable(folder: Path, files: Iterable[str] = ()) -> None:
+def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
     """Refuse, before any work, a folder that could not be made or written into.
 
     Parameters
@@ -151,7 +151,7 @@ def require_writable(folder: Path, files: Iterable[str] = ()) -> None:
             raise InputError(f"{folder / name} is a folder, and a file is to be written there. Remove it.")
 
 
-def require_file_name(path: Path, *, suffixes: Sequence[str] = ()) -> None:
+def check_file_name(path: Path, *, suffixes: Sequence[str] = ()) -> None:
     """Refuse, before any work, a file that could not be written, or a name without one of the suffixes.
 
     Raises
@@ -166,8 +166,8 @@ def require_file_name(path: Path, *, suffixes: Sequence[str] = ()) -> None:
             raise InputError(f"{str(path)!r} is no name of a file.")
         if suffixes and path.suffix.lower() not in suffixes:
             raise InputError(f"The file's name must end in {' or '.join(suffixes)}, got {path.name}.")
-        _require_replaceable(path)
-    require_writable(path.parent)
+        _check_replaceable(path)
+    check_writable(path.parent)
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -244,7 +244,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, SEAL: content_hash(content)}
 
 
-def require_seal(record: Any, path: Path) -> dict[str, Any]:
+def check_seal(record: Any, path: Path) -> dict[str, Any]:
     """Refuse a record whose content is not what was written.
 
     Raises

@@ -18,7 +18,7 @@ from typing import Any
 from matlens import parallel
 from matlens.checks import checked, plain_number
 from matlens.errors import InputError, printable
-from matlens.storage.files import SEAL, damaged, read_json, require_seal, sealed, system_errors, write_json
+from matlens.storage.files import SEAL, check_seal, damaged, read_json, sealed, system_errors, write_json
 from matlens.storage.locks import LOCK, is_transient, locked
 from matlens.storage.notes import NOTES, UNFINISHED
 
@@ -101,7 +101,7 @@ class Workplace:
                         folder.rmdir()
             raise
 
-    def require_possible(self) -> None:
+    def check_possible(self) -> None:
         """Refuse, before any work, a folder in which the job could not be done.
 
         Parts of the request that are not known yet can be left out of it.
@@ -114,7 +114,7 @@ class Workplace:
         with system_errors(self.folder):
             marker = self.folder / (CONFIG if self.finished else UNFINISHED)
             if marker.is_file():
-                self._require_same(marker, partly=True)
+                self._check_same(marker, partly=True)
             elif os.path.lexists(self.folder) and not self.folder.is_dir():
                 raise InputError(f"{self.folder} is no folder. Expected a new or empty folder.")
             elif self.folder.is_dir():
@@ -145,9 +145,9 @@ class Workplace:
         """
         if not self.finished:
             with suppress(FileNotFoundError):
-                self._require_same(self.folder / UNFINISHED)
+                self._check_same(self.folder / UNFINISHED)
             return False
-        self._require_same(self.folder / CONFIG)
+        self._check_same(self.folder / CONFIG)
         if any(_is_marker(entry.name) and entry.name != CONFIG for entry in self.folder.iterdir()):
             with suppress(OSError, InputError), locked(self.folder):  # read it may be, if not written to
                 self._remove_markers()  # a kill may have left them
@@ -160,7 +160,7 @@ class Workplace:
     def _open(self) -> None:
         """Check that the folder belongs to this job, or begin it."""
         if self.finished:
-            self._require_same(self.folder / CONFIG)
+            self._check_same(self.folder / CONFIG)
             self._remove_markers()
         elif not self._is_begun():
             self._begun = True
@@ -171,7 +171,7 @@ class Workplace:
         """Whether the job has been begun in the folder, which is refused if it is not this job's."""
         marker = self.folder / UNFINISHED
         if marker.is_file():
-            self._require_same(marker)
+            self._check_same(marker)
             return True
         if not all(is_transient(entry.name) for entry in self.folder.iterdir()):
             raise InputError(
@@ -186,7 +186,7 @@ class Workplace:
         for entry in sorted(entries, key=lambda entry: entry.name == UNFINISHED):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
-    def _require_same(self, marker: Path, *, partly: bool = False) -> None:
+    def _check_same(self, marker: Path, *, partly: bool = False) -> None:
         record = read_record(self.folder, marker)
         there, now = (
             _flat({"holds": holds, **request})
@@ -321,7 +321,7 @@ def read_record(folder: Path, marker: Path) -> dict[str, Any]:
             f"The folder {folder} was written by another version of matlens, in another layout. Remove it "
             "and make it anew."
         )
-    require_seal(record, marker)
+    check_seal(record, marker)
     if not isinstance(record.get("request"), dict) or not isinstance(record.get("holds"), str):
         raise damaged(marker, "does not say what the folder holds")
     return record

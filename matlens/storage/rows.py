@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from matlens import parallel
-from matlens.storage.arrays import StoredArray, StoredRows, array_header, require_record, write_array
+from matlens.storage.arrays import StoredArray, StoredRows, array_header, check_record, write_array
 from matlens.storage.files import create, damaged
 from matlens.storage.folders import Workplace, make_config, read_config
 from matlens.storage.notes import Notes
@@ -115,7 +115,7 @@ class RowFiles:
                 self._open(name, column)
             if self._notes.records:
                 for name, column in columns.items():
-                    require_noted(self._path(name), *self._files[name], column.row_bytes, self._notes)
+                    check_noted(self._path(name), *self._files[name], column.row_bytes, self._notes)
         except BaseException:
             self._close()
             raise
@@ -195,7 +195,7 @@ class RowFiles:
             os.close(descriptor)
 
 
-def require_noted(path: Path, descriptor: int, first: int, row_bytes: int, notes: Notes) -> None:
+def check_noted(path: Path, descriptor: int, first: int, row_bytes: int, notes: Notes) -> None:
     """Refuse a file that does not hold the rows which were written.
 
     Parameters
@@ -386,7 +386,7 @@ def recorded_columns(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[
 
 def _stored(config: Mapping[str, Any], folder: Path, name: str, finite: bool = True) -> StoredArray:
     file = f"{name}.npy"
-    return StoredArray(folder / file, require_record(config, folder, file), finite=finite)
+    return StoredArray(folder / file, check_record(config, folder, file), finite=finite)
 
 
 def _allocate(descriptor: int, n_rows: int, column: Column) -> int:

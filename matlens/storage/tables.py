@@ -22,9 +22,9 @@ from matlens.metrics import Estimate
 from matlens.storage.cells import guarded_table, original_table
 from matlens.storage.files import (
     SEAL,
+    check_seal,
     read_bounded,
     read_json,
-    require_seal,
     sealed,
     system_errors,
     to_json,
@@ -125,7 +125,7 @@ def read_table(
     try:
         content = read_bounded(path, bounds.TABLE)
         bounds.LINE.check(max(map(len, content.splitlines()), default=0), str(path))
-        require_described(Path(path), content)
+        check_described(Path(path), content)
         table = pd.read_csv(io.BytesIO(content), dtype=types, **{"keep_default_na": False, **options})
     except InputError:
         raise
@@ -157,7 +157,7 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
     return str(guarded_table(table).to_csv(index=False, **options))
 
 
-def require_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
+def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
     """Refuse a table in memory that lacks columns, or rows.
 
     Parameters
@@ -205,7 +205,7 @@ def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Ma
         )
 
 
-def require_described(path: Path, content: bytes | None = None) -> bool:
+def check_described(path: Path, content: bytes | None = None) -> bool:
     """Refuse a table that is not the one which the JSON beside it describes; whether there is such a JSON.
 
     Parameters
@@ -226,7 +226,7 @@ def require_described(path: Path, content: bytes | None = None) -> bool:
     described = read_json(beside)
     if not isinstance(described, dict) or not (TABLE in described or SEAL in described):
         return False  # somebody else's
-    require_seal(described, beside)
+    check_seal(described, beside)
     if content is None:
         content = read_bounded(path, bounds.TABLE)
     if described.get(TABLE) != _describe(path.name, content):

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.storage.arrays import read_header, require_hash, require_record
-from matlens.storage.files import SEAL, damaged, open_regular, read_json, require_seal
+from matlens.storage.arrays import check_hash, check_record, read_header
+from matlens.storage.files import SEAL, check_seal, damaged, open_regular, read_json
 from matlens.storage.folders import BESIDE, CONFIG, FILES, is_record, read_record
 from matlens.storage.notes import UNFINISHED, Notes
-from matlens.storage.rows import recorded_columns, require_noted
-from matlens.storage.tables import TABLE, require_described
+from matlens.storage.rows import check_noted, recorded_columns
+from matlens.storage.tables import TABLE, check_described
 
 _OF_SITE = re.compile(r"[a-z0-9_]+\.\d+\.(npy|safetensors)")  # a file of vectors or of maps
 
@@ -113,11 +113,11 @@ def _damage(checks: Iterator[None]) -> str | None:
 
 def _finished(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
     for name in config["files"]:
-        require_hash(folder / name, require_record(config, folder, name))
+        check_hash(folder / name, check_record(config, folder, name))
         yield
 
 
-def require_unchanged(folder: Path) -> None:
+def check_unchanged(folder: Path) -> None:
     """Refuse a pruned model, or any folder with a ``matlens.json``, whose files are not what was written.
 
     Raises
@@ -127,13 +127,13 @@ def require_unchanged(folder: Path) -> None:
     """
     try:
         files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-        _require_files(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
+        _check_files(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
     except OSError as error:
         raise damaged(folder, f"cannot be read ({error.strerror}: {error.filename})") from error
 
 
 @lru_cache(maxsize=16)
-def _require_files(folder: Path, state: str) -> None:
+def _check_files(folder: Path, state: str) -> None:
     """Hash the files that a model is loaded from, once for each state that they are in."""
     config = read_record(folder, folder / BESIDE)
     read = {name: record for name, record in config["files"].items() if not name.endswith(".md")}
@@ -146,18 +146,18 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
     for note in notes.records:
         if "file" in note:  # of maps; what is gone is made again
             if os.path.lexists(folder / note["file"]):
-                require_hash(folder / note["file"], note["record"])
+                check_hash(folder / note["file"], note["record"])
             yield
     for note in notes.records[-1:]:  # of moments, whose last state is what a killed run goes on from
         for of_source in note.get("files", {}).values():
-            require_hash(folder / of_source["file"], of_source["record"])
+            check_hash(folder / of_source["file"], of_source["record"])
             yield
     if notes.records and "sha256" in notes.records[0]:  # of columns of rows
         for name, column in recorded_columns(record, folder):
             path = folder / f"{name}.npy"
             with open_regular(path) as file:
                 read_header(file, path)
-                require_noted(path, file.fileno(), file.tell(), column.row_bytes, notes)
+                check_noted(path, file.fileno(), file.tell(), column.row_bytes, notes)
             yield
 
 
@@ -167,7 +167,7 @@ def _verify_list(path: Path) -> Verdict | None:
         listed = read_json(path)
         if not isinstance(listed, dict) or not ({SEAL, "files", "folders"} & listed.keys()):
             return None  # somebody else's
-        require_seal(listed, path)
+        check_seal(listed, path)
         what = f"list of {len(listed['files'])} files"
         absent = [name for name in listed["folders"] if not (path.parent / name / CONFIG).is_file()]
         if absent:
@@ -187,6 +187,6 @@ def _verify_table(beside: Path) -> Verdict | None:
         if not table.exists():
             gone = isinstance(described, dict) and TABLE in described
             return Verdict(table, what, f"{table} is gone.") if gone else None
-        return Verdict(table, what, None) if require_described(table) else None
+        return Verdict(table, what, None) if check_described(table) else None
     except (InputError, OSError) as error:
         return Verdict(table, what, str(error)) if table.exists() else None  # else it is somebody else's

@@ -21,7 +21,7 @@ from matlens.inputs.images import make_image_examples
 from matlens.kinds.images import is_visual
 from matlens.kinds.stacks import DECODER, stack_of
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy, probe_inputs
+from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.readout import Readout
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import jump, mat_attn, mat_ffn, mat_ln1_ln2
@@ -53,18 +53,18 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
         ``wiring``, how its blocks are wired; ``sites``, the kinds of sites that it has; and for each of
         `FEATURES` an empty text where it works, and otherwise the reason why it is refused.
     """
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     probe, _ = probe_inputs(model)
     examples = _examples(model, probe)
     stream = collect(model, examples, progress=False)
 
     def read_out() -> None:
-        Readout(model).logits(stream[anatomy.stream[-1]])
+        Readout(model).logits(stream[layout.stream[-1]])
 
     def run_patched(pairs: Callable[[], Any], replace: Callable[..., Any]) -> None:
         sites = sorted({site for pair in pairs() for site in pair})
         inside = collect(model, examples, sites=sites, progress=False)
-        with patched(model, replace(MapSet.fit(inside, pairs=pairs()), 0, anatomy.n_layers)):
+        with patched(model, replace(MapSet.fit(inside, pairs=pairs()), 0, layout.n_layers)):
             model(probe, return_type=None)
 
     def set_coefficient() -> None:
@@ -73,9 +73,9 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
 
     attempts: dict[str, Callable[[], Any]] = {
         "read-out": read_out,
-        "mat": partial(run_patched, lambda: [("h.0", str(anatomy.stream[-1]))], jump),
+        "mat": partial(run_patched, lambda: [("h.0", str(layout.stream[-1]))], jump),
         **{
-            name: partial(run_patched, partial(_pairs_of, anatomy, name), replace)
+            name: partial(run_patched, partial(_pairs_of, layout, name), replace)
             for name, replace in _STAND_INS.items()
         },
         "value vectors": lambda: ValueVectors(model).layer(0),
@@ -83,8 +83,8 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
         "control": set_coefficient,
     }
     return {
-        "wiring": anatomy.family.name,
-        "sites": ", ".join(("h", *anatomy.kinds)),
+        "wiring": layout.family.name,
+        "sites": ", ".join(("h", *layout.kinds)),
         **{name: _refusal(attempts[name]) for name in FEATURES},
     }
 
@@ -97,14 +97,14 @@ def _examples(model: TransformerBridge, probe: Tensor) -> Examples:
     return make_token_examples(model, probe, attention_mask=every.long(), positions=every, sources=sources)
 
 
-def _pairs_of(anatomy: Anatomy, name: str) -> list[tuple[str, str]]:
+def _pairs_of(layout: ModelLayout, name: str) -> list[tuple[str, str]]:
     parts = name.split("_")[1:]
-    pairs = submodule_pairs(anatomy, parts)
+    pairs = submodule_pairs(layout, parts)
     if not pairs:
         raise InputError(
             f"Not every block of this model has a module for {' and '.join(parts)} whose input and output "
             "are known: some have another one in its place, such as linear attention or a convolution. "
-            f"The sites of all its blocks are {', '.join(anatomy.kinds)}."
+            f"The sites of all its blocks are {', '.join(layout.kinds)}."
         )
     return pairs
 

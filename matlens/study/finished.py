@@ -19,7 +19,7 @@ from matlens.errors import InputError
 from matlens.loading.places import CHECKPOINT, locate
 from matlens.progress import waiting
 from matlens.sources.sources import SAMPLES
-from matlens.storage.files import hash_file, open_regular, read_json, require_seal
+from matlens.storage.files import check_seal, hash_file, open_regular, read_json
 from matlens.storage.folders import software_versions
 from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.wikilm.dictionary import DICTIONARY
@@ -51,7 +51,7 @@ class RunNote:
     def answers(self) -> bool:
         """Whether the folder holds what the run would give."""
         try:
-            note = require_seal(read_json(self._path), self._path)
+            note = check_seal(read_json(self._path), self._path)
             if self._asked is None or note["run"] != self._asked or note["left"] != self._left():
                 return False
             return all(_digest(self._folder / name) == of["sha256"] for name, of in note["files"].items())
@@ -94,7 +94,7 @@ class RunNote:
             said = json.dumps([config.get(key) for key in ("layout", "holds", "request", "files")])
             left[name] = hashlib.sha256(said.encode()).hexdigest()
         left[RESULTS] = _digest(self._folder / f"{RESULTS}.csv")
-        require_seal(read_json(described := self._folder / f"{RESULTS}.json"), described)
+        check_seal(read_json(described := self._folder / f"{RESULTS}.json"), described)
         left["figures"] = [name for name in FIGURES if (self._folder / name).is_file()]
         return left
 

@@ -14,12 +14,12 @@ from matlens.checks import NonNegative, check_number, checked
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
-from matlens.linear.pairs import Pairs, require_collected, resolve_pairs
+from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
 from matlens.linear.sums import solve_pairs
 from matlens.numerics.precision import in_float64
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
-from matlens.study.room import require_room_for_fit, require_room_to_solve
+from matlens.study.room import check_room_for_fit, check_room_to_solve
 
 
 @checked
@@ -48,14 +48,14 @@ def fit_maps(
         )
     train = Activations.load(Path(folder) / TRAIN)
     wanted = resolve_pairs(pairs, train.provenance)
-    require_collected(wanted, train)
+    check_collected(wanted, train)
     ridge = chosen_ridge(ridge, train, wanted)
     origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not missing:
             return ()
-        require_room_for_fit(train.n_rows, train.provenance.identity, missing)
+        check_room_for_fit(train.n_rows, train.provenance.identity, missing)
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return fitting_bar(maps, len(missing), progress=progress)
 
@@ -90,7 +90,7 @@ def fit_moments(
     InputError
         A shard of the job is missing, there are no samples, or no moments were kept of a pair.
     """
-    moments.require_complete()
+    moments.check_complete()
     there = [(source, target) for source, targets in moments.targets.items() for target in targets]
     wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)
     penalty = ridge
@@ -105,7 +105,7 @@ def fit_moments(
         if not parallel.is_main():
             return iter(())
         if missing:
-            require_room_to_solve(moments, missing)
+            check_room_to_solve(moments, missing)
             n, width = moments.n_samples, moments.provenance.identity.d_model
             if not penalty and are_few(n, width):  # of moments alone no sample can be left out
                 warn_of_noise([NoisyFit("maps", n, width)], 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
-from matlens.storage.files import read_json, require_seal, require_writable, sealed, write_json
+from matlens.storage.files import check_seal, check_writable, read_json, sealed, write_json
 from matlens.storage.folders import FILES, LAYOUT, Workplace, command_line
 
 TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
@@ -31,7 +31,7 @@ def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
     path = folder / RUN
     if run is None:
         try:
-            said = require_seal(read_json(path), path)
+            said = check_seal(read_json(path), path)
             run = {key: said[key] for key in ("run", "left") if key in said}
         except (OSError, InputError):
             run = {}
@@ -44,7 +44,7 @@ def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
     )
 
 
-def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
+def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse an output folder that cannot be written, or that belongs to others or to another job.
 
     Parameters
@@ -60,12 +60,12 @@ def require_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     InputError
         Something there is in the way.
     """
-    require_writable(out, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES) if MAPS in known else ())
+    check_writable(out, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES) if MAPS in known else ())
     for name, provenance in known.items():
-        Workplace(out / name, _HOLDS[name], {"provenance": provenance}).require_possible()
+        Workplace(out / name, _HOLDS[name], {"provenance": provenance}).check_possible()
 
 
-def require_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
+def check_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
     """Refuse a folder that cannot be written, or that holds something else than moments of such samples.
 
     Raises
@@ -73,8 +73,8 @@ def require_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
     InputError
         Something there is in the way.
     """
-    require_writable(out)
-    Workplace(out, _HOLDS[MOMENTS], {"provenance": provenance}).require_possible()
+    check_writable(out)
+    Workplace(out, _HOLDS[MOMENTS], {"provenance": provenance}).check_possible()
 
 
 def has_moments(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.stored_moments import StoredMoments
-from matlens.activations.sums import pairs_and_widths, require_shard, stream_moments
+from matlens.activations.sums import check_shard, pairs_and_widths, stream_moments
 from matlens.checks import PositiveInt, Seed, checked
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
@@ -26,7 +26,7 @@ from matlens.linear.pairs import Pairs
 from matlens.linear.samples import are_few
 from matlens.study.output import MOMENTS, TRAIN, VALIDATION, has_moments
 from matlens.study.plan import Shape, collected_bytes
-from matlens.study.room import free_disk, moments_on_disk, require_disk, require_room_for_moments
+from matlens.study.room import check_disk, check_room_for_moments, free_disk, moments_on_disk
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -68,7 +68,7 @@ def collect_parts(
     InputError
         All positions are asked for, and cannot be used.
     """
-    require_usable(model, positions, draw_special)
+    check_usable(model, positions, draw_special)
     if len(parts) != 2:
         raise InputError(
             f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
@@ -82,7 +82,7 @@ def collect_parts(
             wanted = draw_special and positions == "auto"
             wanted = wanted and _all_are_better(model, examples, Path(folder), TRAIN, n_bytes)
             where = "all" if wanted or positions == "all" else "drawn"
-        _require_room(model, examples, where, Path(folder) / name)
+        _check_room(model, examples, where, Path(folder) / name)
         collected.append(
             collect(
                 model, examples, positions=where, folder=Path(folder) / name,
@@ -92,7 +92,7 @@ def collect_parts(
     return collected[0], collected[1]
 
 
-def _require_room(model: TransformerBridge, examples: Examples, positions: Positions, folder: Path) -> None:
+def _check_room(model: TransformerBridge, examples: Examples, positions: Positions, folder: Path) -> None:
     """Refuse to begin what the disk has no room for; what was begun has taken its room."""
     if folder.exists():
         return
@@ -101,7 +101,7 @@ def _require_room(model: TransformerBridge, examples: Examples, positions: Posit
     ways = "Collect fewer sentences, or write elsewhere (--out)."
     if positions == "all":
         ways = "One drawn token of each sentence takes far less (--positions drawn)."
-    require_disk(needed, folder, f"Collecting {n_rows:,} vectors of each layer", ways)
+    check_disk(needed, folder, f"Collecting {n_rows:,} vectors of each layer", ways)
 
 
 @checked
@@ -175,9 +175,9 @@ def sum_up(
         They have not.
     """
     wanted, widths = pairs_and_widths(model, pairs)
-    _, of = require_shard(shard)
+    _, of = check_shard(shard)
     n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
-    require_room_for_moments(-(-n_rows // of), wanted, widths, folder)
+    check_room_for_moments(-(-n_rows // of), wanted, widths, folder)
     return stream_moments(
         model, examples, folder, pairs=wanted, positions=positions, shard=shard, batch_tokens=batch_tokens,
         progress=progress,
@@ -201,7 +201,7 @@ def training_positions(
     InputError
         All positions are asked for, and cannot be used.
     """
-    require_usable(model, positions, draw_special)
+    check_usable(model, positions, draw_special)
     if positions != "auto":
         return positions
     room = moments_on_disk(len(examples.tokens), *pairs_and_widths(model, pairs))
@@ -209,7 +209,7 @@ def training_positions(
     return "all" if better else "drawn"
 
 
-def require_usable(model: TransformerBridge, positions: str, draw_special: bool) -> None:
+def check_usable(model: TransformerBridge, positions: str, draw_special: bool) -> None:
     """Refuse all positions where they cannot be used."""
     if positions == "all" and is_masked(model):
         raise InputError(

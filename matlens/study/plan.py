@@ -21,7 +21,7 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.samples import are_few
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.storage.rows import Column, file_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Shape:
         classes = model.original_model.config.num_labels if is_visual(model) else config.d_vocab
         return cls(
             n_layers=config.n_layers, d_model=config.d_model,
-            d_mlp=Anatomy.from_model(model).d_mlp or config.d_mlp or 0,
+            d_mlp=ModelLayout.from_model(model).d_mlp or config.d_mlp or 0,
             d_vocab=classes, n_parameters=sum(weight.numel() for weight in weights),
             parameter_bytes=max((weight.element_size() for weight in weights), default=4),
         )  # fmt: skip

@@ -16,10 +16,10 @@ from matlens.errors import InputError
 from matlens.kinds.stacks import ENCODER, stack_of
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.storage.tables import COLUMNS, read_table, require_described, write_results
+from matlens.storage.tables import COLUMNS, check_described, read_table, write_results
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.study.sizes import note_on_samples
 
@@ -57,7 +57,7 @@ def evaluate_maps(
     maps = MapSet.load(folder / MAPS, same_precision=same_precision)
     validation = Activations.load(folder / VALIDATION)
     validation.provenance = replace(validation.provenance, same_precision=same_precision)
-    maps.provenance.require_same(ModelIdentity.from_model(model), ours="the maps")
+    maps.provenance.check_same(ModelIdentity.from_model(model), ours="the maps")
     sources = {
         TRAIN: lambda: Activations.load(folder / TRAIN).provenance,
         MOMENTS: lambda: StoredMoments(folder / MOMENTS).provenance,
@@ -72,7 +72,7 @@ def evaluate_maps(
                 f"{folder / MAPS} and fit again."
             )
     parts = [fit_quality(maps, validation, progress=progress)]
-    last = str(Anatomy.from_model(model).stream[-1])
+    last = str(ModelLayout.from_model(model).stream[-1])
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
         parts.append(prediction_quality(readout or Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
@@ -122,7 +122,7 @@ def read_results(folder: str | Path) -> pd.DataFrame:
         There is none, or its columns are others.
     """
     path = Path(folder) / f"{RESULTS}.csv"
-    if path.is_file() and not require_described(path):
+    if path.is_file() and not check_described(path):
         raise InputError(
             f"{path.with_suffix('.json')} is missing, so nothing says that {path.name} is as it was written. "
             f"Run 'matlens evaluate {folder}' again."

@@ -89,7 +89,7 @@ def free_disk(folder: str | Path) -> int:
 
 
 @checked
-def require_memory(needed: int, what: str, ways: str) -> None:
+def check_memory(needed: int, what: str, ways: str) -> None:
     """Refuse a step for which this machine has too little memory left.
 
     Parameters
@@ -110,7 +110,7 @@ def require_memory(needed: int, what: str, ways: str) -> None:
 
 
 @checked
-def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
+def check_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
     """Refuse a step for which the disk of a folder has too little room.
 
     Raises
@@ -125,7 +125,7 @@ def require_disk(needed: int, folder: str | Path, what: str, ways: str) -> None:
 
 
 @checked
-def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str]]) -> None:
+def check_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str]]) -> None:
     """Refuse a fit on collected vectors that has no room in memory, before it begins.
 
     Parameters
@@ -149,7 +149,7 @@ def require_room_for_fit(n_rows: int, model: Any, pairs: Iterable[tuple[str, str
     ways = "Fit on fewer samples (--train), or on a machine with more memory."
     if max(targets) > 1:
         ways = f"Maps onto the last layer alone take {in_words(last)} (--pairs last)."
-    require_memory(needed, f"Fitting {sum(targets)} maps of {width:,} dimensions", ways)
+    check_memory(needed, f"Fitting {sum(targets)} maps of {width:,} dimensions", ways)
 
 
 @checked
@@ -159,7 +159,7 @@ def moments_on_disk(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mappi
 
 
 @checked
-def require_room_for_moments(
+def check_room_for_moments(
     n_rows: int, pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], folder: str | Path
 ) -> None:
     """Refuse to begin moments, kept while vectors pass by, that memory or disk have no room for.
@@ -202,15 +202,15 @@ def require_room_for_moments(
 
     if parallel.local_rank() == 0:  # for all on its machine
         otherwise = "Fit on a machine with more memory, or fewer maps (--pairs)."
-        require_memory(memory(pairs), what, ways(otherwise, memory(onto_last)))
+        check_memory(memory(pairs), what, ways(otherwise, memory(onto_last)))
     if parallel.is_main():
         there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         otherwise = "Write elsewhere (--out), or fit fewer maps (--pairs)."
-        require_disk(max(disk(pairs) - there, 0), folder, what, ways(otherwise, disk(onto_last)))
+        check_disk(max(disk(pairs) - there, 0), folder, what, ways(otherwise, disk(onto_last)))
 
 
 @checked
-def require_room_to_merge(moments: StoredMoments, folder: str | Path) -> None:
+def check_room_to_merge(moments: StoredMoments, folder: str | Path) -> None:
     """Refuse to begin to join shards, into a folder of moments, for which memory or disk have no room.
 
     Raises
@@ -225,13 +225,13 @@ def require_room_to_merge(moments: StoredMoments, folder: str | Path) -> None:
     sources, n_shards = _widths_of(pairs, moments.widths), len(moments.shards)
     what = f"Joining {n_shards} shards of moments of {max(moments.widths.values()):,} dimensions"
     needed = stored_fit_bytes(sources, n_shards=n_shards, written=True)
-    require_memory(needed, what, "Join them on a machine with more memory.")
+    check_memory(needed, what, "Join them on a machine with more memory.")
     on_disk = moments_on_disk(moments.n_samples, pairs, moments.widths)
-    require_disk(on_disk, folder, what, "Write elsewhere (--out).")
+    check_disk(on_disk, folder, what, "Write elsewhere (--out).")
 
 
 @checked
-def require_room_to_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str]]) -> None:
+def check_room_to_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str]]) -> None:
     """Refuse a fit on moments in folders that has no room in memory, before it begins.
 
     Raises
@@ -246,7 +246,7 @@ def require_room_to_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str
         _widths_of(kept, moments.widths), n_rows=moments.n_samples, n_shards=len(moments.shards)
     )
     what = f"Fitting {len(pairs)} maps of {max(moments.widths.values()):,} dimensions"
-    require_memory(needed, what, "Fit on a machine with more memory.")
+    check_memory(needed, what, "Fit on a machine with more memory.")
 
 
 def _widths_of(pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> list[Widths]:

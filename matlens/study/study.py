@@ -43,18 +43,18 @@ from matlens.linear.samples import are_few
 from matlens.linearity.heads import head_outputs, head_pairs
 from matlens.loading.loading import load
 from matlens.loading.places import locate
-from matlens.models.anatomy import Anatomy
 from matlens.models.identity import ModelIdentity
+from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.storage.files import require_writable
+from matlens.storage.files import check_writable
 from matlens.study.fits import chosen_ridge, fit_maps
-from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, require_output
+from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output
 from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions
 from matlens.study.plan import CHARACTERS, Shape, plan_study
 from matlens.study.results import evaluate_maps, origin_of
-from matlens.study.room import require_room_for_fit
+from matlens.study.room import check_room_for_fit
 from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Study:
         InputError
             The model or the corpus is not there, or the corpus is too small.
         """
-        require_writable(Path(out))
+        check_writable(Path(out))
         if isinstance(model, str):
             locate(model, None)
         study = cls(
@@ -188,15 +188,15 @@ class Study:
         if self.load_model is None:
             raise InputError("This study has no model. Expected the name of one.")
         if self.n_validation is not None:
-            self._require_same_job()
+            self._check_same_job()
         return self.load_model()
 
-    def _require_same_job(self) -> None:
+    def _check_same_job(self) -> None:
         """Refuse a folder that holds vectors of other sentences, which is known without the model."""
         train, validation = self.parts
         if self.main_folder is not None:
             parts = {TRAIN: train, MOMENTS: train, VALIDATION: validation}
-            require_output(
+            check_output(
                 self.main_folder,
                 {
                     name: {"data": {"n": len(part), "corpus_fingerprint": part.fingerprint}}
@@ -277,7 +277,7 @@ class Study:
         wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         kept = self.positions == "drawn" or self.keep_rows  # one sample of each sentence, or more
         if kept and not (self.folder / MAPS / "config.json").is_file():
-            require_room_for_fit(self.sizes[0], self.model.cfg, wanted)
+            check_room_for_fit(self.sizes[0], self.model.cfg, wanted)
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
@@ -320,8 +320,8 @@ class Study:
 
         Asked for before anything else, they are collected in one pass with the stream and what heads give.
         """
-        anatomy = Anatomy.from_model(self.model)
-        ends = sorted({site for pair in submodule_pairs(anatomy) for site in pair})
+        layout = ModelLayout.from_model(self.model)
+        ends = sorted({site for pair in submodule_pairs(layout) for site in pair})
         examples = self._examples(self.parts[0])
         train = self.folder / TRAIN
         if (train / "config.json").is_file():
@@ -329,7 +329,7 @@ class Study:
             if set(ends) <= set(collected):
                 return collect(self.model, examples, list(collected), folder=train)
             return collect(self.model, examples, ends, folder=self.folder / "train-submodules")
-        return collect(self.model, examples, [*anatomy.stream, *ends, *head_outputs(anatomy)], folder=train)
+        return collect(self.model, examples, [*layout.stream, *ends, *head_outputs(layout)], folder=train)
 
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
         """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
@@ -344,7 +344,8 @@ class Study:
             return fit_submodules(samples, missing, rows=rows)
 
         maps = write_maps(
-            self.folder / f"submodule-maps-{fitted}", submodule_pairs(Anatomy.from_model(self.model)), fit,
+            self.folder / f"submodule-maps-{fitted}",
+            submodule_pairs(ModelLayout.from_model(self.model)), fit,
             samples.provenance.samples.with_details(
                 n_samples=samples.n_rows if rows is None else int(rows.sum()), fitted=fitted
             ),
@@ -358,8 +359,8 @@ class Study:
     @cached_property
     def head_samples(self) -> tuple[Activations, Activations]:
         """What enters attention and what its heads give, of the training and the validation sentences."""
-        anatomy = Anatomy.from_model(self.model)
-        ends = sorted({site for pair in head_pairs(anatomy) for site in pair})
+        layout = ModelLayout.from_model(self.model)
+        ends = sorted({site for pair in head_pairs(layout) for site in pair})
         examples, folder = self._examples(self.parts[0]), self.folder / TRAIN
         there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
         if set(ends) <= set(there):
@@ -367,7 +368,7 @@ class Study:
         else:
             train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
         examples, folder = self.validation_examples, self.folder / "validation-heads"
-        return train, collect(self.model, examples, [*ends, str(anatomy.stream[-1])], folder=folder)
+        return train, collect(self.model, examples, [*ends, str(layout.stream[-1])], folder=folder)
 
     @cached_property
     def validation_examples(self) -> Examples:

@@ -12,7 +12,7 @@ from matlens import metrics
 from matlens.checks import check_choice, check_int, checked
 from matlens.control.perplexity import perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import require_own_tokens
+from matlens.corpora.readers import check_own_tokens
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
@@ -84,7 +84,7 @@ def pruning_table(
             "There is nothing to compare: expected a text, a size, a method and a choice at least."
         )
     for texts in judged.values():
-        require_own_tokens(model, texts)
+        check_own_tokens(model, texts)
     tokens = {corpus: judged_tokens(texts) for corpus, texts in judged.items()}
     calibration = Calibration.run(model, windows, fold=set(of_methods) != {Method.out}, progress=progress)
     plain, name = calibration.layout.model, ModelIdentity.from_model(model).name

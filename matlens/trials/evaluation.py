@@ -14,7 +14,7 @@ from matlens import metrics
 from matlens.checks import checked
 from matlens.control.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
 from matlens.corpora.examples import Examples
-from matlens.corpora.readers import require_own_tokens
+from matlens.corpora.readers import check_own_tokens
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity
 from matlens.numerics.precision import in_float64
@@ -69,8 +69,8 @@ def compare_pruned(
         The pruned model was made of another, the windows are of another way of making tokens, or there is
         only one.
     """
-    require_made_of(pruned, model)
-    require_own_tokens(model, windows)
+    check_made_of(pruned, model)
+    check_own_tokens(model, windows)
     tokens = judged_tokens(windows)
     whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
     rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
@@ -84,10 +84,10 @@ def compare_pruned(
     return trial_table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
 
 
-def require_made_of(pruned: Pruned, model: TransformerBridge) -> None:
+def check_made_of(pruned: Pruned, model: TransformerBridge) -> None:
     """Refuse a pruned model beside a whole one that it was not made of."""
     identity = ModelIdentity.from_model(model)
-    pruned.provenance.require_same(identity, ours="the pruned model", theirs="the whole model")
+    pruned.provenance.check_same(identity, ours="the pruned model", theirs="the whole model")
 
 
 def trial_table(

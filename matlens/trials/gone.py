@@ -12,7 +12,7 @@ from matlens.control.perplexity import TextLosses
 from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.pruning.choices import Choice, Method
-from matlens.storage.tables import require_columns
+from matlens.storage.tables import check_columns
 
 GONE = "gone"
 PUBLISHED = (Method.replaceme, Choice.angle)
@@ -20,7 +20,7 @@ _RESAMPLES = 2000
 _OF_A_ROW = ["corpus", "n_left_out", "choice", "method"]
 
 
-def share_gone(perplexity: Any, whole: Any, published: Any) -> Any:
+def recovered_fraction(perplexity: Any, whole: Any, published: Any) -> Any:
     """``1 - (perplexity - whole) / (published - whole)``."""
     return 1 - (perplexity - whole) / (published - whole)
 
@@ -42,7 +42,7 @@ def gone_estimate(losses: TextLosses, whole: TextLosses, published: TextLosses, 
 
     def share(index: np.ndarray) -> Any:
         with np.errstate(all="ignore"):
-            return share_gone(
+            return recovered_fraction(
                 *(
                     np.exp(each.total[index].sum(-1) / each.n_tokens[index].sum(-1))
                     for each in (losses, whole, published)
@@ -70,7 +70,7 @@ def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
     table
         The table of `pruning_table`, with the method ``replaceme`` and the choice ``angle``.
     """
-    require_columns(table, (*_OF_A_ROW, "metric", "value", "low", "high"), what="the table")
+    check_columns(table, (*_OF_A_ROW, "metric", "value", "low", "high"), what="the table")
     perplexity = table[table["metric"] == "perplexity"]
     whole = perplexity[perplexity["method"] == "whole"].set_index("corpus")["value"]
     rest = perplexity[perplexity["method"] != "whole"]
@@ -82,7 +82,7 @@ def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
         )
     beside = published.set_index(["corpus", "n_left_out"])["value"]
     keys = pd.MultiIndex.from_frame(rest[["corpus", "n_left_out"]])
-    gone = share_gone(rest["value"], rest["corpus"].map(whole), beside.reindex(keys).to_numpy())
+    gone = recovered_fraction(rest["value"], rest["corpus"].map(whole), beside.reindex(keys).to_numpy())
     limits = table[table["metric"] == GONE].set_index(_OF_A_ROW)[["low", "high"]]
     of_rest = limits.reindex(pd.MultiIndex.from_frame(rest[_OF_A_ROW]))
     return (

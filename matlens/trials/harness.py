@@ -70,7 +70,7 @@ def task_scores(
     model, folder = (Path(each).expanduser().absolute() for each in (model, folder))
     if not (model / "config.json").is_file():
         raise InputError(f"There is no model in {short(str(model))}. Expected a Hugging Face folder.")
-    _require_no_code(folder)
+    _check_no_code(folder)
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(
             "lm-evaluation-harness is not installed. Install it with pip install 'matlens[tasks]'."
@@ -150,7 +150,7 @@ def _confined_templates() -> Iterator[None]:
         utils.env = own
 
 
-def _require_no_code(folder: Path) -> None:
+def _check_no_code(folder: Path) -> None:
     """Refuse files of tasks that name code, and what they include too."""
     if not folder.is_dir():
         raise InputError(f"There is no folder {short(str(folder))}. Expected one with files of tasks.")

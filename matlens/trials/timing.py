@@ -15,7 +15,7 @@ from matlens.errors import InputError
 from matlens.metrics import Estimate
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
-from matlens.trials.evaluation import require_made_of, trial_table
+from matlens.trials.evaluation import check_made_of, trial_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,7 +111,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: int = 5) 
     InputError
         The pruned model was made of another, or see `speed`.
     """
-    require_made_of(pruned, model)
+    check_made_of(pruned, model)
     whole, rest = by_turns([plain_copy(model), pruned.model], rounds=rounds)
     estimates = (
         (method, metric, estimate)

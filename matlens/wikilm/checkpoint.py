@@ -87,7 +87,7 @@ def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
         reason = printable(" ".join(str(error).split()), most=400)
         raise InputError(f"The weights of {path} do not fit their settings: {reason} {_EXPECTED}") from error
     if config.tie_word_embeddings:
-        _require_tied(model, path)
+        _check_tied(model, path)
         model.lm_head.tie(model.embed_tokens, projections=config.tie_projections)
     return model.float().eval(), dictionary
 
@@ -312,7 +312,7 @@ def _cutoffs(value: Any) -> list[int] | None:
     return None
 
 
-def _require_tied(model: WikiLMForCausalLM, path: Path) -> None:
+def _check_tied(model: WikiLMForCausalLM, path: Path) -> None:
     """Refuse an output that is not the input's, where the settings say that it is."""
     head, embeddings = model.lm_head, model.embed_tokens
     pairs = list(zip(head.words, embeddings.words, strict=True))

@@ -37,8 +37,8 @@ from matlens.corpora.batches import Batch
 from matlens.corpora.corpus import Corpus
 from matlens.corpora.examples import Examples
 from matlens.models import identity
-from matlens.models.anatomy import Anatomy
-from matlens.models.sites import require_finite
+from matlens.models.layout import ModelLayout
+from matlens.models.sites import check_finite
 from matlens.storage.rows import RowFiles
 
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
@@ -139,7 +139,7 @@ def test_the_mask_is_what_makes_batches_harmless(
     examples = make_examples(small_model("bert"), sentences)
     batch = next(iter(examples.batches(10000)))
     model, seen = small_model("bert"), []
-    hook = Anatomy.from_model(model).hook(N_LAYERS)
+    hook = ModelLayout.from_model(model).hook(N_LAYERS)
     with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: seen.append(x))]):
         model(batch.tokens, attention_mask=torch.ones_like(batch.mask), return_type=None)
     shortest = int(examples.lengths.argmin())
@@ -169,7 +169,9 @@ def test_chosen_sites_only_in_the_order_asked(
 ) -> None:
     model, examples = llama
     found = collect(model, examples, sites, progress=False)
-    assert list(found) == list(dict.fromkeys(str(Anatomy.from_model(model).resolve(site)) for site in sites))
+    assert list(found) == list(
+        dict.fromkeys(str(ModelLayout.from_model(model).resolve(site)) for site in sites)
+    )
     for site in found:
         assert_near(found[site], reference("llama", examples)[site][drawn_rows(examples)])
 
@@ -285,7 +287,7 @@ def test_nothing_runs_past_the_last_wanted_site(
 ) -> None:
     model = small_model(name)
     examples = make_examples(model, sentences)
-    matlens.models.Anatomy.from_model(model)  # looks once at the whole model
+    matlens.models.ModelLayout.from_model(model)  # looks once at the whole model
     called = calls(name)
     n = len(list(examples.batches(80)) if name == "bert" else batches(examples, 80))
     for sites, blocks in (
@@ -662,7 +664,7 @@ def test_hooks_are_gone_after_an_exception_in_the_middle(
         if len(checked) == 3:
             raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(collecting, "require_finite", failing)
+    monkeypatch.setattr(collecting, "check_finite", failing)
     for folder in (None, tmp_path / "out"):
         checked.clear()
         with pytest.raises(RuntimeError, match="in the middle"):
@@ -689,7 +691,7 @@ def test_overflow_in_float16_is_refused_with_its_site_and_leaves_nothing(
 ) -> None:
     model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.float16)
     examples = make_examples(model, sentences)
-    Anatomy.from_model(model)  # known from before, as where only some sentences overflow
+    ModelLayout.from_model(model)  # known from before, as where only some sentences overflow
     with torch.no_grad():
         for name, parameter in model.original_model.named_parameters():
             if "layers.1" in name and "down" in name:
@@ -722,10 +724,10 @@ def test_overflow_inside_a_block_is_called_that(
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
 def test_one_number_that_is_not_finite_is_enough(value: float) -> None:
     vectors = torch.zeros(5, 4)
-    require_finite(vectors, "h.1")
+    check_finite(vectors, "h.1")
     vectors[4, 3] = value
     with pytest.raises(InputError, match=r"at h\.1 are not finite"):
-        require_finite(vectors, "h.1")
+        check_finite(vectors, "h.1")
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -740,10 +742,10 @@ def test_a_model_is_asked_once_who_it_is_and_how_it_is_wired(
 
     counting(identity, "known_fingerprints")
     counting(identity, "unembed_hash")
-    counting(collecting, "require_raw")
-    counting(Anatomy, "from_model")
+    counting(collecting, "check_raw")
+    counting(ModelLayout, "from_model")
     collect(*llama, batch_tokens=BUDGET["drawn"], folder=tmp_path / "out" if disk else None, progress=False)
-    assert sorted(asked) == ["from_model", "known_fingerprints", "require_raw", "unembed_hash"]
+    assert sorted(asked) == ["from_model", "known_fingerprints", "check_raw", "unembed_hash"]
 
 
 def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:

@@ -13,7 +13,7 @@ from conftest import make_sentences
 
 import matlens
 from matlens.activations import StoredMoments, collecting, merge_moments, sums
-from matlens.activations.sums import require_shard, shard_of, stream_moments
+from matlens.activations.sums import check_shard, shard_of, stream_moments
 from matlens.corpora.examples import Examples
 from matlens.errors import InputError
 from matlens.linear.mapsets import MapSet
@@ -244,4 +244,4 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
 @pytest.mark.parametrize("shard", [(0, 3), (4, 3), (1, 0), (1.0, 2), (1, 2, 3)])
 def test_what_is_no_shard_is_refused(shard: Any) -> None:
     with pytest.raises(InputError, match="shard"):
-        require_shard(shard)
+        check_shard(shard)

@@ -25,7 +25,7 @@ from matlens.linearity import (
     later_sinks,
     sink_norms,
 )
-from matlens.models import Anatomy
+from matlens.models import ModelLayout
 
 
 def origin(out: Path, name: str) -> Any:
@@ -34,7 +34,7 @@ def origin(out: Path, name: str) -> Any:
 
 def test_heads_are_fitted_and_replaced_without_sinks(finished: Finished, collected: Any) -> None:
     model = collected.model
-    pairs = head_pairs(Anatomy.from_model(model))
+    pairs = head_pairs(ModelLayout.from_model(model))
     ends = sorted({site for pair in pairs for site in pair})
     train, validation = (
         collect(model, examples, [*ends, *last], progress=False)

@@ -11,7 +11,7 @@ import torch
 from analysing import assert_figure, run
 
 import matlens
-from matlens.models import Anatomy
+from matlens.models import ModelLayout
 
 SIZES: dict[str, list[object]] = {
     "small_wikilm": ["--words", 64, "--layers", 2, "--width", 16],
@@ -28,7 +28,7 @@ def test_a_small_model_is_trained_and_compared_with_ngrams(name: str, corpora: P
     table = pd.read_csv(out / f"{name}.csv")
     assert_figure(out, name)
     model = matlens.load(out / MODELS[name], device="cpu")
-    assert Anatomy.from_model(model).family.name == "pre-norm"
+    assert ModelLayout.from_model(model).family.name == "pre-norm"
     _, held_out = matlens.load_corpus(words).split(n_train=80, n_validation=20)
     end, logs = model.tokenizer.eos_token_id, []
     for sentence in held_out.sentences:

@@ -167,7 +167,7 @@ def test_files_that_change_under_a_catalogue_are_noticed(
     model = matlens.load(folder, device="cpu")
     projection, expected = ours.projection("norm"), Projection.after_norm(model)
     with pytest.raises(InputError):  # the vectors are those of the old files
-        projection.require_same(values.identity)
+        projection.check_same(values.identity)
     assert torch.equal(projection.unembedding, expected.unembedding)
     ours_norm, norm = projection.norm, expected.norm
     assert ours_norm is not None

@@ -32,12 +32,12 @@ def test_parts_read_back_as_the_models_own(model_folder: Callable[[str], Path], 
     assert torch.equal(dense, model.mlm_head.original_component.weight)
     text = "w1 w2 w3"
     assert known.tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
-    known.require_there()
+    known.check_there()
     record = json.loads((tmp_path / "parts.json").read_text())
     record["matrices"][0]["name"] = "absent"
     (tmp_path / "parts.json").write_text(json.dumps(record))
     with pytest.raises(DamagedWeights, match="absent is not there"):
-        Known(tmp_path, files, torch.float32, torch.device("cpu")).require_there()
+        Known(tmp_path, files, torch.float32, torch.device("cpu")).check_there()
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DamagedWeights, match=r"tokenizer.json is not there"):
         _ = Known(tmp_path, files, torch.float32, torch.device("cpu")).tokenizer

@@ -25,7 +25,7 @@ import matlens
 from matlens import InputError
 from matlens.control.control import controlled
 from matlens.ffn.values import ValueVectors
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 
 Models = Callable[[str], Any]
 
@@ -89,7 +89,7 @@ def test_a_coefficient_set_to_what_it_is_changes_no_bit(name: str, small_model: 
     seen: dict[str, Tensor] = {}
     hooks = [
         (
-            Anatomy.from_model(model).hook(f"ffn_post.{layer}"),
+            ModelLayout.from_model(model).hook(f"ffn_post.{layer}"),
             lambda value, hook: seen.update({hook.name: value.clone()}),
         )
         for layer in range(N_LAYERS)
@@ -97,7 +97,9 @@ def test_a_coefficient_set_to_what_it_is_changes_no_bit(name: str, small_model: 
     with torch.inference_mode():
         before = model.run_with_hooks(token, fwd_hooks=hooks)
         coefficients = {
-            f"L{layer}D{index}": float(seen[Anatomy.from_model(model).hook(f"ffn_post.{layer}")][0, 0, index])
+            f"L{layer}D{index}": float(
+                seen[ModelLayout.from_model(model).hook(f"ffn_post.{layer}")][0, 0, index]
+            )
             for layer in range(N_LAYERS)
             for index in (0, 13, 47)
         }
@@ -157,7 +159,7 @@ def test_the_cache_of_activations_holds_what_is_set(
         logits_of_model, cache = model.run_with_cache(torch.tensor(SENTENCES[:1]))
     assert_near(logits_of_model[0], expected["logits"])
     for layer, index, number in parsed(CHOSEN):
-        assert (cache[Anatomy.from_model(model).hook(f"ffn_post.{layer}")][0, :, index] == number).all()
+        assert (cache[ModelLayout.from_model(model).hook(f"ffn_post.{layer}")][0, :, index] == number).all()
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
@@ -182,7 +184,7 @@ def test_prompts_of_different_lengths_go_on_as_the_plain_model_finds_likeliest(
 
 def test_hooks_around_it_keep_the_coefficients_that_the_model_had(small_model: Models) -> None:
     model, kept = small_model("gpt2"), []
-    hooks = [(Anatomy.from_model(model).hook("ffn_post.1"), lambda value, hook: kept.append(value))]
+    hooks = [(ModelLayout.from_model(model).hook("ffn_post.1"), lambda value, hook: kept.append(value))]
     with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
         model(torch.tensor(SENTENCES[:1]))
         with controlled(model, ["L1D9"]):
@@ -216,7 +218,7 @@ def test_after_a_failure_the_model_is_as_before(inside: bool, small_model: Model
     def run() -> None:
         if not inside:
             raise ZeroDivisionError
-        hooks = [(Anatomy.from_model(model).hook("ffn_out.1"), fail)]
+        hooks = [(ModelLayout.from_model(model).hook("ffn_out.1"), fail)]
         model.run_with_hooks(torch.tensor(SENTENCES[:1]), fwd_hooks=hooks)
 
     with pytest.raises(ZeroDivisionError), controlled(model, CHOSEN):

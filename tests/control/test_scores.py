@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matlens.control.scores import grade_texts, require_texts
+from matlens.control.scores import check_texts, grade_texts
 from matlens.errors import InputError
 
 TEXTS = ["one", "two", "three"]
@@ -94,4 +94,4 @@ def test_what_is_no_grader_is_told(grader: Any) -> None:
 )
 def test_what_are_no_texts_is_told(texts: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        require_texts(texts, "texts")
+        check_texts(texts, "texts")

@@ -12,8 +12,8 @@ from matlens.estimators.methods import (
     HeldRows,
     Method,
     _shrunk,
+    check_methods,
     leave_one_out,
-    require_methods,
     row_keys,
     solve,
 )
@@ -193,15 +193,15 @@ def test_methods_are_read_from_their_names() -> None:
 )
 def test_what_is_no_method_is_refused(name: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        require_methods([name])
+        check_methods([name])
 
 
 @pytest.mark.refused
 def test_lists_of_methods_are_refused_where_they_say_nothing() -> None:
     with pytest.raises(InputError, match="Expected one or more, each once"):
-        require_methods([])
+        check_methods([])
     with pytest.raises(InputError, match="Expected one or more, each once"):
-        require_methods(["mat", "mat"])
+        check_methods(["mat", "mat"])
 
 
 def test_keys_of_rows_depend_on_the_sentence_and_the_place_alone() -> None:

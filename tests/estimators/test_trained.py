@@ -16,9 +16,9 @@ from matlens.estimators.jacobian import fit_jacobian, longest_sentences
 from matlens.estimators.methods import Method
 from matlens.estimators.trained import (
     best_start,
+    check_method_names,
     closed_forms,
     fit_maps,
-    require_method_names,
     sites_of_rows,
     train_maps,
 )
@@ -119,9 +119,9 @@ def test_what_methods_need_is_known_from_their_names(model: Any) -> None:
 @pytest.mark.refused
 def test_what_cannot_be_trained_is_refused(small_model: Models, model: Any, rows: Any, corpus: Any) -> None:
     with pytest.raises(InputError, match="Or one of scaled, polished, tuned, jacobian"):
-        require_method_names(["mat", "trained"])
+        check_method_names(["mat", "trained"])
     with pytest.raises(InputError, match="No methods"):
-        require_method_names([])
+        check_method_names([])
     with pytest.raises(InputError, match="starts from a closed form"):
         train_maps("polished", Readout(model), rows)
     with pytest.raises(InputError, match="one of scaled, polished, tuned"):

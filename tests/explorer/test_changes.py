@@ -12,7 +12,7 @@ from conftest import make_sentences
 import matlens
 from matlens import InputError, MapSet
 from matlens.explorer import Change, LiveModel, compare_changes, offered_maps
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, submodule_pairs
 
 Fitted = tuple[Any, MapSet, MapSet]
@@ -24,7 +24,7 @@ def fitted(small_model: Callable[[str], Any]) -> Fitted:
     """A model, maps onto its last layers, and maps of its sub-modules in the first two blocks."""
     model = small_model("llama")
     examples = matlens.make_examples(model, make_sentences())
-    pairs = [pair for pair in submodule_pairs(Anatomy.from_model(model)) if not pair[0].endswith(".2")]
+    pairs = [pair for pair in submodule_pairs(ModelLayout.from_model(model)) if not pair[0].endswith(".2")]
     sites = [0, 1, 3, *(site for pair in pairs for site in pair)]
     samples = matlens.collect(model, examples, sites, positions="all", progress=False)
     jumps = MapSet.fit(samples, pairs=[(0, 3), (1, 3), (0, 1)], progress=False)

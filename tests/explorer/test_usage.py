@@ -12,7 +12,7 @@ import torch
 from conftest import make_sentences
 
 from matlens import InputError, make_examples, make_prompts
-from matlens.explorer import dominant_cells, find_usage, shortened
+from matlens.explorer import dominant_cells, max_activating_examples, shortened
 from matlens.ffn import Projection, Updates, ValueVectors
 
 
@@ -31,22 +31,22 @@ def test_a_checkpoint_that_is_damaged_or_of_another_job_is_refused(
 ) -> None:
     model, path = small_model("gpt2"), tmp_path / "kept.safetensors"
     examples, values = shortened(make_examples(model, make_sentences())), ValueVectors(model)
-    whole = find_usage(model, examples, values, checkpoint=path, progress=False)
+    whole = max_activating_examples(model, examples, values, checkpoint=path, progress=False)
     content = bytearray(path.read_bytes())
-    again = find_usage(model, examples, values, checkpoint=path, progress=False)
+    again = max_activating_examples(model, examples, values, checkpoint=path, progress=False)
     assert torch.equal(again.coefficients, whole.coefficients)
     content[-40] ^= 1
     for bad in (bytes(content), content[:-1], b"", b"words"):
         path.write_bytes(bad)
-        with pytest.raises(InputError, match="no checkpoint of find_usage, or it was changed"):
-            find_usage(model, examples, values, checkpoint=path, progress=False)
+        with pytest.raises(InputError, match="no checkpoint of max_activating_examples, or it was changed"):
+            max_activating_examples(model, examples, values, checkpoint=path, progress=False)
         assert path.read_bytes() == bad
     content[-40] ^= 1
     path.write_bytes(content)
     with pytest.raises(InputError, match="of another model, corpus"):
-        find_usage(model, examples.head(5), values, checkpoint=path, progress=False)
+        max_activating_examples(model, examples.head(5), values, checkpoint=path, progress=False)
     with pytest.raises(InputError, match="a folder, a pipe or a device"):
-        find_usage(model, examples, values, checkpoint=tmp_path, progress=False)
+        max_activating_examples(model, examples, values, checkpoint=tmp_path, progress=False)
 
 
 @pytest.mark.refused
@@ -56,12 +56,12 @@ def test_what_cannot_be_searched_is_refused(
     model = small_model("gpt2")
     examples, values = make_examples(model, make_sentences()), ValueVectors(model)
     with pytest.raises(InputError, match="n_best"):
-        find_usage(model, examples, values, n_best=0)
+        max_activating_examples(model, examples, values, n_best=0)
     with pytest.raises(InputError, match="model"):
-        find_usage(model, examples, ValueVectors(small_model("llama")))
+        max_activating_examples(model, examples, ValueVectors(small_model("llama")))
     monkeypatch.setattr("matlens.explorer.usage.LONGEST", 12)
     with pytest.raises(InputError, match="at most 12 tokens"):
-        find_usage(model, examples, values)
+        max_activating_examples(model, examples, values)
     updates = Updates.run(model, make_prompts(model, ["w1"]), progress=False)
     plain = Projection.from_model(model)
     with pytest.raises(InputError, match="0 to 59"):

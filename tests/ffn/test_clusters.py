@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, N_LAYERS, make_tokenizer
-from damage import require_refused_or_read
+from damage import check_refused_or_read
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plain_values import plain_unit_vectors
@@ -374,7 +374,7 @@ def test_a_record_that_lacks_something_is_refused_in_words(
     Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
     needed = ["provenance", "provenance.n_clusters", "provenance.method", "columns", "columns.labels"]
     load = partial(Clusters.load, tmp_path / "clusters")
-    require_refused_or_read(tmp_path / "clusters" / "config.json", load, needed)
+    check_refused_or_read(tmp_path / "clusters" / "config.json", load, needed)
 
 
 # What is told of them

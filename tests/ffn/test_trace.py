@@ -23,7 +23,7 @@ from conftest import (
     plain_vectors,
     save_model,
 )
-from damage import require_refused_or_read
+from damage import check_refused_or_read
 from plain_values import NORM_BEHIND, plain_logits, plain_scale, plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
@@ -37,7 +37,7 @@ from matlens.ffn import trace as module
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 
 WIRINGS = (*ARCHITECTURES, "neox-sequential")
 
@@ -457,9 +457,9 @@ def test_what_cannot_be_traced_is_told_before_anything_is_run(
     with pytest.raises(InputError, match="no value vectors that are known"):  # these blocks are stream-only
         Trace.run(small_model("bloom"), examples, k=K, folder=tmp_path / "out")
     # Blocks with value vectors, but without a place that is the stream before the FFN.
-    anatomy = Anatomy.from_model(model)
-    bare = replace(anatomy, kinds=tuple(kind for kind in anatomy.kinds if kind != "mid"))
-    monkeypatch.setattr(module.Anatomy, "from_model", lambda _: bare)
+    layout = ModelLayout.from_model(model)
+    bare = replace(layout, kinds=tuple(kind for kind in layout.kinds if kind != "mid"))
+    monkeypatch.setattr(module.ModelLayout, "from_model", lambda _: bare)
     with pytest.raises(InputError, match=r"pre-norm\) have no place that is known to be the stream before"):
         Trace.run(model, examples, k=K, folder=tmp_path / "out")
     assert not runs
@@ -501,7 +501,7 @@ def test_a_record_that_lacks_something_is_refused_in_words(
     Trace.run(*llama, k=3, folder=tmp_path / "trace", progress=False)
     load = partial(Trace.load, tmp_path / "trace")
     needed = ["provenance", "provenance.k", "provenance.model", "columns", "columns.rank"]
-    require_refused_or_read(tmp_path / "trace" / "config.json", load, needed)
+    check_refused_or_read(tmp_path / "trace" / "config.json", load, needed)
     collect(*llama, folder=tmp_path / "vectors", progress=False)
     load = partial(Activations.load, tmp_path / "vectors")
-    require_refused_or_read(tmp_path / "vectors" / "config.json", load, ["provenance", "columns"])
+    check_refused_or_read(tmp_path / "vectors" / "config.json", load, ["provenance", "columns"])

@@ -17,7 +17,7 @@ from matlens import InputError, LinearMap, MapSet, Readout
 from matlens.activations.activations import Activations
 from matlens.ffn.updates import Updates
 from matlens.inputs import make_image_examples
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 
 IMAGES = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(5))
 PLACES = 10  # nine patches behind the class token
@@ -65,7 +65,7 @@ def test_sites_are_the_plain_models_and_add_up(
     small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     model, theirs = small_model("vit"), plain_vectors(plain_model("vit"))
-    known, examples = Anatomy.from_model(model), make_image_examples(model, IMAGES)
+    known, examples = ModelLayout.from_model(model), make_image_examples(model, IMAGES)
     assert (known.family.name, known.d_mlp) == ("pre-norm", 48)
     assert {str(site) for site in known.sites} == set(theirs) - {"logits"}
     ours = matlens.collect(model, examples, known.sites, positions="all", progress=False)

@@ -16,8 +16,8 @@ import matlens
 from matlens import InputError
 from matlens.kinds import bridging
 from matlens.models import ModelIdentity
-from matlens.models.anatomy import Anatomy
 from matlens.models.changes import changes_of
+from matlens.models.layout import ModelLayout
 
 Models = Callable[[str], Any]
 FALCONS = ("falcon-alibi", "falcon-alibi-multi-query")
@@ -64,7 +64,9 @@ def test_a_bridge_of_ones_own_is_put_right(name: str, small_model: Models, model
         assert changes_of(model) == ()
         assert ModelIdentity.from_model(model).key == ModelIdentity.from_model(loaded).key
         assert torch.equal(logits(model), logits(loaded))
-        hooks = {name: hook for name, hook in Anatomy.from_model(model).hooks.items() if "resid_post" in name}
+        hooks = {
+            name: hook for name, hook in ModelLayout.from_model(model).hooks.items() if "resid_post" in name
+        }
         assert [hook.carries for hook in hooks.values()] == N_LAYERS * ["carries vectors"]
 
 

@@ -19,8 +19,8 @@ from matlens.corpora.corpus import Corpus
 from matlens.corpora.corpus_examples import make_examples
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVector, ValueVectors
-from matlens.models.anatomy import Anatomy, mixture
 from matlens.models.changes import changes_of
+from matlens.models.layout import ModelLayout, mixture
 
 MIXTURES = ("olmoe", "qwen2-moe")
 WIDTHS = {"olmoe": (48, 0), "qwen2-moe": (16, 24)}  # of a routed expert, and of the shared one
@@ -72,9 +72,9 @@ def test_coefficients_and_value_vectors_are_those_of_the_weights(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     model, plain = small_model(name), plain_model(name)
-    anatomy, values = Anatomy.from_model(model), ValueVectors(model)
+    layout, values = ModelLayout.from_model(model), ValueVectors(model)
     width, shared = WIDTHS[name]
-    assert (anatomy.family.name, anatomy.d_mlp) == ("pre-norm", 4 * width + shared)
+    assert (layout.family.name, layout.d_mlp) == ("pre-norm", 4 * width + shared)
     examples = matlens.corpora.make_token_examples(model, TOKENS, positions=[[*range(TOKENS.shape[1])]])
     sites = [f"{kind}.{layer}" for kind in ("ffn_post", "ffn_out") for layer in range(N_LAYERS)]
     collected = collect(model, examples, sites, progress=False)
@@ -154,7 +154,7 @@ def test_the_hook_is_part_of_the_plain_model_and_changes_nothing(
     small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     model = small_model("qwen2-moe")
-    known = Anatomy.from_model(model)
+    known = ModelLayout.from_model(model)
     assert changes_of(model) == ()
     assert str(known.resolve("blocks.1.mlp.hook_coefficients")) == "ffn_post.1"
     with torch.inference_mode():
@@ -174,7 +174,7 @@ def test_half_precision_adds_up_and_a_missing_expert_does_not(
     dtype: torch.dtype, model_folder: Callable[[str], Path]
 ) -> None:
     model = matlens.load(str(model_folder("qwen2-moe")), device="cpu", dtype=dtype)
-    known = Anatomy.from_model(model)
+    known = ModelLayout.from_model(model)
     assert known.d_mlp == 88
     seen: dict[str, Tensor] = {}
     hooks = [
@@ -197,14 +197,14 @@ def test_half_precision_adds_up_and_a_missing_expert_does_not(
 def test_experts_with_output_biases_are_refused(small_model: Callable[[str], Any]) -> None:
     """A bias times the router's weight is of no value vector."""
     model = small_model("gpt-oss")
-    assert "ffn_out" in Anatomy.from_model(model).kinds
+    assert "ffn_out" in ModelLayout.from_model(model).kinds
     with pytest.raises(InputError, match="GptOssForCausalLM have no value vectors that are known"):
         ValueVectors(model)
 
 
 def test_a_model_with_experts_in_some_layers_says_so(small_model: Callable[[str], Any]) -> None:
     model = small_model("qwen3-moe-mixed")
-    assert "ffn_out" in Anatomy.from_model(model).kinds
+    assert "ffn_out" in ModelLayout.from_model(model).kinds
     with pytest.raises(InputError, match=r"some layers have experts and some a plain FFN \(layer 0\)"):
         ValueVectors(model)
 

@@ -15,7 +15,7 @@ from transformers import FalconConfig, FalconForCausalLM
 
 import matlens
 from matlens import InputError
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 
 Models = Callable[[str], Any]
 
@@ -52,9 +52,9 @@ def test_newer_falcons_are_the_model_that_transformers_loads(
     plain = save_newer(tmp_path, settings)
     model = matlens.load(str(tmp_path), device="cpu")
     assert_near(logits(model), logits(plain))
-    anatomy = Anatomy.from_model(model)
-    assert anatomy.family.name == "parallel"
-    assert ("ln2_out" in anatomy.kinds) == (settings.get("num_ln_in_parallel_attn") != 1)
+    layout = ModelLayout.from_model(model)
+    assert layout.family.name == "parallel"
+    assert ("ln2_out" in layout.kinds) == (settings.get("num_ln_in_parallel_attn") != 1)
     _, seen = model.run_with_cache(TOKENS[:1])
     attention, given = plain.transformer.h[1].self_attention, seen["blocks.1.attn.hook_in"]
     # As transformers' `_split_heads`.

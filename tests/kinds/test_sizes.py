@@ -14,7 +14,7 @@ from patched_models import patched
 
 import matlens
 from matlens import LinearMap
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 
 _IDS: dict[str, Any] = {"vocab_size": 67, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
 _DECODER = _IDS | {
@@ -123,10 +123,10 @@ def _logits(kind: Kind, model: Any) -> torch.Tensor:
 @torch.inference_mode()
 def _vectors(kind: Kind, model: Any) -> dict[str, torch.Tensor]:
     """What the hooks of all sites carry."""
-    anatomy = Anatomy.from_model(model)
+    layout = ModelLayout.from_model(model)
     first, others = _given(kind)
     _, seen = model.run_with_cache(first, **others)
-    return {str(site): seen[anatomy.hook(site)] for site in anatomy.sites}
+    return {str(site): seen[layout.hook(site)] for site in layout.sites}
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _by_hand(kind: Kind, plain: Any, linear: LinearMap) -> Iterator[None]:
 
 
 def _replaceable(model: Any) -> list[tuple[str, str]]:
-    last = Anatomy.from_model(model).n_layers
+    last = ModelLayout.from_model(model).n_layers
     inside = [(f"{part}_in.{layer}", f"{part}_out.{layer}") for layer in (0, 1) for part in ("attn", "ffn")]
     return [*inside, ("h.0", "h.1"), ("h.1", f"h.{last}"), ("h.0", f"h.{last}")]
 
@@ -197,13 +197,13 @@ def test_a_patch_that_is_exact_changes_nothing(named: tuple[Kind, Any, Any]) -> 
 def test_sites_and_sub_updates_add_up(named: tuple[Kind, Any, Any]) -> None:
     """As the wiring of the model has it; and of its experts, each coefficient times its value vector."""
     kind, model, _ = named
-    anatomy, vectors = Anatomy.from_model(model), _vectors(kind, model)
+    layout, vectors = ModelLayout.from_model(model), _vectors(kind, model)
     values = matlens.ffn.ValueVectors(model)
-    assert {"attn_out", "ffn_out", "ffn_post"} <= set(anatomy.kinds)
-    for layer in range(anatomy.n_layers):
-        block = {name: vectors[f"{name}.{layer}"] for name in ("h", *anatomy.kinds)}
+    assert {"attn_out", "ffn_out", "ffn_post"} <= set(layout.kinds)
+    for layer in range(layout.n_layers):
+        block = {name: vectors[f"{name}.{layer}"] for name in ("h", *layout.kinds)}
         block["next"] = vectors[f"h.{layer + 1}"]
-        for total, parts in anatomy.family.sums:
+        for total, parts in layout.family.sums:
             if {total, *parts} <= set(block):
                 assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0), 1e-6)
         written = block["ffn_post"] @ values.matrix(layer) + values.bias(layer)
@@ -213,7 +213,7 @@ def test_sites_and_sub_updates_add_up(named: tuple[Kind, Any, Any]) -> None:
 def test_the_last_layer_reads_out_to_the_logits(named: tuple[Kind, Any, Any]) -> None:
     kind, model, plain = named
     if kind.stack != "encoder":
-        last = _vectors(kind, model)[str(Anatomy.from_model(model).stream[-1])]
+        last = _vectors(kind, model)[str(ModelLayout.from_model(model).stream[-1])]
         logits = _logits(kind, plain)
         read = last[:, 0] if kind.auto == "ImageClassification" else last.flatten(0, -2)
         assert_near(matlens.Readout(model).logits(read), logits.flatten(0, -2))

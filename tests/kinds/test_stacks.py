@@ -18,7 +18,7 @@ import matlens
 from matlens import InputError, LinearMap, MapSet, Readout
 from matlens.corpora.examples import Examples
 from matlens.ffn.updates import Updates
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.submodules import submodule_pairs
 
 SOURCES = [" ".join(WORDS[(3 * i + j) % 50] for j in range(4 + i)) for i in range(5)]
@@ -115,7 +115,7 @@ def plain_vectors(name: str, plain: Any, source: Tensor, target: Tensor) -> dict
 def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any], plain: Any) -> None:
     """In padded batches of sources and targets of different lengths, as in each pair alone."""
     model = stacks[name]
-    known, examples = Anatomy.from_model(model), examples_of(name, model)
+    known, examples = ModelLayout.from_model(model), examples_of(name, model)
     assert known.family.name == {"encoder": "pre-norm", "decoder": "cross-attention"}[name]
     assert (known.n_layers, set(known.kinds), known.d_mlp) == (LAYERS[name], set(MODULES[name]), 48)
     collected = matlens.collect(model, examples, known.sites, positions="all", progress=False)
@@ -183,7 +183,7 @@ def pairs_to_patch(name: str, model: Any) -> Sequence[tuple[str, str]]:
     cross = [("cross_in.1", "cross_out.1"), ("ln_cross_in.0", "ln_cross_out.0")] if name == "decoder" else []
     return [
         ("h.0", "h.1"), ("h.0", f"h.{LAYERS[name]}"), ("h.1", "h.2"), *cross,
-        *submodule_pairs(Anatomy.from_model(model))[:4],
+        *submodule_pairs(ModelLayout.from_model(model))[:4],
     ]  # fmt: skip
 
 

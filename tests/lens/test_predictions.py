@@ -174,7 +174,7 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
     tokenizer = make_tokenizer()
     tokens = np.array(tokenizer.convert_tokens_to_ids(["[PAD]", "w0", "w1", "w2", "[PAD]"]))
     examples = Examples(tokens, np.array([0, 5]), np.array([position]))
-    readout: Any = type("Readout", (SimpleNamespace,), {"require_same": lambda *_, **__: None})(
+    readout: Any = type("Readout", (SimpleNamespace,), {"check_same": lambda *_, **__: None})(
         tokenizer=tokenizer
     )
     assert prompt_texts(readout, Activations({}, examples, "drawn", Provenance())) == [text]

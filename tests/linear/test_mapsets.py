@@ -88,12 +88,12 @@ def test_a_map_that_is_missing_is_named_with_some_that_are_there() -> None:
 
 def test_another_model_is_refused() -> None:
     maps = MapSet([linear("h.0", "h.1")], provenance=ORIGIN)
-    maps.provenance.require_same(make_identity("renamed"), ours="the maps")
+    maps.provenance.check_same(make_identity("renamed"), ours="the maps")
     named = r"The maps and this model .*'small' .* f00d, and 'small' with the fingerprint beef"
     with pytest.raises(InputError, match=named):
-        maps.provenance.require_same(make_identity("small", "beef"), ours="the maps")
+        maps.provenance.check_same(make_identity("small", "beef"), ours="the maps")
     with pytest.raises(InputError, match="Their models are not known, and 'small'"):
-        MapSet([linear("h.0", "h.1")]).provenance.require_same(make_identity("small"), ours="the maps")
+        MapSet([linear("h.0", "h.1")]).provenance.check_same(make_identity("small"), ours="the maps")
 
 
 # A folder

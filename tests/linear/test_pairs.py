@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from matlens.errors import InputError
-from matlens.linear.pairs import by_source, require_collected, resolve_pairs
+from matlens.linear.pairs import by_source, check_collected, resolve_pairs
 from matlens.models.sites import Site
 
 SITES = ["a.0", "b.0", "c.0"]
@@ -61,9 +61,9 @@ def test_pairs_that_cannot_be_fitted(pairs: Any, told: str) -> None:
 
 
 def test_pairs_that_were_not_collected_are_named_in_their_order() -> None:
-    require_collected([("h.0", "h.3")], ["h.0", "h.3"])
+    check_collected([("h.0", "h.3")], ["h.0", "h.3"])
     with pytest.raises(InputError, match=r"no vectors of h\.2, h\.10; collected were h\.0, h\.3"):
-        require_collected(iter([("h.0", "h.10"), ("h.2", "h.3")]), iter(["h.0", "h.3"]))
+        check_collected(iter([("h.0", "h.10"), ("h.2", "h.3")]), iter(["h.0", "h.3"]))
 
 
 @given(st.lists(st.tuples(st.sampled_from(SITES), st.sampled_from(SITES)), max_size=12))

@@ -18,7 +18,7 @@ from torch import Tensor
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.corpora.corpus import Corpus
 from matlens.linearity.heads import constant_maps, head_ablation, head_pairs, head_r2, head_replacements
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement
 
@@ -71,8 +71,8 @@ def test_only_the_chosen_heads_are_replaced(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
     model, plain = small_model(name), plain_model(name)
-    anatomy, examples = Anatomy.from_model(model), make_examples(model, sentences)
-    pairs = head_pairs(anatomy)
+    layout, examples = ModelLayout.from_model(model), make_examples(model, sentences)
+    pairs = head_pairs(layout)
     ends = sorted({site for pair in pairs for site in pair})
     samples = collect(model, examples, ends, positions="all", progress=False)
     maps = MapSet.fit(samples, pairs=pairs, progress=False)
@@ -86,7 +86,7 @@ def test_only_the_chosen_heads_are_replaced(
     ]
     for stand_ins, instead in ways:
         _, expected = by_hand(name, plain, tokens, set(heads), instead)
-        with patched(model, head_replacements(anatomy, stand_ins, heads)):
+        with patched(model, head_replacements(layout, stand_ins, heads)):
             ours = model(torch.from_numpy(tokens)[None])[0]
         assert_near(ours, expected)
         _, whole = by_hand(name, plain, tokens, set(), instead)
@@ -98,8 +98,8 @@ def test_ablation_is_what_a_plain_model_leaves(
 ) -> None:
     name, n = "llama", 11
     model, plain = small_model(name), plain_model(name)
-    anatomy, examples = Anatomy.from_model(model), make_examples(model, sentences)
-    pairs, readout = head_pairs(anatomy), Readout(model)
+    layout, examples = ModelLayout.from_model(model), make_examples(model, sentences)
+    pairs, readout = head_pairs(layout), Readout(model)
     sites = [*sorted({site for pair in pairs for site in pair}), f"h.{N_LAYERS}"]
     train = collect(model, examples, sites[:-1], positions="all", progress=False)
     samples = collect(model, examples, sites, progress=False)
@@ -115,7 +115,7 @@ def test_ablation_is_what_a_plain_model_leaves(
             part = slice(head * WIDTH, (head + 1) * WIDTH)
             truth = samples[target][kept][:, part]
             scores[layer, head] = r2_score(truth.numpy(), prediction[:, part].numpy())
-    assert head_r2(anatomy, maps, samples, rows=kept) == pytest.approx(scores, abs=1e-5)
+    assert head_r2(layout, maps, samples, rows=kept) == pytest.approx(scores, abs=1e-5)
     fit = table[table["metric"] == "r2"].set_index(["layer", "head"])["value"]
     assert fit.to_dict() == pytest.approx(scores, abs=1e-5)
     best = sorted(scores, key=lambda head: -scores[head])
@@ -162,8 +162,8 @@ def test_ablation_is_what_a_plain_model_leaves(
 
 def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
     model = small_model("gpt2")
-    anatomy = Anatomy.from_model(model)
-    pairs = head_pairs(anatomy)
+    layout = ModelLayout.from_model(model)
+    pairs = head_pairs(layout)
     samples = collect(
         model,
         make_examples(model, sentences),
@@ -172,17 +172,17 @@ def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentenc
     )
     maps = MapSet.fit(samples, pairs=[*pairs, ("attn_in.0", "attn_in.1")], progress=False)
     with pytest.raises(InputError, match="There is no block 3: the model has the blocks 0 to 2"):
-        head_replacements(anatomy, maps, [(3, 0)])
+        head_replacements(layout, maps, [(3, 0)])
     with pytest.raises(InputError, match="a tuple of 2"):
-        head_replacements(anatomy, maps, [(0, 1, 2)])  # type: ignore[list-item]
+        head_replacements(layout, maps, [(0, 1, 2)])  # type: ignore[list-item]
     masks = torch.ones(samples.n_rows - 1, dtype=torch.bool), torch.zeros(samples.n_rows, dtype=torch.bool)
     for rows in masks:
         with pytest.raises(InputError, match=f"for each of the {samples.n_rows} examples, and True for"):
-            head_r2(anatomy, maps, samples, rows=rows)
+            head_r2(layout, maps, samples, rows=rows)
         with pytest.raises(InputError, match=f"for each of the {samples.n_rows} examples, and True for"):
             constant_maps(maps, samples, rows=rows)
     with pytest.raises(InputError, match=r"There is no map from attn_in\.1 to"):
-        head_r2(anatomy, maps.held([pairs[0]]), samples)
+        head_r2(layout, maps.held([pairs[0]]), samples)
     for heads in ((), (4,), (1, 1)):
         with pytest.raises(InputError, match="Expected one or more of 0 to 3, each once"):
             patched(model, [Replacement.from_map(maps[pairs[0]], heads=heads)]).__enter__()
@@ -196,10 +196,10 @@ def test_the_least_share_of_few_heads_is_one_head(
     monkeypatch.setattr("matlens.linearity.heads.SHARES", (0.01,))  # of twelve heads
     model = small_model("llama")
     examples = make_examples(model, sentences)
-    sites = [*{site for pair in head_pairs(Anatomy.from_model(model)) for site in pair}, f"h.{N_LAYERS}"]
+    sites = [*{site for pair in head_pairs(ModelLayout.from_model(model)) for site in pair}, f"h.{N_LAYERS}"]
     samples = collect(model, examples, sorted(sites), progress=False)
     every = torch.ones(samples.n_rows, dtype=torch.bool)
-    maps = MapSet.fit(samples, pairs=head_pairs(Anatomy.from_model(model)), ridge=1e-3, progress=False)
+    maps = MapSet.fit(samples, pairs=head_pairs(ModelLayout.from_model(model)), ridge=1e-3, progress=False)
     table = head_ablation(
         Readout(model), model, maps, samples, samples, rows=every, validation_rows=every, patched=4
     )
@@ -218,8 +218,8 @@ def test_sinks_are_run_by_the_model_and_the_random_order_is_the_seeds(
     """Heads are replaced at all tokens but sinks; ``linear, random order`` takes them as they are dealt."""
     name, n = "llama-sinks", 8
     model, plain = small_model(name), plain_model(name)
-    anatomy, examples = Anatomy.from_model(model), make_examples(model, sentences, seed=1)
-    pairs, readout = head_pairs(anatomy), Readout(model)
+    layout, examples = ModelLayout.from_model(model), make_examples(model, sentences, seed=1)
+    pairs, readout = head_pairs(layout), Readout(model)
     sites = [*sorted({site for pair in pairs for site in pair}), f"h.{N_LAYERS}"]
     samples = collect(model, examples, sites, progress=False)
     every = torch.ones(samples.n_rows, dtype=torch.bool)
@@ -232,7 +232,7 @@ def test_sinks_are_run_by_the_model_and_the_random_order_is_the_seeds(
         )
         for seed in (3, 4)
     }
-    best = sorted(scores := head_r2(anatomy, maps, samples, rows=every), key=lambda head: -scores[head])
+    best = sorted(scores := head_r2(layout, maps, samples, rows=every), key=lambda head: -scores[head])
     final = samples[N_LAYERS][:n]
 
     def divergence(heads: list[tuple[int, int]], *, at_sinks: bool) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from matlens import InputError
 from matlens.linearity.parts import Part, model_parts
-from matlens.models import Anatomy
+from matlens.models import ModelLayout
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from matlens.models import Anatomy
     ],
 )
 def test_every_part_is_there(name: str, kinds: list[str], small_model: Callable[[str], Any]) -> None:
-    parts = model_parts(Anatomy.from_model(small_model(name)))
+    parts = model_parts(ModelLayout.from_model(small_model(name)))
     assert [part.kind for part in parts if part.layer == 0] == kinds
     assert [part.kind for part in parts if part.layer == 2] == kinds[:-1]
     assert len({part.name for part in parts}) == len(parts) == 3 * len(kinds) - 1
@@ -37,7 +37,7 @@ def test_every_part_is_there(name: str, kinds: list[str], small_model: Callable[
 
 def test_a_jump_over_one_block_is_refused(small_model: Callable[[str], Any]) -> None:
     with pytest.raises(InputError, match="The blocks of a jump"):
-        model_parts(Anatomy.from_model(small_model("llama")), jumps=[1])
+        model_parts(ModelLayout.from_model(small_model("llama")), jumps=[1])
 
 
 def test_parts_that_touch() -> None:

@@ -295,7 +295,7 @@ def test_results_in_memory_carry_what_was_changed(change: str, model: Any) -> No
     assert rows.provenance.identity.changes == changes
     assert values.identity == ValueVectors(model).identity  # weights are weights, whatever hangs there
     with pytest.raises(InputError, match=r"do not belong together.*nothing replaced or hooked"):
-        activations.provenance.require_same(plain.provenance, ours="the ones", theirs="the others")
+        activations.provenance.check_same(plain.provenance, ours="the ones", theirs="the others")
     maps = MapSet.fit(activations, pairs=[(1, 3)], progress=False)
     plain_maps = MapSet.fit(plain, pairs=[(0, 1)], progress=False)
     with pytest.raises(InputError, match="maps of one model with the same changes"):
@@ -370,9 +370,9 @@ def test_a_module_in_the_place_of_another_is_seen_though_it_has_no_weights(
     after = ModelIdentity.from_model(model)
     assert after.fingerprint == before.fingerprint
     with pytest.raises(InputError, match=r"Identity\(\) at transformer\.h\.1\.mlp\.act"):
-        Provenance(before).require_same(after, ours="the maps")
+        Provenance(before).check_same(after, ours="the maps")
     with pytest.raises(InputError, match=r"Identity"):  # a copy knows what it was before, too
-        Provenance(before).require_same(ModelIdentity.from_model(copy.deepcopy(model)), ours="the maps")
+        Provenance(before).check_same(ModelIdentity.from_model(copy.deepcopy(model)), ours="the maps")
     mlp.act = act
     assert changes_of(model) == ()
     mlp.act = Twice()  # of a class that this process alone knows

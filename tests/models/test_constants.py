@@ -46,7 +46,7 @@ def test_other_numbers_in_a_buffer_are_another_model(kind: str, model_folder: Ca
     other = matlens.collect(model, examples, ["h.3"], progress=False)
     assert not torch.equal(torch.as_tensor(plain["h.3"]), torch.as_tensor(other["h.3"]))
     with pytest.raises(InputError, match="other numbers in the buffer"):
-        plain.provenance.require_same(other.provenance, ours="the vectors")
+        plain.provenance.check_same(other.provenance, ours="the vectors")
     assert changes_of(copy.deepcopy(model)) == names
     changed(model, BUFFERS[kind])
     assert changes_of(model) != names  # another change has another name
@@ -86,7 +86,7 @@ def test_settings_that_a_bridge_reads_are_its_own(model_folder: Callable[[str], 
     assert changes_of(model) == ("the setting n_heads=2 of the bridge, which was 4",)
     assert changes_of(copy.deepcopy(model)) == changes_of(model)
     with pytest.raises(InputError, match="n_heads=2"):
-        Provenance(before).require_same(ModelIdentity.from_model(model), ours="the maps")
+        Provenance(before).check_same(ModelIdentity.from_model(model), ours="the maps")
     model.cfg.n_heads = 4
     assert changes_of(model) == ()
 

@@ -79,15 +79,15 @@ def test_a_provenance_is_read_from_a_config() -> None:
 
 def test_one_guard_refuses_what_belongs_to_another_model() -> None:
     other = make_identity("renamed", "f00d")
-    WHOLE.require_same(other, ours="the maps")
-    WHOLE.require_same(Provenance(other), ours="the maps", theirs="the trace")
+    WHOLE.check_same(other, ours="the maps")
+    WHOLE.check_same(Provenance(other), ours="the maps", theirs="the trace")
     models = r"'some/model' with the fingerprint f00d, and 'b' with the fingerprint beef"
     told = rf"The maps and the trace do not belong together\. .*{models}: weights .*Make the maps anew"
     with pytest.raises(InputError, match=told):
-        WHOLE.require_same(Provenance(make_identity("b", "beef")), ours="the maps", theirs="the trace")
+        WHOLE.check_same(Provenance(make_identity("b", "beef")), ours="the maps", theirs="the trace")
     for ours, theirs in ((WHOLE, Provenance()), (Provenance(), WHOLE), (Provenance(), Provenance())):
         with pytest.raises(InputError, match=r"not known.*: both must be known"):
-            ours.require_same(theirs, ours="the clusters")
+            ours.check_same(theirs, ours="the clusters")
 
 
 def test_one_guard_refuses_what_was_made_of_other_tokens() -> None:
@@ -99,11 +99,11 @@ def test_one_guard_refuses_what_was_made_of_other_tokens() -> None:
         r"'<s>' in front in the second\. .*matlens\.wrap\(\)"
     )
     with pytest.raises(InputError, match=told):
-        WHOLE.require_same(other, ours="the maps")
+        WHOLE.check_same(other, ours="the maps")
     with pytest.raises(InputError, match="their vocabularies or special tokens differ"):
-        WHOLE.require_same(make_identity(tokens="0001"), ours="the maps")
+        WHOLE.check_same(make_identity(tokens="0001"), ours="the maps")
     with pytest.raises(InputError, match="no tokenizer in the second"):
-        WHOLE.require_same(make_identity(tokens=None, token_policy="no tokenizer"), ours="the maps")
+        WHOLE.check_same(make_identity(tokens=None, token_policy="no tokenizer"), ours="the maps")
 
 
 def test_one_guard_takes_another_precision_only_where_it_is_told_so() -> None:
@@ -114,15 +114,15 @@ def test_one_guard_takes_another_precision_only_where_it_is_told_so() -> None:
     with pytest.raises(
         InputError, match=r"same but for their precision, float32 .*bfloat16 .*same_precision"
     ):
-        strict.require_same(narrow, ours="the maps")
-    lenient.require_same(narrow, ours="the maps")
-    Provenance(narrow).require_same(lenient, ours="the activations")
+        strict.check_same(narrow, ours="the maps")
+    lenient.check_same(narrow, ours="the maps")
+    Provenance(narrow).check_same(lenient, ours="the activations")
     assert lenient == strict
     assert "same_precision" not in lenient.to_json()
     with pytest.raises(InputError, match="weights or precision differ"):
-        lenient.require_same(other, ours="the maps")
+        lenient.check_same(other, ours="the maps")
     with pytest.raises(InputError, match="becomes other tokens"):
-        lenient.require_same(replace(narrow, tokens="0001", token_policy="'<s>' in front"), ours="the maps")
+        lenient.check_same(replace(narrow, tokens="0001", token_policy="'<s>' in front"), ours="the maps")
 
 
 @pytest.mark.parametrize(

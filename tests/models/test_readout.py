@@ -223,7 +223,7 @@ def test_compatibility_mode_would_have_changed_the_vectors(model_folder: Callabl
     """Why it is refused: the same hook carries another vector."""
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     h: list[Tensor] = []
-    hook = matlens.models.Anatomy.from_model(model).hook(N_LAYERS)
+    hook = matlens.models.ModelLayout.from_model(model).hook(N_LAYERS)
     for _ in range(2):
         with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x.clone()))]):
             model(random_tokens(), return_type=None)
@@ -273,11 +273,11 @@ def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
     gpt2, llama = Readout(small_model("gpt2")), Readout(small_model("llama"))
     assert gpt2.identity == ModelIdentity.from_model(small_model("gpt2"), hash_unembedding=False).of_weights
     assert (gpt2.d_model, gpt2.d_vocab) == (D_MODEL, 60)
-    gpt2.require_same(Provenance(gpt2.identity))
-    gpt2.require_same(Provenance())  # nothing is known of it
+    gpt2.check_same(Provenance(gpt2.identity))
+    gpt2.check_same(Provenance())  # nothing is known of it
     for other in (llama.identity, Provenance(llama.identity)):
         with pytest.raises(InputError, match=r"^The read-out and the activations do not belong together"):
-            gpt2.require_same(other)
+            gpt2.check_same(other)
 
 
 def test_vectors_of_another_model_are_refused_by_everything_that_reads_out(

@@ -252,6 +252,6 @@ def test_weights_that_are_offloaded_are_refused_in_words() -> None:
     assert len(fingerprint(whole)) == 16
     layer = whole.original_model.model.layers[1].mlp
     layer.to("meta")
-    for read in (fingerprint, ModelIdentity.from_model, weights.require_finite_weights, matlens.wrap):
+    for read in (fingerprint, ModelIdentity.from_model, weights.check_finite_weights, matlens.wrap):
         with pytest.raises(InputError, match=r"not in memory, model\.layers\.1\.mlp.* offloaded to the disk"):
             read(whole)

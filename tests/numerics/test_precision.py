@@ -10,7 +10,7 @@ import torch
 
 from matlens.errors import InputError
 from matlens.numerics import precision
-from matlens.numerics.precision import find_device, has_float64, in_float64, require_float64_device
+from matlens.numerics.precision import check_float64_device, find_device, has_float64, in_float64
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"])
@@ -24,14 +24,14 @@ def test_a_device_that_is_not_here_is_no_device_to_any_who_ask(device: Any) -> N
         find_device(device)
     assert not isinstance(refused.value, InputError)  # whoever asked has words of its own
     with pytest.raises(InputError, match="cannot be used here"):
-        require_float64_device(device)
+        check_float64_device(device)
 
 
 def test_a_device_to_compute_in_float64_on_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert require_float64_device("cpu") == torch.device("cpu")
+    assert check_float64_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(precision, "WITHOUT_FLOAT64", frozenset({"cpu"}))
     with pytest.raises(InputError, match="cpu has no float64"):
-        require_float64_device("cpu")
+        check_float64_device("cpu")
 
 
 def test_a_device_without_float64_refuses_it_and_its_numbers_are_taken_to_the_cpu() -> None:

@@ -40,7 +40,7 @@ from patched_models import (
 from torch import Tensor
 
 import matlens
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 
 # As if patched by hand
 
@@ -158,7 +158,7 @@ def made_linear(name: str, folder: Path) -> tuple[Any, Any]:
     One token alone attends to itself alone, so that over sentences of one token all blocks are linear.
     """
     ours, plain = matlens.load(str(folder), device="cpu"), load_plain(name, folder)
-    Anatomy.from_model(ours)
+    ModelLayout.from_model(ours)
     gated = name in ("llama", "gemma2", "gemma3")
     for model in (ours.original_model, plain):
         for module in list(model.modules()):

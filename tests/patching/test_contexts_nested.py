@@ -25,7 +25,7 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, LinearMap, Site
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement
 
 # Around every way to run a model
@@ -42,7 +42,7 @@ def test_the_cache_holds_what_is_computed_and_no_more(
         assert_near(logits[0], expected.pop("logits"))
         assert torch.equal(model(torch.tensor(SENTENCES[:1])), logits)
     for site, value in expected.items():
-        assert_near(cache[Anatomy.from_model(model).hook(site)][0], value)
+        assert_near(cache[ModelLayout.from_model(model).hook(site)][0], value)
     skipped = {key for key in cache if key.startswith(("blocks.0.", "blocks.1."))}
     ends = {"blocks.0.hook_in", "blocks.1.hook_out"}
     assert skipped - {"blocks.0.hook_resid_pre", "blocks.1.hook_resid_post"} == ends  # and their other names
@@ -59,8 +59,8 @@ def test_hooks_inside_see_and_change_what_stands_in(
     halve = Part("h.2", "h.2", 0.5 * torch.eye(D_MODEL))
     expected = hand_vectors(name, plain_model(name), [doubled, over, halve], SENTENCES[:1])[0]["logits"]
     hooks = [
-        (Anatomy.from_model(model).hook("attn_out.0"), lambda value, hook: 2 * value),
-        (Anatomy.from_model(model).hook("h.2"), lambda value, hook: 0.5 * value),
+        (ModelLayout.from_model(model).hook("attn_out.0"), lambda value, hook: 2 * value),
+        (ModelLayout.from_model(model).hook("h.2"), lambda value, hook: 0.5 * value),
     ]
     with patched(model, [replacement(attn), replacement(over)]), torch.inference_mode():
         alone = model(tokens)

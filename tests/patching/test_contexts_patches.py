@@ -26,7 +26,7 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, jump
 
 # Where the heads' outputs enter the matrix that joins them; written by hand from the models' source.
@@ -119,8 +119,8 @@ def hand_logits(name: str, model: Any, *patch: Any) -> list[Tensor]:
 
 
 def random_map(model: Any, source: str, target: str, *, bias: bool = True) -> LinearMap:
-    anatomy, generator = Anatomy.from_model(model), torch.Generator().manual_seed(3)
-    d_in, d_out = anatomy.width(source), anatomy.width(target)
+    layout, generator = ModelLayout.from_model(model), torch.Generator().manual_seed(3)
+    d_in, d_out = layout.width(source), layout.width(target)
     weight = torch.randn(d_out, d_in, generator=generator) / d_in**0.5
     return LinearMap(weight, torch.randn(d_out, generator=generator) if bias else None, source, target)
 
@@ -333,15 +333,15 @@ def test_a_target_that_nothing_reads_is_refused(small_model: Models) -> None:
     """Hooks that only show what was computed elsewhere would take a patch and leave the pass as it is."""
     for name in ("gpt2", "llama"):
         model = small_model(name)
-        anatomy = Anatomy.from_model(model)
+        layout = ModelLayout.from_model(model)
         tokens = torch.tensor([SENTENCES[0]])
         plain = model(tokens)
         accepted = 0
-        for hook in {hook.name: hook for hook in anatomy.hooks.values() if hook.shape}.values():
-            if hook.order <= anatomy.order("h.1"):
+        for hook in {hook.name: hook for hook in layout.hooks.values() if hook.shape}.values():
+            if hook.order <= layout.order("h.1"):
                 continue
             target = Site.read(hook.name)
-            width = anatomy.width(target)
+            width = layout.width(target)
             noise = torch.randn(D_MODEL, width, generator=torch.Generator().manual_seed(1))
             given = Replacement(lambda h, noise=noise: h @ noise, Site("h", 1), target)
             try:

@@ -29,7 +29,7 @@ from matlens import InputError, LinearMap, MapSet, collect
 from matlens.activations.activations import Activations
 from matlens.corpora.examples import Examples
 from matlens.linear.maps import tensor_digest
-from matlens.models.anatomy import Anatomy
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import Site
 from matlens.patching.replacements import mat_attn
 from matlens.patching.submodules import attend_nowhere, fit_submodules, submodule_pairs
@@ -44,20 +44,20 @@ RANGES = [(a, b) for a in range(N_LAYERS + 1) for b in range(a, N_LAYERS + 1)]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name: str, small_model: Models) -> None:
-    anatomy = Anatomy.from_model(small_model(name))
+    layout = ModelLayout.from_model(small_model(name))
     there = [part for part in ("attn", "ffn", "ln1", "ln2") if part in submodules(name)]
     assert there == ["attn", "ffn", "ln1", "ln2"][: 3 if name == "gptj" else 4]
     expected = [(f"{part}_in.{layer}", f"{part}_out.{layer}") for layer in range(3) for part in there]
-    assert submodule_pairs(anatomy) == expected
-    assert submodule_pairs(anatomy, ["ffn"]) == [pair for pair in expected if pair[0].startswith("ffn")]
-    assert submodule_pairs(anatomy, ["ln2"]) == [pair for pair in expected if pair[0].startswith("ln2")]
+    assert submodule_pairs(layout) == expected
+    assert submodule_pairs(layout, ["ffn"]) == [pair for pair in expected if pair[0].startswith("ffn")]
+    assert submodule_pairs(layout, ["ln2"]) == [pair for pair in expected if pair[0].startswith("ln2")]
     for pair in expected:
-        assert [str(anatomy.resolve(site)) for site in pair] == list(pair)
+        assert [str(layout.resolve(site)) for site in pair] == list(pair)
 
 
 def test_a_model_whose_wiring_is_not_known_is_refused(small_model: Models) -> None:
     with pytest.raises(InputError, match="blocks of this model are stream-only"):
-        submodule_pairs(Anatomy.from_model(small_model("bloom")))
+        submodule_pairs(ModelLayout.from_model(small_model("bloom")))
 
 
 # Fits
@@ -99,7 +99,7 @@ def random_examples(n: int) -> Examples:
 
 def samples_of(model: Any, positions: Any = "drawn") -> Activations:
     """Vectors at both ends of all sub-modules."""
-    sites = [site for pair in submodule_pairs(Anatomy.from_model(model)) for site in pair]
+    sites = [site for pair in submodule_pairs(ModelLayout.from_model(model)) for site in pair]
     examples = random_examples(180 if positions == "drawn" else 40)
     return collect(model, examples, sites, positions=positions, progress=False)
 
@@ -133,7 +133,7 @@ def test_stand_ins_are_least_squares_on_the_vectors_of_the_plain_modules(
     plain, places = plain_samples(name, other, samples.examples, positions)
     later = places > 0
     assert 10 < int((~later).sum()) < len(later) - 2 * D_MODEL
-    pairs = submodule_pairs(Anatomy.from_model(model))
+    pairs = submodule_pairs(ModelLayout.from_model(model))
     whole = list(fit_submodules(samples, pairs, progress=False))
     some = list(fit_submodules(samples, pairs, rows=torch.from_numpy(samples.places > 0), progress=False))
     for (source, target), every, not_first in zip(pairs, whole, some, strict=True):
@@ -166,7 +166,7 @@ def test_an_intercept_and_a_penalty_are_those_of_least_squares(
 
 def test_a_stand_in_says_what_it_was_fitted_on(small_model: Models) -> None:
     samples = samples_of(small_model("llama"))
-    pairs = submodule_pairs(Anatomy.from_model(small_model("llama")), ["attn"])
+    pairs = submodule_pairs(ModelLayout.from_model(small_model("llama")), ["attn"])
     some = torch.arange(samples.n_rows) % 3 > 0
     all_rows = {"n_fitted": samples.n_rows, "intercept": False, "ridge": 0.5}
     some_rows = all_rows | {"n_fitted": int(some.sum()), "rows": tensor_digest(some.nonzero()[:, 0])}
@@ -182,7 +182,7 @@ def test_a_stand_in_says_what_it_was_fitted_on(small_model: Models) -> None:
 
 def test_sites_that_were_not_collected_are_refused(small_model: Models) -> None:
     model = small_model("llama")
-    pairs = submodule_pairs(Anatomy.from_model(model), ["ffn", "ln1"])[:4]
+    pairs = submodule_pairs(ModelLayout.from_model(model), ["ffn", "ln1"])[:4]
     sites = [site for pair in pairs for site in pair]
     for absent in (sites[:1], sites[3:4], sites[1:5]):
         others = [site for site in sites if site not in absent]
@@ -222,7 +222,7 @@ def stream_of(model: Any, tokens: Tensor, replacements: Any = ()) -> list[Tensor
     seen: dict[int, Tensor] = {}
     hooks = [
         (
-            Anatomy.from_model(model).hook(layer),
+            ModelLayout.from_model(model).hook(layer),
             lambda value, hook, layer=layer: seen.update({layer: value[0].clone()}),
         )
         for layer in range(N_LAYERS + 1)
@@ -316,7 +316,7 @@ def test_blocks_that_cannot_be_run_on_a_vector_alone_are_refused(
 ) -> None:
     decoder = matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
     other = matlens.load(str(model_folder("opt")), device="cpu")
-    Anatomy.from_model(other)
+    ModelLayout.from_model(other)
     for block in other.blocks:
         del block.original_component.activation_fn  # a layer that is not known
     for model, reason in ((decoder, "read the encoder's last layer as well"), (other, "in no module")):
@@ -336,7 +336,7 @@ def test_a_missing_stand_in_is_refused(small_model: Models) -> None:
 
 def test_a_name_that_is_no_sub_module_is_refused(small_model: Models) -> None:
     with pytest.raises(InputError, match="'fnn' is not a sub-module"):
-        submodule_pairs(Anatomy.from_model(small_model("llama")), ["fnn"])
+        submodule_pairs(ModelLayout.from_model(small_model("llama")), ["fnn"])
 
 
 @pytest.mark.refused
@@ -351,7 +351,7 @@ def test_rows_of_another_length_are_refused(change: int, small_model: Models) ->
 def test_without_context_the_model_is_checked_as_with_it(small_model: Models) -> None:
     """Maps of another model, and blocks whose wiring is not known, are refused here too."""
     samples = samples_of(small_model("llama"))
-    pairs = submodule_pairs(Anatomy.from_model(small_model("llama")), ["attn"])
+    pairs = submodule_pairs(ModelLayout.from_model(small_model("llama")), ["attn"])
     maps, h = MapSet(fit_submodules(samples, pairs, progress=False)), torch.ones(2, D_MODEL)
     with pytest.raises(InputError, match="The maps and this model do not belong together"):
         attend_nowhere(small_model("neox-sequential"), maps, h, 0, N_LAYERS)

@@ -20,8 +20,8 @@ import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.corpora.examples import Examples
 from matlens.models import weights
-from matlens.models.anatomy import Anatomy
 from matlens.models.hooks import intervening
+from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.variants import Variant
 
@@ -83,7 +83,7 @@ def at_sentence(replacement: Replacement, sentence: int) -> Replacement:
 def alone(model: Any, examples: Examples, replacements: Sequence[Replacement]) -> Tensor:
     """``h^L`` at the positions; the sentences run one at a time, without padding and without a cut."""
     final: list[Tensor] = []
-    hook = Anatomy.from_model(model).hook(N_LAYERS)
+    hook = ModelLayout.from_model(model).hook(N_LAYERS)
     for s, position in enumerate(examples.positions):
         tokens = torch.from_numpy(examples.tokens[examples.offsets[s] : examples.offsets[s + 1]])
         with patched(model, [at_sentence(replacement, s) for replacement in replacements]):

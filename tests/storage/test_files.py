@@ -16,11 +16,11 @@ from trees import tree
 
 from matlens.errors import InputError
 from matlens.storage.files import (
+    check_file_name,
+    check_seal,
     create,
     open_regular,
     read_json,
-    require_file_name,
-    require_seal,
     sealed,
     system_errors,
     write_bytes,
@@ -144,13 +144,13 @@ def test_a_folder_at_the_place_of_one_file_leaves_the_others_as_they_were(tmp_pa
 
 def test_a_pipe_at_the_place_of_a_file_is_refused_and_stays(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for write in (lambda path: write_bytes(path, b"x"), require_file_name):
+    for write in (lambda path: write_bytes(path, b"x"), check_file_name):
         with pytest.raises(InputError, match="is a pipe, a socket or a device"):
             write(tmp_path / "pipe")
     assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
     with pytest.raises(InputError, match="is a folder"):
-        require_file_name(tmp_path)
-    require_file_name(tmp_path / "new" / "a.html")
+        check_file_name(tmp_path)
+    check_file_name(tmp_path / "new" / "a.html")
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -208,10 +208,10 @@ def test_what_is_no_json_is_refused_by_its_name(content: bytes, tmp_path: Path) 
 def test_a_record_knows_its_own_content(record: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     write_json(path, sealed(record))
-    assert require_seal(read_json(path), path) == sealed(record) == sealed(sealed(record))
+    assert check_seal(read_json(path), path) == sealed(record) == sealed(sealed(record))
     for changed in ({**sealed(record), "a": 2}, {**sealed(record), "more": 0}, record, [], {"digest": None}):
         with pytest.raises(InputError, match=r"config\.json does not hold what matlens has written"):
-            require_seal(changed, path)
+            check_seal(changed, path)
 
 
 # What the file system refuses

@@ -10,7 +10,7 @@ import pytest
 
 from matlens.errors import InputError
 from matlens.storage.folders import Workplace
-from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, require_output
+from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, check_output
 
 KNOWN: dict[str, dict[str, Any]] = {
     TRAIN: {"data": {"seed": 0}, "positions": "drawn"},
@@ -31,13 +31,13 @@ def everything(folder: Path) -> set[Path]:
 
 
 def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
-    require_output(tmp_path / "new" / "out", KNOWN)
-    require_output(tmp_path, KNOWN)
+    check_output(tmp_path / "new" / "out", KNOWN)
+    check_output(tmp_path, KNOWN)
     begin(tmp_path / TRAIN, "activations", data={"seed": 0, "n": 3}, positions="drawn")
     begin(tmp_path / MAPS, "maps", ridge=0.0, intercept=False)
     (tmp_path / "mine.txt").write_text("mine")
     before = everything(tmp_path)
-    require_output(tmp_path, KNOWN)
+    check_output(tmp_path, KNOWN)
     assert everything(tmp_path) == before
 
 
@@ -55,7 +55,7 @@ def test_another_job_is_told(
 ) -> None:
     begin(tmp_path / part, holds, **provenance)
     with pytest.raises(InputError, match=rf"{part} belongs to another job .*{message}"):
-        require_output(tmp_path, KNOWN)
+        check_output(tmp_path, KNOWN)
 
 
 @pytest.mark.parametrize("part", KNOWN)
@@ -63,21 +63,21 @@ def test_files_of_others_and_what_is_no_folder_are_told(tmp_path: Path, part: st
     (tmp_path / part).mkdir()
     (tmp_path / part / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="holds other files"):
-        require_output(tmp_path, KNOWN)
-    require_output(tmp_path, {name: about for name, about in KNOWN.items() if name != part})
+        check_output(tmp_path, KNOWN)
+    check_output(tmp_path, {name: about for name, about in KNOWN.items() if name != part})
     (tmp_path / part / "mine.txt").unlink()
     (tmp_path / part).rmdir()
     (tmp_path / part).write_text("mine")
     with pytest.raises(InputError, match="is no folder"):
-        require_output(tmp_path, KNOWN)
+        check_output(tmp_path, KNOWN)
 
 
 @pytest.mark.parametrize("name", ["results.csv", "results.json", "run.json", *FIGURES])
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(InputError, match="is a folder, and a file is to be written there"):
-        require_output(tmp_path, KNOWN)
-    require_output(tmp_path, {TRAIN: KNOWN[TRAIN]})
+        check_output(tmp_path, KNOWN)
+    check_output(tmp_path, {TRAIN: KNOWN[TRAIN]})
 
 
 def places(folder: Path) -> dict[str, Path]:
@@ -99,5 +99,5 @@ def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path, 
     there = places(tmp_path)[place]
     before = everything(tmp_path)
     with pytest.raises(InputError, match="cannot be written"):
-        require_output(there, KNOWN)
+        check_output(there, KNOWN)
     assert everything(tmp_path) == before

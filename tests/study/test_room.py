@@ -15,7 +15,7 @@ from matlens import InputError, make_examples, parallel
 from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.corpora.corpus import Corpus
 from matlens.study import Study, collect_parts, fit_maps
-from matlens.study.room import free_memory, in_words, moments_on_disk, require_room_to_merge
+from matlens.study.room import check_room_to_merge, free_memory, in_words, moments_on_disk
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
     with pytest.raises(InputError, match="of disk"):
         study().shard_moments(1, 1)
     free(disk=2 * planned - held)
-    module.require_room_for_moments(made.n_samples, pairs, made.widths, tmp_path)
+    module.check_room_for_moments(made.n_samples, pairs, made.widths, tmp_path)
 
 
 def test_shards_that_cannot_be_joined_for_want_of_room(
@@ -127,12 +127,12 @@ def test_shards_that_cannot_be_joined_for_want_of_room(
     for few, missing in ({"memory": 9000}, "of memory"), ({"disk": 9000}, "of disk at .*joined"):
         free(**few)
         with pytest.raises(InputError, match=f"Joining 2 shards of moments of 32 dimensions .* {missing}"):
-            require_room_to_merge(shards, tmp_path / "joined")
+            check_room_to_merge(shards, tmp_path / "joined")
     free()
-    require_room_to_merge(shards, tmp_path / "joined")
+    check_room_to_merge(shards, tmp_path / "joined")
     merge_moments(shards, tmp_path / "joined")
     free(memory=0, disk=0)
-    require_room_to_merge(shards, tmp_path / "joined")
+    check_room_to_merge(shards, tmp_path / "joined")
 
 
 def test_each_process_of_a_machine_needs_room_and_one_of_them_asks(
@@ -144,16 +144,16 @@ def test_each_process_of_a_machine_needs_room_and_one_of_them_asks(
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setattr(parallel, "rank", lambda: rank)
         monkeypatch.setattr(parallel, "world_size", lambda: 8)
-        module.require_room_for_moments(10**6, pairs, widths, tmp_path)
+        module.check_room_for_moments(10**6, pairs, widths, tmp_path)
 
     seen: list[tuple[int, str]] = []
-    monkeypatch.setattr(module, "require_memory", lambda needed, what, _: seen.append((needed, what)))
+    monkeypatch.setattr(module, "check_memory", lambda needed, what, _: seen.append((needed, what)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank, local_rank in ((0, 0), (1, 1), (4, 0), (7, 3)):
         asked(rank, local_rank)
     monkeypatch.undo()
-    monkeypatch.setattr(module, "require_memory", lambda needed, what, _: seen.append((needed, what)))
-    module.require_room_for_moments(10**6, pairs, widths, tmp_path)
+    monkeypatch.setattr(module, "check_memory", lambda needed, what, _: seen.append((needed, what)))
+    module.check_room_for_moments(10**6, pairs, widths, tmp_path)
     assert [needed for needed, _ in seen] == [4 * seen[2][0], 4 * seen[2][0], seen[2][0]]
     assert ["in 4 processes" in what for _, what in seen] == [True, True, False]
 

@@ -145,7 +145,7 @@ def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
     first = study()
     samples = first.submodule_samples
     assert sum(runs) == N_TRAIN
-    heads = set(head_outputs(matlens.models.Anatomy.from_model(first.model)))
+    heads = set(head_outputs(matlens.models.ModelLayout.from_model(first.model)))
     assert len(heads) == N_LAYERS
     assert set(samples) == ENDS | set(STREAM) | heads
     _ = first.stream, first.maps
@@ -193,7 +193,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     tested = study(model)
     samples, pairs = (
         tested.submodule_samples,
-        submodule_pairs(matlens.models.Anatomy.from_model(tested.model)),
+        submodule_pairs(matlens.models.ModelLayout.from_model(tested.model)),
     )
     rows = {
         "all": torch.ones(N_TRAIN, dtype=torch.bool),

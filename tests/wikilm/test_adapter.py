@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import matlens
 from matlens import InputError, ffn, lens
 from matlens.control import continue_prompts, controlled
-from matlens.models import Anatomy, Provenance, changes_of, token_policy
+from matlens.models import ModelLayout, Provenance, changes_of, token_policy
 from matlens.wikilm import read_wikilm, register
 
 SENTENCES = ["w1 w40 w17 w3 w29 w9", "w17 w2", "w8 w8 w30 w21 w49 w35 w45"]
@@ -33,7 +33,7 @@ def model(path: Path) -> Any:
 @pytest.fixture(scope="module")
 def samples(model: Any) -> Any:
     corpus = make_sentences()
-    sites = [str(site) for site in Anatomy.from_model(model).sites]
+    sites = [str(site) for site in ModelLayout.from_model(model).sites]
     return matlens.collect(model, matlens.make_examples(model, corpus), sites=sites, progress=False)
 
 
@@ -56,10 +56,10 @@ def unembedding() -> torch.Tensor:
 
 
 def test_a_bridge_has_every_site(model: Any) -> None:
-    anatomy = Anatomy.from_model(model)
-    assert (anatomy.family.name, anatomy.n_layers, anatomy.d_model, anatomy.d_mlp) == ("pre-norm", 3, 16, 24)
-    assert {"ln1_in", "ln1_out", "attn_out", "mid", "ln2_out", "ffn_post", "ffn_out"} <= set(anatomy.kinds)
-    assert anatomy.resolve("blocks.2.attn.hook_z") is not None
+    layout = ModelLayout.from_model(model)
+    assert (layout.family.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
+    assert {"ln1_in", "ln1_out", "attn_out", "mid", "ln2_out", "ffn_post", "ffn_out"} <= set(layout.kinds)
+    assert layout.resolve("blocks.2.attn.hook_z") is not None
     assert changes_of(model) == ()
     assert token_policy(model).words == "'</s>' in front"
     assert (model.cfg.n_ctx, model.cfg.d_vocab) == (48, N_WORDS)
@@ -151,10 +151,10 @@ def test_a_model_is_known_by_its_weights(model: Any, path: Path, tmp_path: Path)
     dictionary.tokenizer(longest=48).save_pretrained(tmp_path / "hf")
     again = matlens.load(tmp_path / "hf", device="cpu")
     first, second = (matlens.models.ModelIdentity.from_model(m) for m in (model, again))
-    Provenance(first).require_same(second, ours="the maps")
+    Provenance(first).check_same(second, ours="the maps")
     other = matlens.load(save(tmp_path / "b", tensors=weights(settings(), seed=1)), device="cpu")
     with pytest.raises(InputError, match="weights or precision differ"):
-        Provenance(first).require_same(matlens.models.ModelIdentity.from_model(other), ours="the maps")
+        Provenance(first).check_same(matlens.models.ModelIdentity.from_model(other), ours="the maps")
 
 
 def test_transformer_lens_reads_it_by_itself(path: Path, tmp_path: Path) -> None:

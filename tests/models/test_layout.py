@@ -29,8 +29,8 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, Site
-from matlens.models import anatomy
-from matlens.models.anatomy import Anatomy
+from matlens.models import layout
+from matlens.models.layout import ModelLayout
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17, 2, 50]])
 
@@ -64,13 +64,13 @@ def vectors(model: Any, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def keep(site: Site) -> tuple[str, Any]:
-        return Anatomy.from_model(model).hook(site), lambda value, hook: found.update(
+        return ModelLayout.from_model(model).hook(site), lambda value, hook: found.update(
             {str(site): value.clone()}
         )
 
     with (
         torch.inference_mode(),
-        model.hooks(fwd_hooks=[keep(site) for site in Anatomy.from_model(model).sites]),
+        model.hooks(fwd_hooks=[keep(site) for site in ModelLayout.from_model(model).sites]),
     ):
         model(tokens, return_type=None)
     return found
@@ -78,13 +78,13 @@ def vectors(model: Any, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `Anatomy.from_model` forget the models that it has seen, for this test."""
-    monkeypatch.setattr(anatomy, "_KNOWN", WeakKeyDictionary())
+    """Let `ModelLayout.from_model` forget the models that it has seen, for this test."""
+    monkeypatch.setattr(layout, "_KNOWN", WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
 def test_family_and_kinds_are_those_of_the_architecture(name: str, small_model: Callable[[str], Any]) -> None:
-    found = Anatomy.from_model(small_model(name))
+    found = ModelLayout.from_model(small_model(name))
     kinds = {*SITE_MODULES[name], *APART.get(name, ())}
     assert found.family.name == (FAMILY_OF | KINDS)[name]
     assert set(found.kinds) == kinds
@@ -149,18 +149,18 @@ def test_our_sites_add_up_as_the_family_says(name: str, small_model: Callable[[s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", WIRINGS)
-def test_half_precision_has_the_same_anatomy(
+def test_half_precision_has_the_same_layout(
     name: str, dtype: torch.dtype, model_folder: Callable[[str], Path], small_model: Callable[[str], Any]
 ) -> None:
     model = matlens.load(str(model_folder(name)), device="cpu", dtype=dtype)
-    assert Anatomy.from_model(model) == Anatomy.from_model(small_model(name))
+    assert ModelLayout.from_model(model) == ModelLayout.from_model(small_model(name))
     assert {value.dtype for value in vectors(model).values()} == {dtype}
 
 
 def test_wiring_is_found_by_its_sums_and_not_by_the_name(tmp_path: Path) -> None:
     """GPT-NeoX without parallel residuals has the same class and hook names, and is a pre-norm model."""
     model = matlens.load(str(save_model("neox-sequential", tmp_path)), device="cpu")
-    assert Anatomy.from_model(model).family.name == "pre-norm"
+    assert ModelLayout.from_model(model).family.name == "pre-norm"
     theirs = plain_vectors("neox-sequential", load_plain("neox-sequential", tmp_path), TOKENS)
     for site, value in vectors(model).items():
         assert_near(value, theirs[site])
@@ -169,7 +169,7 @@ def test_wiring_is_found_by_its_sums_and_not_by_the_name(tmp_path: Path) -> None
 def test_blocks_whose_parts_add_the_stream_themselves_have_only_the_stream(tmp_path: Path) -> None:
     """What BLOOM's attention and FFN return has the stream in it already, so no known sum holds."""
     model = matlens.load(str(save_model("bloom", tmp_path)), device="cpu")
-    found = Anatomy.from_model(model)
+    found = ModelLayout.from_model(model)
     assert (found.family.name, found.kinds, found.sites) == ("stream-only", (), found.stream)
     theirs = plain_vectors("bloom", load_plain("bloom", tmp_path), TOKENS)
     for site, value in vectors(model).items():
@@ -197,7 +197,7 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
     inner = getattr(block, "original_component", block)
     handle = inner.register_forward_hook(shifted)
     try:
-        assert Anatomy.from_model(model).family.name == "stream-only"
+        assert ModelLayout.from_model(model).family.name == "stream-only"
     finally:
         handle.remove()
 
@@ -212,7 +212,7 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
 def test_missing_site_names_those_that_exist(
     name: str, missing: str, small_model: Callable[[str], Any]
 ) -> None:
-    found = Anatomy.from_model(small_model(name))
+    found = ModelLayout.from_model(small_model(name))
     for ask in (found.resolve, found.hook):
         with pytest.raises(InputError) as caught:
             ask(missing)
@@ -226,7 +226,7 @@ def test_missing_site_names_those_that_exist(
 @pytest.mark.parametrize(("typo", "meant"), [("atn_out", "attn_out"), ("ffn_ou", "ffn_out"), ("midd", "mid")])
 def test_a_typo_names_the_nearest(typo: str, meant: str, small_model: Callable[[str], Any]) -> None:
     with pytest.raises(InputError, match=f"The nearest is '{meant}'"):
-        Anatomy.from_model(small_model("llama")).resolve(f"{typo}.1")
+        ModelLayout.from_model(small_model("llama")).resolve(f"{typo}.1")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_typo_names_the_nearest(typo: str, meant: str, small_model: Callable[[
 def test_layers_count_from_both_ends(
     given: str | int | Site, resolved: str, small_model: Callable[[str], Any]
 ) -> None:
-    found = Anatomy.from_model(small_model("gpt2"))
+    found = ModelLayout.from_model(small_model("gpt2"))
     assert str(found.resolve(given)) == resolved
     assert found.hook(given) == found.hook(resolved)
 
@@ -253,14 +253,14 @@ def test_layers_out_of_range_name_the_range(
     given: str | int, last: str, small_model: Callable[[str], Any]
 ) -> None:
     with pytest.raises(InputError, match=rf"out of range: this model has \w+\.0 to {last}\."):
-        Anatomy.from_model(small_model("gpt2")).resolve(given)
+        ModelLayout.from_model(small_model("gpt2")).resolve(given)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_coefficients_are_as_wide_as_the_output_matrix_and_all_else_as_the_stream(
     name: str, small_model: Callable[[str], Any]
 ) -> None:
-    found = Anatomy.from_model(small_model(name))
+    found = ModelLayout.from_model(small_model(name))
     widths = {str(site): value.shape[-1] for site, value in vectors(small_model(name)).items()}
     assert {str(site): found.width(site) for site in found.sites} == widths
     assert {width for site, width in widths.items() if not site.startswith("ffn_post.")} == {D_MODEL}
@@ -273,11 +273,11 @@ def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
 ) -> None:
     """The rest of the block adds up all the same, so its other sites stay."""
     model = small_model(name)
-    kinds = set(Anatomy.from_model(model).kinds)
-    anatomy._KNOWN.clear()
+    kinds = set(ModelLayout.from_model(model).kinds)
+    layout._KNOWN.clear()
     handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
     try:
-        found = Anatomy.from_model(model)
+        found = ModelLayout.from_model(model)
     finally:
         handle.remove()
     assert found.family.name == FAMILY_OF[name]
@@ -292,7 +292,7 @@ def test_no_hook_is_left_and_the_model_is_as_before(
     with torch.inference_mode():
         logits = model(TOKENS, return_type="logits")  # the libraries add hooks of their own in a first run
         before, states = hook_counts(model), {k: v.clone() for k, v in model.state_dict().items()}
-        Anatomy.from_model(model)
+        ModelLayout.from_model(model)
         assert hook_counts(model) == before
         assert torch.equal(model(TOKENS, return_type="logits"), logits)
     assert not model.training
@@ -306,22 +306,22 @@ def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], fo
     handle = model.original_model.transformer.ln_f.register_forward_hook(lambda *_: 1 / 0)
     try:
         with pytest.raises(ZeroDivisionError):
-            Anatomy.from_model(model)
+            ModelLayout.from_model(model)
     finally:
         handle.remove()
     assert hook_counts(model) == before
-    assert Anatomy.from_model(model).family.name == "pre-norm"  # a failure is not remembered
+    assert ModelLayout.from_model(model).family.name == "pre-norm"  # a failure is not remembered
 
 
-def test_anatomy_runs_the_model_once(
+def test_the_layout_runs_the_model_once(
     small_model: Callable[[str], Any], forgotten: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model("llama")
     runs: list[None] = []
-    examine = anatomy._examine
-    monkeypatch.setattr(anatomy, "_examine", lambda model: runs.append(None) or examine(model))
-    first = Anatomy.from_model(model)
-    assert Anatomy.from_model(model) is first
+    examine = layout._examine
+    monkeypatch.setattr(layout, "_examine", lambda model: runs.append(None) or examine(model))
+    first = ModelLayout.from_model(model)
+    assert ModelLayout.from_model(model) is first
     assert len(runs) == 1
 
 
@@ -332,7 +332,7 @@ def test_anatomy_runs_the_model_once(
 def test_a_hook_that_carries_a_site_is_that_site(name: str, small_model: Callable[[str], Any]) -> None:
     """By the hook point itself, whatever TransformerLens calls it in this architecture."""
     model = small_model(name)
-    known = Anatomy.from_model(model)
+    known = ModelLayout.from_model(model)
     points = model.hook_dict
     carried = {id(points[known.hook(site)]) for site in known.sites}
     named = 0
@@ -359,7 +359,7 @@ def test_a_hook_that_carries_a_site_is_that_site(name: str, small_model: Callabl
 def test_hooks_have_the_width_and_the_order_of_a_pass(name: str, small_model: Callable[[str], Any]) -> None:
     """Against a pass of its own, over other tokens."""
     model = small_model(name)
-    known = Anatomy.from_model(model)
+    known = ModelLayout.from_model(model)
     order: list[str] = []
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -377,16 +377,16 @@ def test_hooks_have_the_width_and_the_order_of_a_pass(name: str, small_model: Ca
         assert known.width(hook) == torch.Size(shape[2:]).numel()
 
 
-def usable_hooks(known: Anatomy) -> list[str]:
+def usable_hooks(known: ModelLayout) -> list[str]:
     return [name for name, hook in known.hooks.items() if hook.shape]
 
 
 def test_hooks_that_are_turned_on_are_found(model_folder: Callable[[str], Path]) -> None:
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     with pytest.raises(InputError, match=r"'blocks\.1\.attn\.hook_result' does not fire"):
-        Anatomy.from_model(model).resolve("result.1")
+        ModelLayout.from_model(model).resolve("result.1")
     model.set_use_attn_result(True)
-    known = Anatomy.from_model(model)
+    known = ModelLayout.from_model(model)
     assert known.width("result.1") == 4 * D_MODEL
 
 
@@ -401,5 +401,5 @@ def test_errors_that_are_not_about_the_model_come_through(
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     model.add_hook("blocks.0.hook_out", fail)
     with pytest.raises(type(error)) as raised:
-        anatomy._examine(model)
+        layout._examine(model)
     assert raised.value is error

@@ -64,7 +64,7 @@ class Hook(NamedTuple):
 
 @checked
 @dataclass(frozen=True)
-class Anatomy:
+class ModelLayout:
     """What sites a model has and which hook carries each.
 
     Attributes
@@ -94,7 +94,7 @@ class Anatomy:
     hooks: Mapping[str, Hook] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def from_model(cls, model: TransformerBridge) -> Anatomy:
+    def from_model(cls, model: TransformerBridge) -> ModelLayout:
         """Find how a model's blocks are wired, by running a few tokens and checking the sums.
 
         The answer is remembered for as long as the model lives, but not where the model is changed: hooks of
@@ -103,10 +103,10 @@ class Anatomy:
         switches = tuple(getattr(model.cfg, name, None) for name in _SWITCHES)
         if model in _KNOWN and _KNOWN[model][0] == switches:
             return _KNOWN[model][1]
-        anatomy = _examine(model)
+        layout = _examine(model)
         if not changes_of(model):
-            _KNOWN[model] = switches, anatomy
-        return anatomy
+            _KNOWN[model] = switches, layout
+        return layout
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -228,11 +228,11 @@ class Anatomy:
         return block_hook(site.layer, self.family.hooks[site.kind]) if site.kind in self.kinds else None
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Anatomy]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, tuple[tuple[Any, ...], ModelLayout]] = WeakKeyDictionary()
 _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_attn_in")
 
 
-def _examine(model: TransformerBridge) -> Anatomy:
+def _examine(model: TransformerBridge) -> ModelLayout:
     n_layers = model.cfg.n_layers
     candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*STREAM_HOOKS.values()}
     mixtures = [mixture(model, layer) for layer in range(n_layers)]
@@ -289,8 +289,8 @@ def _examine(model: TransformerBridge) -> Anatomy:
             ]
             d_mlp = _d_mlp(model, family, seen)
             kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
-            return Anatomy(family, n_layers, model.cfg.d_model, kinds, d_mlp, **blocks)
-    return Anatomy(STREAM_ONLY, n_layers, model.cfg.d_model, (), **blocks)
+            return ModelLayout(family, n_layers, model.cfg.d_model, kinds, d_mlp, **blocks)
+    return ModelLayout(STREAM_ONLY, n_layers, model.cfg.d_model, (), **blocks)
 
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
