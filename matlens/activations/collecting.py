@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arithmetic import own_precision
-from matlens.checks import PositiveInt, check_choice, check_int, checked, short
+from matlens.checks import PositiveInt, check_int, checked
 from matlens.corpora.batches import Batch
-from matlens.corpora.examples import Examples, check_examples
+from matlens.corpora.examples import Examples
 from matlens.corpora.readers import check_model, check_own_tokens, reads_whole
 from matlens.errors import InputError
 from matlens.kinds.images import is_visual
@@ -253,8 +253,6 @@ def _stream(
 
 def _check_arguments(model: Any, examples: Any, positions: Any) -> None:
     check_model(model)
-    check_examples(examples)
-    check_choice(positions, get_args(Positions), "positions")
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
     check_own_tokens(model, examples)
@@ -267,12 +265,6 @@ def _check_arguments(model: Any, examples: Any, positions: Any) -> None:
 
 
 def _resolve_sites(layout: ModelLayout, sites: Any) -> list[Site]:
-    if isinstance(sites, (str, int, Site)):
-        raise InputError(f"{sites!r} is one site. Expected a list of them, such as ['h.0'].")
-    if not isinstance(sites, Iterable) or isinstance(sites, Mapping):
-        raise InputError(
-            f"The sites are {short(sites)}. Expected a list of them, such as ['h.0', 'attn_out.3']."
-        )
     wanted = list(dict.fromkeys(map(layout.resolve, sites)))
     if not wanted:
         raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")

@@ -7,7 +7,7 @@ model itself which tokens become likelier where a text is announced as toxic, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -147,15 +147,8 @@ def word_filter(tokenizer: Tokenizer, words: Sequence[str]) -> NoBadWordsLogitsP
     InputError
         There are no words, or one is empty or not in the vocabulary, not even in parts.
     """
-    if not callable(tokenizer):
-        raise InputError(
-            f"tokenizer is {short(tokenizer)}. Expected the tokenizer of a model: model.tokenizer."
-        )
-    if isinstance(words, str | bytes | Mapping) or not isinstance(words, Iterable):
-        raise InputError(f"words is {short(words)}. Expected a list of words to ban, with at least one.")
-    words = list(words)
-    if not words or not all(isinstance(word, str) for word in words):
-        raise InputError("No words to ban are given. Expected a list with at least one, all of them text.")
+    if not words:
+        raise InputError("words must have at least one word to ban.")
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.strip()

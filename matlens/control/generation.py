@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from matlens.checks import Seed, checked
+from matlens.checks import PositiveInt, Seed, checked
 from matlens.control.baselines import SelfDebiasing, announced_tokens
 from matlens.corpora.readers import check_decoder
 from matlens.errors import InputError
@@ -39,12 +39,12 @@ def continue_prompts(
     model: TransformerBridge,
     prompts: Sequence[str],
     *,
-    n_tokens: int = CONTINUATION_TOKENS,
-    n_samples: int | None = None,
-    n_beams: int = 1,
+    n_tokens: PositiveInt = CONTINUATION_TOKENS,
+    n_samples: PositiveInt | None = None,
+    n_beams: PositiveInt = 1,
     seed: Seed = 0,
     processor: LogitsProcessor | None = None,
-    batch_size: int = 64,
+    batch_size: PositiveInt = 64,
     use_cache: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -86,7 +86,9 @@ def continue_prompts(
         is less than 1; or draws are asked for, and beams.
     """
     check_raw(model)
-    _check(model, prompts, n_tokens=n_tokens, n_samples=n_samples, n_beams=n_beams, batch_size=batch_size)
+    check_decoder(model, "continues no prompts")
+    if not prompts:
+        raise InputError("prompts must have at least one prompt.")
     if n_samples is not None and n_beams > 1:
         raise InputError(
             f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
@@ -138,15 +140,6 @@ class _GumbelDraws(LogitsProcessor):
         wide = in_float64(scores.float())
         noisy = wide + torch.from_numpy(drawn).repeat(self._n_variants, 1).to(wide.device)
         return noisy if has_float64(scores.device) else noisy.float().to(scores.device)
-
-
-def _check(model: TransformerBridge, prompts: Sequence[str], **numbers: int | None) -> None:
-    check_decoder(model, "continues no prompts")
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
-        raise InputError("No prompts are given. Expected a list with at least one.")
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise InputError(f"{name} is {number}. Expected at least 1.")
 
 
 def _prompt_variants(

@@ -8,24 +8,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from matlens.checks import short
+from matlens.checks import check, short
 from matlens.errors import InputError, printable
 
 
 def check_texts(texts: Any, name: str) -> list[str]:
-    """Read a list of texts.
-
-    Raises
-    ------
-    InputError
-        It is one text, or something in it is none.
-    """
-    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
-        raise InputError(f"{name} is {short(texts)}. Expected a list of texts.")
+    """Read a list of texts; raises InputError if it is one text, or if an item is not a text."""
+    check(texts, Iterable[str], name)
     listed = list(texts)
-    for i, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise InputError(f"{name}[{i}] is {short(text)}. Expected a text.")
+    check(listed, list[str], name)
     return listed
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pandas as pd
 
-from matlens.checks import Seed, Tokenizer, check_int, checked, short
+from matlens.checks import Seed, Tokenizer, check_int, checked
 from matlens.control.graders import TOXICITY, Grader
 from matlens.control.scores import grade_texts
 from matlens.errors import InputError
 from matlens.ffn.projection import TopTokens, name_columns
 from matlens.ffn.values import ValueVectors
 from matlens.models.vocabulary import token_texts
+from matlens.storage.tables import check_columns
 
 HARMLESS = 0.1  # the paper's threshold
 
@@ -41,10 +42,6 @@ def grade_values(
     InputError
         The top tokens are not those of all the value vectors.
     """
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise InputError(
-            f"tokenizer is {short(tokenizer)}. Expected the tokenizer of a model: model.tokenizer."
-        )
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
@@ -104,17 +101,9 @@ def most_harmless(graded: pd.DataFrame, n: int) -> pd.DataFrame:
 
 
 def _check_graded(graded: pd.DataFrame) -> None:
-    if not isinstance(graded, pd.DataFrame) or "score" not in graded.columns:
-        raise InputError(
-            f"graded is a {type(graded).__name__} without a column 'score'. Expected what grade_values() "
-            "gives."
-        )
+    check_columns(graded, ["score"], "what grade_values gives")
 
 
 def _check_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
-    most = len(graded)
-    if not 1 <= check_int(n, "n") <= most:
-        raise InputError(
-            f"{n} value vectors were asked for, and {most} have {quality}. Expected 1 to {most}."
-        )
+    check_int(n, f"The number of value vectors with {quality}", min=1, max=len(graded))
     return graded

@@ -38,10 +38,8 @@ class TokenFrequency:
     def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
         d_vocab = check_int(d_vocab, "d_vocab", min=1, max=_LARGEST)
         tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
-            raise InputError(
-                f"tokens is {short(tokens)}. Expected the numbers of a text's tokens, one or more."
-            )
+        if not len(tokens):
+            raise InputError("tokens must have at least one token.")
         if tokens.min() < 0 or tokens.max() >= d_vocab:
             number = tokens.min() if tokens.min() < 0 else tokens.max()
             raise InputError(
@@ -63,24 +61,13 @@ class TokenFrequency:
         InputError
             It is no corpus or no tokenizer, or a token is past the vocabulary.
         """
-        if not callable(tokenizer):
-            raise InputError(
-                f"The tokenizer is {short(tokenizer)}. Expected the model's own: model.tokenizer."
-            )
         sentences = tokenizer(list(corpus.sentences), add_special_tokens=False)["input_ids"]
         return cls(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sentences]), d_vocab)
 
     def shares(self, ids: Int[np.ndarray, "n k"]) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
         """For each list of tokens the share of common ones, and the share of those that do not occur."""
-        ids = np.asarray(ids)
-        inside = ids.dtype.kind in "iu" and (
-            not ids.size or (ids.min() >= 0 and ids.max() < len(self.counts))
-        )
-        if ids.ndim != 2 or not inside:
-            raise InputError(
-                f"ids is {short(ids)}. Expected lists of tokens, of one length, with numbers from 0 to "
-                f"{len(self.counts) - 1}."
-            )
+        if ids.size and not 0 <= ids.min() <= ids.max() < len(self.counts):
+            raise InputError(f"ids must be tokens from 0 to {len(self.counts) - 1}, got {short(ids)}.")
         return self.common[ids].mean(1), (self.counts[ids] == 0).mean(1)
 
 

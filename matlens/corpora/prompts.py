@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from torch import Tensor
 
-from matlens.checks import Between, PositiveInt, checked, short
+from matlens.checks import Between, PositiveInt, check, checked, short
 from matlens.corpora.corpus import Corpus, as_corpus
 from matlens.corpora.examples import LAST, TOKENIZATION, Examples, end_to_end
 from matlens.corpora.readers import (
@@ -251,22 +250,14 @@ def _running_text(source: str | Path | Corpus | Sequence[str]) -> tuple[str, str
 
 
 def list_of_texts(prompts: Any) -> list[str]:
-    """Texts as a list.
-
-    Raises
-    ------
-    InputError
-        It is one text, or holds what is no text.
-    """
-    if isinstance(prompts, str):
-        raise InputError(f"{short(prompts)} is one prompt. Expected a list of them.")
+    """Texts as a list; raises InputError if it is one text, or if an item is not a text."""
     if isinstance(prompts, Corpus):
         return list(prompts.sentences)
-    way = "Expected a list of texts; token ids go to matlens.make_token_examples()."
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (Tensor, bytes)):
-        raise InputError(f"The prompts are {short(prompts)}. {way}")
+    check(prompts, Iterable[str], "prompts")
     texts = list(prompts)
     wrong = [text for text in texts if not isinstance(text, str)]
     if wrong:
-        raise InputError(f"The prompts hold {short(wrong[0])}. {way}")
+        raise InputError(
+            f"prompts must be texts, got {short(wrong[0])}. Use matlens.make_token_examples for token ids."
+        )
     return texts

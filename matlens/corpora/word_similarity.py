@@ -86,8 +86,6 @@ class WordSimilarity:
         InputError
             The corpus has too few words that occur often enough.
         """
-        if isinstance(sentences, str) or not all(isinstance(sentence, str) for sentence in sentences):
-            raise InputError(f"sentences is {short(sentences)}. Expected a list of texts: corpus.sentences.")
         window = check_int(window, "window", min=1, max=_WIDEST_WINDOW)
         texts = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
         counts = Counter(word for text in texts for word in text)

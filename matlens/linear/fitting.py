@@ -24,7 +24,6 @@ from matlens.linear.samples import (
     check_collection,
     chosen_of_batches,
     chosen_samples,
-    described,
     warn_of_noise,
 )
 from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
@@ -94,11 +93,6 @@ def fit_samples(
         not those of these samples; the ridge is negative or not finite; or the device has no float64.
     """
     ridge, there = check_ridge(ridge), None if device is None else check_float64_device(device)
-    if not isinstance(samples, Mapping) and not isinstance(samples, Samples):
-        raise InputError(
-            f"samples is {described(samples)}. Expected vectors by site: what matlens.collect() gives, or a "
-            "dict such as {'h.0': x, 'h.3': y}."
-        )
     if provenance is None:
         provenance = getattr(samples, "provenance", None)
     resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last

@@ -17,12 +17,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from matlens import parallel
-from matlens.checks import checked, short
+from matlens.checks import checked
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
 from matlens.linear.moments import check_ridge
-from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.linear.pairs import Pairs, both_ends, list_pairs, resolve_pairs
 from matlens.linear.samples import Samples, check_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
@@ -124,9 +124,8 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     def _names(self, pair: Any) -> tuple[str, str]:
         """Names of both sites, from the end of the model where they count from there."""
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InputError(f"{short(pair)} is no pair of sites. Expected two, such as maps[3, 30].")
-        return self._name(pair[0]), self._name(pair[1])
+        source, target = both_ends(pair)
+        return self._name(source), self._name(target)
 
     def _name(self, site: Any) -> str:
         try:
@@ -210,10 +209,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         if pairs is None:
             chosen = list(self.values())
         else:
-            if isinstance(pairs, str) or not isinstance(pairs, Iterable) or not (wanted := [*pairs]):
-                raise InputError(f"pairs is {short(pairs)}. Expected pairs of sites, such as [(3, 30)].")
             try:
-                chosen = [self[source, target] for source, target in dict.fromkeys(map(self._names, wanted))]
+                names = dict.fromkeys(map(self._names, list_pairs(pairs)))
+                chosen = [self[source, target] for source, target in names]
             except KeyError as error:
                 raise InputError(f"{error.args[0]}.") from None
         return MapSet(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from matlens.checks import checked, short
+from matlens.checks import check, checked, short
 from matlens.errors import InputError
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
@@ -40,8 +40,6 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
         named: list[Pair] = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
     elif isinstance(pairs, str) and pairs == "last":
         named = [(a, n_layers) for a in range(n_layers)]
-    elif isinstance(pairs, str) or not isinstance(pairs, Iterable) or isinstance(pairs, Mapping):
-        raise InputError(f"pairs={short(pairs)}: expected 'all', 'last', or a list of pairs of sites.")
     else:
         named = list_pairs(pairs)
 
@@ -58,34 +56,19 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
     return [(str(source), str(target)) for source, target in sites]
 
 
-def list_pairs(pairs: object) -> list[Pair]:
-    """Read a list of pairs of sites.
-
-    Raises
-    ------
-    InputError
-        It is no list, it is empty, or something in it is not a pair.
-    """
-    if not isinstance(pairs, Iterable) or isinstance(pairs, Mapping | str | bytes):
-        raise InputError(f"pairs={short(pairs)}: expected a list of pairs of sites, such as [(0, 3)].")
+def list_pairs(pairs: Any) -> list[Pair]:
+    """Read a list of pairs of sites; raises InputError if it is empty, or if an item is not a pair."""
+    check(pairs, Iterable[Any], "pairs")
     named = [both_ends(pair) for pair in pairs]
     if not named:
-        raise InputError("There are no pairs of sites. Expected at least one, such as (0, 3).")
+        raise InputError("pairs must have at least one pair of sites, such as (0, 3).")
     return named
 
 
 def both_ends(pair: object) -> Pair:
-    """Read a pair of sites.
-
-    Raises
-    ------
-    InputError
-        It is not a pair.
-    """
+    """Read a pair of sites; raises InputError if it is not one."""
     if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-        raise InputError(
-            f"{short(pair)} is not a pair of sites. Expected two, such as (0, 3) or ('mid.1', 2)."
-        )
+        raise InputError(f"A pair of sites must be two, such as (0, 3) or ('mid.1', 2), got {short(pair)}.")
     return pair[0], pair[1]
 
 

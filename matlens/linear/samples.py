@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num, Real
 from torch import Tensor
 
+from matlens.checks import check, short
 from matlens.errors import InputError, warn
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
@@ -55,27 +56,14 @@ class Passing(Protocol):
 
 
 def check_collection(samples: object) -> None:
-    """Refuse what is not collected activations.
-
-    Raises
-    ------
-    InputError
-        It is something else, such as a dict; the message says how its vectors are fitted.
-    """
-    if not isinstance(samples, Samples):
-        raise InputError(
-            f"activations is {described(samples)}. Expected what matlens.collect() gives. Vectors of your "
-            "own are fitted with MapSet(matlens.linear.fit_samples({'h.0': x, 'h.3': y}, [(0, 3)]))."
-        )
+    """Raise InputError unless vectors are collected activations."""
+    check(samples, Samples, "activations")
 
 
 def check_alike(samples: Mapping[str, Tensor]) -> None:
     """Refuse sites whose samples are not as many as those of the others, or are no vectors."""
     for site, vectors in samples.items():
-        if not isinstance(vectors, Tensor) or vectors.ndim != 2:
-            raise InputError(
-                f"The samples of {site} are {described(vectors)}. Expected a tensor [samples, width]."
-            )
+        check(vectors, Num[Tensor, "n width"], f"samples of {site}")
     counts = {site: len(vectors) for site, vectors in samples.items()}
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{count} of {site}" for site, count in counts.items())
@@ -96,10 +84,7 @@ def chosen_samples(
     """
     if weights is not None:
         weights = check_weights(weights, n)
-    if rows is not None and not (isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1):
-        raise InputError(
-            f"'rows' is {described(rows)}. Expected a tensor with true or false for each of the {n} samples."
-        )
+    check(rows, Bool[Tensor, " n"] | None, "rows")
     if rows is not None and len(rows) != n:
         raise InputError(f"'rows' has {len(rows)} values for {n} samples. Expected one for each.")
     counted = rows if weights is None else (weights > 0 if rows is None else rows & (weights > 0))
@@ -211,15 +196,10 @@ def check_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
     InputError
         They are no tensor of one number for each sample, or one is negative or not finite.
     """
-    if not isinstance(weights, Tensor) or weights.shape != (n,) or weights.is_complex():
+    check(weights, Real[Tensor, " n"], "weights")
+    if len(weights) != n or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise InputError(
-            f"'weights' is {described(weights)}. Expected a tensor with a number of at least 0 for each of "
-            f"the {n} samples."
-        )
-    if not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise InputError(
-            "'weights' holds a number that is negative or not finite. Expected numbers of at least 0, one "
-            "for each sample."
+            f"weights must be finite numbers of at least 0 for the {n} samples, got {short(weights)}."
         )
     return in_float64(weights.detach())
 

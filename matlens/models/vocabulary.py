@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from matlens.checks import Tokenizer, check_int, checked, short
+from matlens.checks import Tokenizer, check_int, checked
 from matlens.errors import InputError
 
 _SPACE, _PIECE = "␣", "▁"  # as people see a leading space here, and as SentencePiece writes it
@@ -29,18 +29,12 @@ def token_texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
     InputError
         A token is no whole number from 0, or there is no tokenizer.
     """
-    _check_tokenizer(tokenizer)
     return [_text(tokenizer, check_int(_plain(token), "A token", min=0, max=_LARGEST)) for token in tokens]
 
 
 def _plain(token: Any) -> Any:
     """The number in a tensor of one."""
     return token.item() if getattr(token, "ndim", None) == 0 else token
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
-        raise InputError(f"tokenizer is {short(tokenizer)}. Expected the model's own, model.tokenizer.")
 
 
 def _text(tokenizer: Any, token: int) -> str:
@@ -85,7 +79,6 @@ def word_token(tokenizer: Tokenizer, word: str) -> int:
         The word is several tokens, or unknown to the tokenizer. The message says which tokens and offers
         what can be had, such as the word with a space before it.
     """
-    _check_tokenizer(tokenizer)
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
     if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second
@@ -119,8 +112,8 @@ def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     InputError
         There are no words, or one is not a single token.
     """
-    if isinstance(words, str) or not isinstance(words, Sequence) or not words:
-        raise InputError("No words are given. Expected a list with at least one, such as [' tea'].")
+    if not words:
+        raise InputError("words must have at least one word, such as ' tea'.")
     return list(dict.fromkeys(word_token(tokenizer, word) for word in words))
 
 

@@ -8,7 +8,7 @@ is made of the first in the place of the second.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -74,8 +74,6 @@ def patched(
 def _patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
 ) -> Iterator[TransformerBridge]:
-    if not isinstance(replacements, Iterable) or (isinstance(replacements, Mapping) and not replacements):
-        raise InputError(f"Expected a list of maps or replacements, not {type(replacements).__name__}.")
     wanted = [_as_replacement(item) for item in replacements]
     with apply_replacements(model, resolve_replacements(model, wanted, _ACTIVE.get(model, []))):
         yield model

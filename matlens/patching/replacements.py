@@ -58,8 +58,6 @@ class Replacement:
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise InputError(f"{short(self.function)} stands in for nothing. Expected a map or a function.")
         _check_where(self)
 
     @classmethod
@@ -147,8 +145,8 @@ def stand_ins(
     InputError
         The range runs backwards, or there is no map of a sub-module.
     """
-    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise InputError(f"The sub-modules are {short(names)}. Expected a list, such as ['attn', 'ffn'].")
+    if not names:
+        raise InputError("names must have at least one sub-module, such as ['attn', 'ffn'].")
     first, last = _layer(maps, first), _layer(maps, last)
     if not 0 <= first <= last:
         raise InputError(

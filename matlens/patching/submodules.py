@@ -51,15 +51,9 @@ def submodule_pairs(layout: ModelLayout, names: Sequence[str] = SUBMODULES) -> l
             f"The blocks of this model are {layout.family.name}: none of the known sums holds in them, so "
             "their sub-modules cannot be fitted or replaced."
         )
-    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise InputError(
-            f"The sub-modules are {short(names)}. Expected a list of some of {', '.join(SUBMODULES)}."
-        )
     unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
-    if unknown:
-        raise InputError(
-            f"{short(unknown[0])} is not a sub-module. Expected some of {', '.join(SUBMODULES)}."
-        )
+    if unknown or not names:
+        raise InputError(f"names must be some of {', '.join(SUBMODULES)}, got {short(unknown or names)}.")
     if "ln1_in" not in layout.kinds:
         names = [f"{name}_post" if name in ("ln1", "ln2") else name for name in names]
     return [
@@ -138,8 +132,8 @@ def attend_nowhere(
         replacement.source.layer: replacement.function
         for replacement in resolve_replacements(model, mat_attn(maps, first, last))
     }
-    if not isinstance(h, Tensor) or h.ndim != 2 or h.shape[1] != layout.d_model:
-        raise InputError(f"The vectors are {short(h)}. Expected a tensor of the shape [n, {layout.d_model}].")
+    if h.shape[1] != layout.d_model:
+        raise InputError(f"h must have the shape [n, {layout.d_model}], got {short(h)}.")
     check_finite(h, str(Site(STREAM, first)))
     multiplier, h = output_multiplier(model), h[:, None]
     for layer in range(first, last):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.sinks import outlying_rows
-from matlens.checks import check_int, short
+from matlens.checks import check, check_int, short
 from matlens.errors import InputError
 from matlens.linear.moments import Moments
 from matlens.numerics.precision import in_float64
@@ -31,10 +31,7 @@ def read_blocks(blocks: Any, n_layers: int) -> tuple[int, ...]:
     InputError
         One is not in the model or stands twice, the first is among them, or all are.
     """
-    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
-        raise InputError(
-            f"blocks is {short(blocks)}. Expected a number of blocks, or a list such as [13, 14]."
-        )
+    check(blocks, Iterable[Any], "blocks")
     numbers = [check_int(block, "A block to leave out", min=0, max=n_layers - 1) for block in blocks]
     if len(set(numbers)) < len(numbers):
         raise InputError(f"The blocks {short(sorted(numbers))} name one twice. Expected each once.")
