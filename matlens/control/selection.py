@@ -101,7 +101,7 @@ def most_harmless(graded: pd.DataFrame, n: int) -> pd.DataFrame:
 
 
 def _check_graded(graded: pd.DataFrame) -> None:
-    check_columns(graded, ["score"], "what grade_values gives")
+    check_columns(graded, ["score"], what="what grade_values gives")
 
 
 def _check_enough(graded: pd.DataFrame, n: int, quality: str) -> pd.DataFrame:
