@@ -43,7 +43,8 @@ class Between:
         return f" of at most {self.max}" if self.min == -math.inf else f" from {self.min} to {self.max}"
 
 
-class _Decodes(Protocol):
+class _Tokenizer(Protocol):
+    def encode(self) -> Any: ...
     def decode(self) -> Any: ...
 
 
@@ -52,7 +53,7 @@ NonNegativeInt = Annotated[int, Between(0)]
 Seed = Annotated[int, Between(0, 2**63 - 1)]  # which torch and NumPy both take
 NonNegative = Annotated[float, Between(0)]
 Fraction = Annotated[float, Between(0, 1)]
-Tokenizer = Annotated[Any, _Decodes]
+Tokenizer = Annotated[Any, _Tokenizer]
 
 _SOURCES = {
     "Activations": "Use matlens.collect.",
@@ -75,6 +76,7 @@ _SOURCES = {
     "Updates": "Use ffn.Updates.run.",
     "ValueVectors": "Use ffn.ValueVectors(model).",
     "WordSimilarity": "Use corpora.WordSimilarity.fit.",
+    "_Tokenizer": "Use model.tokenizer.",
 }
 
 

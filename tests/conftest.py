@@ -22,6 +22,7 @@ from offline import refuse_connections
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
+from matlens.loading import places
 
 # No test depends on how busy the machine is.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -263,6 +264,12 @@ def _shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Shapes of arrays are checked in every call, but where a test is about input that is refused."""
     if request.node.get_closest_marker("refused") is not None:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(autouse=True)
+def _hub() -> None:
+    """Each test asks the hub itself."""
+    places._on_hub.cache_clear()
 
 
 def make_tokenizer(*, bert: bool = False) -> transformers.PreTrainedTokenizerFast:

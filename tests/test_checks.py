@@ -181,6 +181,9 @@ def test_what_an_annotation_excludes_is_refused_with_the_parameters_name(name: s
 
 
 class _Tokenizer:
+    def encode(self) -> str:
+        return ""
+
     def decode(self) -> str:
         return ""
 

@@ -88,10 +88,10 @@ def test_a_wrong_shape_is_an_error_in_functions_of_a_model(small_model: Callable
     h = torch.rand(4, model.cfg.d_model)
     readout, projection = Readout(model), Projection.from_model(model)
     assert len(readout.top_tokens(h[0], k=2)) == 2
-    with pytest.raises(WRONG, match="top_tokens"):
+    with pytest.raises(WRONG, match=r"^h must be"):
         readout.top_tokens(h, k=2)
     assert projection.top(h, k=2).ids.shape == (4, 2)
-    with pytest.raises(WRONG, match="top"):
+    with pytest.raises(WRONG, match=r"top|vectors"):
         projection.top(h[0], k=2)
 
 

@@ -21,7 +21,7 @@ from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.checks import PositiveInt, check_int, checked
-from matlens.corpora.examples import Examples, check_examples
+from matlens.corpora.examples import Examples
 from matlens.corpora.readers import check_model
 from matlens.errors import InputError
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -86,7 +86,6 @@ def stream_moments(
         no such shard, or the folder is of another job.
     """
     check_model(model)
-    check_examples(examples)
     number, of = check_shard(shard)
     identity = ModelIdentity.from_model(model)
     wanted, widths = pairs_and_widths(model, pairs)

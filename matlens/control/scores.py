@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from matlens.errors import InputError, printable
 
 def check_texts(texts: Any, name: str) -> list[str]:
     """Read a list of texts; raises InputError if it is one text, or if an item is not a text."""
-    check(texts, Iterable[str], name)
+    check(texts, Sequence[str], name)
     listed = list(texts)
-    check(listed, list[str], name)
+    check(listed, Sequence[str], name)  # of an iterator too
     return listed
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from matlens.checks import PositiveInt, check, check_int, checked, short
+from matlens.checks import PositiveInt, check_int, checked, short
 from matlens.corpora.batches import Batch, padded
 from matlens.errors import InputError
 
@@ -209,17 +209,6 @@ def end_to_end(
     offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
     of_each = np.arange(len(ids)) if sentences is None else sentences
     return Examples(np.concatenate(ids), offsets, positions, provenance, of_each)
-
-
-def check_examples(examples: Any) -> None:
-    """Refuse what are no examples, and say how they are made.
-
-    Raises
-    ------
-    InputError
-        A corpus, texts, or token ids were given instead.
-    """
-    check(examples, Examples, "examples")
 
 
 def _check_consistent(examples: Examples) -> None:

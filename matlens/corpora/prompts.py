@@ -253,7 +253,7 @@ def list_of_texts(prompts: Any) -> list[str]:
     """Texts as a list; raises InputError if it is one text, or if an item is not a text."""
     if isinstance(prompts, Corpus):
         return list(prompts.sentences)
-    check(prompts, Iterable[str], "prompts")
+    check(prompts, Sequence[Any], "prompts")
     texts = list(prompts)
     wrong = [text for text in texts if not isinstance(text, str)]
     if wrong:

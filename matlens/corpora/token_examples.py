@@ -212,6 +212,8 @@ def _rows(tokens: Any) -> list[np.ndarray]:
 
 
 def _array(values: Any) -> np.ndarray:
+    if np.ma.is_masked(values):
+        raise InputError("Tokens and positions must not be masked: numbers behind the mask would be read.")
     if isinstance(values, Tensor):
         if not values.is_floating_point() and not values.is_complex():
             return values.detach().cpu().numpy()

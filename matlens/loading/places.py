@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from functools import cache
 from pathlib import Path
 
 from matlens.checks import checked, did_you_mean, short
@@ -121,6 +122,7 @@ def smollm2_path() -> Path:
     )
 
 
+@cache  # one job asks for a model's place several times
 def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | None]:
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError

@@ -745,7 +745,7 @@ def test_a_model_is_asked_once_who_it_is_and_how_it_is_wired(
     counting(collecting, "check_raw")
     counting(ModelLayout, "from_model")
     collect(*llama, batch_tokens=BUDGET["drawn"], folder=tmp_path / "out" if disk else None, progress=False)
-    assert sorted(asked) == ["from_model", "known_fingerprints", "check_raw", "unembed_hash"]
+    assert sorted(asked) == ["check_raw", "from_model", "known_fingerprints", "unembed_hash"]
 
 
 def test_unknown_positions_are_refused(llama: tuple[Any, Examples]) -> None:
@@ -761,7 +761,7 @@ def test_no_sites_are_refused(llama: tuple[Any, Examples]) -> None:
 @pytest.mark.refused
 def test_a_site_that_is_in_no_list_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
     model = small_model("gpt2")
-    with pytest.raises(InputError, match=r"sites of collect is 'h\.0'. Expected a list"):
+    with pytest.raises(InputError, match=r"^sites must be a list"):
         collect(model, make_examples(model, sentences), "h.0")
 
 

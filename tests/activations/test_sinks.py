@@ -162,9 +162,9 @@ def test_too_few_first_tokens_tell_nothing() -> None:
         (torch.tensor([[1.0, torch.nan]]), {}, "finite number"),
         (torch.tensor([[1.0, torch.inf]]), {}, "finite number"),
         (-torch.ones(3, 2), {}, "finite number"),
-        (torch.ones(3), {}, r"finite number|\[n, layers\]"),
-        (torch.ones(3, 2), {"factor": -1.0}, r"factor.* is -1\.0"),
-        (torch.ones(3, 2), {"factor": float("nan")}, r"factor.* is nan"),
+        (torch.ones(3), {}, r"finite number|^norms must be"),
+        (torch.ones(3, 2), {"factor": -1.0}, r"^factor must be"),
+        (torch.ones(3, 2), {"factor": float("nan")}, r"^factor must be"),
         (torch.ones(3, 2), {"places": np.arange(2)}, "2 places for 3 rows"),
     ],
 )

@@ -241,7 +241,7 @@ def test_control_and_its_baselines_are_in_one_table(
         (["--announce", "wine"], "'wine' cannot be announced"),
         (["--samples", 2, "--beams", 2], "Beams are searched where nothing is drawn"),
         (["--text", "absent.txt"], "There is no file 'absent.txt'. Expected a file with running text"),
-        (["--value", "nan"], "coefficients of changes_to_compare is of the kind list, [nan]"),
+        (["--value", "nan"], "coefficients must be a list of items that are a finite number, got [nan]"),
     ],
 )
 def test_what_does_not_suit_control_is_told(

@@ -251,12 +251,12 @@ def test_a_switched_off_cache_reads_the_model(
 
 def test_bad_input_is_refused_in_words(folder: Path, known: Callable[[], Catalogue], tmp_path: Path) -> None:
     ours = known()
-    with pytest.raises(InputError, match=r"reading.* is 'loud'.*plain.*norm.*head"):
+    with pytest.raises(InputError, match=r"^reading must be"):
         ours.projection("loud")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="number of tokens is 61"):
+    with pytest.raises(InputError, match="number of tokens must be"):
         ours.top_tokens(ours.values, ours.projection(), k=61)
     with pytest.raises(InputError, match="There is no model"):
         Catalogue(tmp_path / "absent")
-    with pytest.raises(InputError, match=r"dtype.* is 'float32'"):
+    with pytest.raises(InputError, match=r"^dtype must be"):
         Catalogue(folder, dtype="float32")  # type: ignore[arg-type]
     assert room.Catalogue is Catalogue

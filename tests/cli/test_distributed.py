@@ -16,10 +16,10 @@ import pytest
 import torch
 from command_lines import run_command
 from conftest import D_MODEL, assert_near, make_sentences
-from matlens.cli.several import ask_main, on_main
 from several import run_ranks
 
 from matlens import parallel
+from matlens.cli.distributed import ask_main, on_main
 from matlens.cli.scripts import Report, run_study
 from matlens.commands import app
 from matlens.lens.lens import Lens

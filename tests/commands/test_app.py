@@ -1117,7 +1117,7 @@ def test_a_model_is_looked_for_before_the_corpus_is_read(run_matlens: Matlens, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ridge", "inf"], "--ridge is inf"),
+        (["--ridge", "inf"], "--ridge must be a finite number of at least 0, got inf"),
         (["--ridge", "nan"], "--ridge"),
         (["--pairs", "2:1"], "the source must lie before the target"),
         (["--pairs", "-1:-2"], "the source must lie before the target"),

@@ -93,7 +93,7 @@ def test_promoting_prints_those_that_raise_the_words_most(
         (["values", "show", "3D4"], "'3D4' is not a value vector. Expected L{layer}D{index}"),
         (["values", "show", "L3D0"], "Layer 3 is out of range: the FFNs of this model are in the"),
         (["values", "show", "L0D128"], "Index 128 of L0D128 is out of range"),
-        (["values", "show", "L0D1", "--tokens", "61"], "The number of tokens is 61. Expected a whole number"),
+        (["values", "show", "L0D1", "--tokens", "61"], "tokens must be an integer from 1 to 60, got 61"),
         (["values", "search", "w1 w2"], "The word 'w1 w2' is 2 tokens: 'w1', 'w2'"),
         (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
         (["values", "show", "L0D1", "--read", "other"], "Invalid value for '--read'"),

@@ -77,10 +77,10 @@ def test_the_most_harmless_come_in_their_order(graded: pd.DataFrame) -> None:
 def test_more_than_there_are_cannot_be_chosen(
     graded: pd.DataFrame, small_model: Callable[[str], Any]
 ) -> None:
-    with pytest.raises(InputError, match=r"11 value vectors were asked for, and 10 have a score below 0\.1"):
+    with pytest.raises(InputError, match=r"^The number of value vectors with a score below 0\.1 must be"):
         draw_harmless(graded, 11)
     for n in (0, 101):
-        with pytest.raises(InputError, match=f"{n} value vectors were asked for, and 100 have a score"):
+        with pytest.raises(InputError, match=r"^The number of value vectors with a score must be"):
             most_harmless(graded, n)
     few = TopTokens(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
     model = small_model("llama")

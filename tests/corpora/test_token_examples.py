@@ -238,12 +238,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "marks padding in sentence 1",
     ),
     "no marks": (RAGGED, {"positions": [[False, False], [True]]}, "marks no token of sentence 0"),
-    "sparse": (BATCH.to_sparse(), {}, r"sparse.*to_dense"),
-    "on no device": (BATCH.to("meta"), {}, "on no device"),
-    "partly masked": (np.ma.masked_equal(BATCH.numpy(), int(BATCH[1, 1])), {}, "partly masked"),
-    "masked positions": (BATCH, {"positions": np.ma.array([[0], [1]], mask=[[0], [1]])}, "partly masked"),
-    "a sparse mask": (BATCH, {"attention_mask": torch.ones(2, 2).to_sparse()}, "sparse"),
-    "no name": (RAGGED, {"name": 3}, "The name is a int"),
+    "partly masked": (np.ma.masked_equal(BATCH.numpy(), int(BATCH[1, 1])), {}, "masked"),
+    "masked positions": (BATCH, {"positions": np.ma.array([[0], [1]], mask=[[0], [1]])}, "masked"),
 }  # fmt: skip
 
 
@@ -270,7 +266,7 @@ def test_collecting_says_how_examples_are_made(examples: Any, small_model: Model
     model = small_model("gpt2")
     for given in (examples, sentences):
         for read in (matlens.collect, lambda *given: next(stream(*given, [0]))):
-            with pytest.raises(InputError, match=r"Expected Examples.*make_examples.*make_token_examples"):
+            with pytest.raises(InputError, match=r"^examples must be"):
                 read(model, given)
 
 
@@ -282,14 +278,14 @@ def test_what_is_no_model_or_no_corpus_is_refused(small_model: Models) -> None:
             lambda model: matlens.make_examples(model, RAGGED),
             lambda model: matlens.make_prompts(model, ["a"]),
         ):
-            with pytest.raises(InputError, match=r"Expected a (TransformerBridge|model)"):
+            with pytest.raises(InputError, match=r"^model must be|^The model is a"):
                 call(model)
     wrong: Any
     for wrong in (RAGGED, BATCH, "w1", None):
         with pytest.raises(InputError, match=r"corpus|make_token_examples"):
             matlens.make_examples(small_model("gpt2"), wrong)
     for wrong in (BATCH, [1, 2], 3, None, b"w1"):
-        with pytest.raises(InputError, match=r"The prompts (are|hold) .*make_token_examples"):
+        with pytest.raises(InputError, match=r"^prompts must be"):
             matlens.make_prompts(small_model("gpt2"), wrong)
 
 

@@ -227,9 +227,7 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
 
 @pytest.mark.parametrize("strengths", [[], [0.1, 0.0], [-1.0], [float("inf")], [float("nan")]], ids=str)
 def test_strengths_have_to_be_positive(strengths: list[float]) -> None:
-    with pytest.raises(
-        InputError, match=r"Expected (positive numbers, at least one|a list, each entry a finite number)"
-    ):
+    with pytest.raises(InputError, match=r"strengths"):
         ExitClassifiers(strengths=strengths)
 
 

@@ -299,8 +299,8 @@ def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Co
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seeds": 0}, "seeds is 0"),
-        ({"seeds": -1}, "seeds is -1"),
+        ({"seeds": 0}, r"^seeds must be"),
+        ({"seeds": -1}, r"^seeds must be"),
         ({"kinds": []}, "no kinds of classifiers"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_seed_without_a_right_example_has_no_layers_saved() -> None:
 def test_nothing_to_sum_up_is_refused() -> None:
     judged = {"a": [JudgedExits(1, 1, 1, 1, 0)]}
     for n_layers in (0, -1, 2.0):
-        with pytest.raises(InputError, match=r"n_layers .*is"):
+        with pytest.raises(InputError, match=r"^n_layers must be"):
             summarize_exits(judged, n_layers)  # type: ignore[arg-type]
     for nothing, message in (({}, "Nothing was judged"), (judged | {"b": []}, "b was judged on no seed")):
         with pytest.raises(InputError, match=message):

@@ -298,8 +298,9 @@ def test_tokens_of_others_are_shown_and_not_obeyed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k is 0"), ({"among": 5}, "among is 5"), ({"neighbours": 144}, "neighbours is 144"),
-        ({"n_best": 0}, "n_best is 0"),
+        ({"k": 0}, r"^k must be"), ({"among": 5}, r"^among must be"),
+        ({"neighbours": 144}, r"^neighbours must be"),
+        ({"n_best": 0}, r"^n_best must be"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_refused(

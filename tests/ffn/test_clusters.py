@@ -392,7 +392,7 @@ def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> Non
     with pytest.raises(InputError, match="Index 48 of L0D48 is out of range"):
         clusters.holding(values, ["L0D48"])
     for one in ("L0D4", values.at(4)):
-        with pytest.raises(InputError, match="Expected a list"):
+        with pytest.raises(InputError, match="must be a list"):
             clusters.holding(values, one)
 
 

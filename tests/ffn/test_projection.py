@@ -114,7 +114,7 @@ def test_all_scores_are_never_held(
 def test_more_tokens_than_there_are_are_refused(k: int, small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
     with pytest.raises(
-        InputError, match=f"The number of tokens is {k}. Expected a whole number from 1 to {D_VOCAB}"
+        InputError, match=f"The number of tokens must be an integer from 1 to {D_VOCAB}, got {k}"
     ):
         Projection.from_model(model).top(torch.zeros(2, D_MODEL), k)
 
@@ -202,6 +202,6 @@ def test_a_word_in_no_list_gives_an_empty_table(small_model: Callable[[str], Any
 def test_more_vectors_than_there_are_are_refused(n: int, small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
     with pytest.raises(
-        InputError, match=f"The number of value vectors is {n}. Expected a whole number from 1 to 144"
+        InputError, match=f"The number of value vectors must be an integer from 1 to 144, got {n}"
     ):
         values_promoting(ValueVectors(model), Projection.from_model(model), ["w7"], n=n)

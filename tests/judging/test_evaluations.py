@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from matlens import InputError, Lens
-from matlens.judging.evaluations import EvaluationItem, evaluate_lenses, read_evaluations, word_tokens
+from matlens.judging.evaluations import KS, EvaluationItem, evaluate_lenses, read_evaluations, word_tokens
 
 Models = Callable[[str], Any]
 
@@ -84,11 +84,13 @@ def test_scores_are_those_of_a_loop(small_model: Models) -> None:
 def test_a_word_that_a_layer_puts_first_passes_and_another_does_not(small_model: Models) -> None:
     model = small_model("gpt2")
     lens = Lens.identity(model)
-    first = lens.top_tokens("w1 w2 w3", layers=[1])[1][-1]
-    rank = next(i for i, word in enumerate(first) if word.startswith("w"))
-    item = EvaluationItem("a", "w1 w2 w3", ((first[rank],),))
-    passed = evaluate_lenses({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
-    assert passed.loc[5, "value"] == 1
+    first = lens.top_tokens("w1 w2 w3", 12, layers=[1])[1][-1]
+    known = {i: word for i, word in enumerate(first) if word.startswith("w")}
+    for place, word in known.items():  # from 0: the fifth of all does not pass at k=4
+        item = EvaluationItem("a", "w1 w2 w3", ((word,),))
+        passed = evaluate_lenses({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
+        assert passed["value"].to_dict() == {k: float(place < k) for k in KS}
+    assert known.keys() & {*KS}, "a word just past one of the k"
     last = [
         w for w in (f"w{i}" for i in range(50)) if w not in lens.top_tokens("w1 w2 w3", 12, layers=[1])[1][-1]
     ]

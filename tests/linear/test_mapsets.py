@@ -432,19 +432,13 @@ def test_products_are_split_where_that_is_asked_for(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.refused
 @pytest.mark.parametrize(
-    ("rows", "named"),
-    [
-        (torch.arange(N), rf"Tensor, int64 of the shape \({N},\)"),
-        (torch.ones(N, 1, dtype=torch.bool), rf"Tensor, bool of the shape \({N}, 1\)"),
-        (np.ones(N, dtype=bool), rf"ndarray, bool of the shape \({N},\)"),
-        ([True] * N, r"list, \[True, .*\]"),
-        (slice(0, 3), "slice"),
-    ],
+    "rows",
+    [torch.arange(N), torch.ones(N, 1, dtype=torch.bool), np.ones(N, dtype=bool), [True] * N, slice(0, 3)],
     ids=["numbers", "two axes", "numpy", "list", "slice"],
 )
-def test_rows_that_are_no_mask_are_refused(rows: Any, named: str) -> None:
+def test_rows_that_are_no_mask_are_refused(rows: Any) -> None:
     """Numbers of rows would otherwise be read as a mask that leaves out row 0."""
-    with pytest.raises(InputError, match=rf"rows of MapSet.fit is of the kind {named}\. Expected a torch"):
+    with pytest.raises(InputError, match=r"^rows must be"):
         MapSet.fit(collected(), rows=rows, progress=False)
 
 
@@ -453,7 +447,7 @@ def test_what_cannot_be_fitted_is_told() -> None:
     for options, told in (
         ({"pairs": [(0, "ln1_out.0")]}, r"no vectors of ln1_out\.0; collected were h\.0"),
         ({"pairs": [(2, 1)]}, "the source must lie before the target"),
-        ({"pairs": "every"}, "expected 'all', 'last', or a list"),
+        ({"pairs": "every"}, r"^pairs must be"),
         ({"rows": torch.ones(N - 1, dtype=torch.bool)}, f"'rows' has {N - 1} values for {N} samples"),
         ({"rows": torch.zeros(N, dtype=torch.bool)}, "No sample is left to fit on"),
     ):

@@ -173,13 +173,13 @@ def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentenc
     maps = MapSet.fit(samples, pairs=[*pairs, ("attn_in.0", "attn_in.1")], progress=False)
     with pytest.raises(InputError, match="There is no block 3: the model has the blocks 0 to 2"):
         head_replacements(layout, maps, [(3, 0)])
-    with pytest.raises(InputError, match="a tuple of 2"):
+    with pytest.raises(InputError, match=r"^heads must be"):
         head_replacements(layout, maps, [(0, 1, 2)])  # type: ignore[list-item]
     masks = torch.ones(samples.n_rows - 1, dtype=torch.bool), torch.zeros(samples.n_rows, dtype=torch.bool)
     for rows in masks:
-        with pytest.raises(InputError, match=f"for each of the {samples.n_rows} examples, and True for"):
+        with pytest.raises(InputError, match="Boolean mask"):
             head_r2(layout, maps, samples, rows=rows)
-        with pytest.raises(InputError, match=f"for each of the {samples.n_rows} examples, and True for"):
+        with pytest.raises(InputError, match="Boolean mask"):
             constant_maps(maps, samples, rows=rows)
     with pytest.raises(InputError, match=r"There is no map from attn_in\.1 to"):
         head_r2(layout, maps.held([pairs[0]]), samples)

@@ -100,7 +100,7 @@ def test_a_wrong_device_is_not_said_to_be_a_broken_file(model_folder: Callable[[
 
 @pytest.mark.parametrize("dtype", ["float16", torch.int32, None, torch.complex64])
 def test_what_is_no_precision_is_refused(dtype: Any, model_folder: Callable[[str], Path]) -> None:
-    with pytest.raises(InputError, match=r"^dtype .*Expected"):
+    with pytest.raises(InputError, match=r"^dtype (must be|is)"):
         matlens.load(str(model_folder("gpt2")), dtype=dtype)
 
 

@@ -69,7 +69,7 @@ def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
 )
 def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
     for attempt in (matlens.load, lambda name: locate(name, None)):
-        with pytest.raises(InputError, match=r"Expected a hub name such as 'gpt2'") as caught:
+        with pytest.raises(InputError, match=r"^name must be|no model") as caught:
             attempt(name)
         assert len(str(caught.value)) < 1000
     assert no_network == []
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_gguf_file_is_refused(model_folder: Callable[[str], Pa
 def test_a_revision_of_a_folder_is_refused(model_folder: Callable[[str], Path]) -> None:
     with pytest.raises(InputError, match=r"revision 'main' is of no use"):
         matlens.load(str(model_folder("gpt2")), revision="main")
-    with pytest.raises(InputError, match=r"^revision of load is 3\. Expected"):
+    with pytest.raises(InputError, match=r"^revision must be"):
         matlens.load("gpt2", revision=3)  # type: ignore[arg-type]
 
 

@@ -307,9 +307,9 @@ WRONG_VECTORS: dict[str, tuple[Any, str]] = {
     "wide": (torch.zeros(2, 4, D_MODEL + 1), rf"Expected .* of {D_MODEL} coordinates"),
     "empty": (torch.zeros(4, 0), r"shape \(4, 0\)"),
     "a number": (torch.tensor(3.0), r"shape \(\)"),
-    "a list": ([0.0] * D_MODEL, r"is of the kind list.*Expected a"),
-    "an array": (np.zeros((4, D_MODEL)), r"is of the kind ndarray.*Expected a"),
-    "nothing": (None, r"is None\. Expected a"),
+    "a list": ([0.0] * D_MODEL, r"must be .* got \[0\.0"),
+    "an array": (np.zeros((4, D_MODEL)), r"must be .* got a float64 ndarray"),
+    "nothing": (None, r"must be .* got None"),
     "whole numbers": (torch.zeros(4, D_MODEL, dtype=torch.int64), r"of torch\.int64|int64 of the shape"),
     "NaN": (torch.full((4, D_MODEL), float("nan")), r"hold NaN or infinity"),
     "infinity": (torch.full((4, D_MODEL), float("inf")), r"hold NaN or infinity"),
@@ -325,9 +325,9 @@ def test_vectors_that_cannot_be_read_are_refused_in_words(
     ours, projection = Readout(small_model("gpt2")), ffn.Projection.from_model(small_model("gpt2"))
     one = vectors[0] if case in ("whole numbers", "NaN", "infinity") else vectors
     for attempt in (ours.logits, ours.log_probs, projection.scores, projection.top):
-        with pytest.raises(InputError, match=rf"{told}|of Projection\.top is "):
+        with pytest.raises(InputError, match=rf"{told}|^(vectors|h) must be "):
             attempt(vectors)
-    with pytest.raises(InputError, match=rf"{told}|of Readout\.top_tokens is "):
+    with pytest.raises(InputError, match=rf"{told}|^(h|vector) must be "):
         ours.top_tokens(one)
 
 
@@ -336,12 +336,12 @@ def test_vectors_that_cannot_be_read_are_refused_in_words(
 def test_a_number_of_tokens_that_there_are_not_is_refused(k: Any, small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
     ours, projection = Readout(model), ffn.Projection.from_model(model)
-    with pytest.raises(InputError, match=r"^The number of tokens is .* whole number from 1 to 60"):
+    with pytest.raises(InputError, match=r"^The number of tokens must be an integer from 1 to 60"):
         ours.top_tokens(torch.zeros(D_MODEL), k)
     for attempt in (projection.top, projection.bottom):
-        with pytest.raises(InputError, match=r"^The number of tokens is .* whole number from 1 to 60"):
+        with pytest.raises(InputError, match=r"^The number of tokens must be an integer from 1 to 60"):
             attempt(torch.zeros(2, D_MODEL), k)
-    with pytest.raises(InputError, match=r"of the shape \(2, 32\)\. Expected"):
+    with pytest.raises(InputError, match=r"of the shape \(2, 32\)"):
         ours.top_tokens(torch.zeros(2, D_MODEL))
 
 

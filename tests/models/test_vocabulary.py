@@ -71,9 +71,7 @@ def test_words_that_are_not_there_are_told() -> None:
         with pytest.raises(InputError, match="is not in the model's vocabulary"):
             word_token(make_tokenizer(), word)
     for none in ([], "w1"):
-        with pytest.raises(
-            InputError, match=r"No words are given\. Expected a list|words of word_tokens is 'w1'"
-        ):
+        with pytest.raises(InputError, match=r"^words must"):
             word_tokens(make_tokenizer(), none)
     with pytest.raises(InputError, match="'w1 w2' is 2 tokens: 'w1', 'w2'"):
         word_token(make_tokenizer(), "w1 w2")
@@ -136,10 +134,10 @@ def test_bytes_are_written_alike_in_all_vocabularies() -> None:
 @pytest.mark.refused
 def test_what_are_no_tokens_is_refused() -> None:
     for token in (-1, 10**40, 1.5, "a", None):
-        with pytest.raises(InputError, match=r"A token is|tokens of token_texts"):
+        with pytest.raises(InputError, match=r"^(A token|tokens) must be"):
             token_texts(byte_level(), [token])  # type: ignore[list-item]
     for attempt in (lambda: token_texts(b"x", [1]), lambda: word_token(None, "tea")):
-        with pytest.raises(InputError, match=r"^tokenizer .*(Expected the model's own|Expected a tokenizer)"):
+        with pytest.raises(InputError, match=r"^tokenizer must be"):
             attempt()
     with pytest.raises(InputError, match=r"word of word_token is 3"):
         word_token(byte_level(), 3)  # type: ignore[arg-type]

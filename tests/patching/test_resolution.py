@@ -128,7 +128,7 @@ def test_where_only_the_stream_is_known_only_jumps_are_taken(small_model: Models
 def test_what_says_no_tokens_is_refused(where: Any, small_model: Models) -> None:
     model, maps = small_model("gptj"), MapSet([linear(submodule_part("attn", 0))])
     with (
-        refused(model, "where.* of (attn_in.0 -> attn_out.0|mat_attn) .*[Ee]xpected"),
+        refused(model, r"where\b"),
         patched(model, mat_attn(maps, 0, 1, where=where)),
     ):
         pytest.fail("not refused")
@@ -138,9 +138,9 @@ def test_what_replaces_nothing_is_refused(small_model: Models) -> None:
     model, replaced = small_model("gptj"), linear(jump_part(0, 1))
     wrong: Any
     for wrong, message in (
-        (replaced, "Expected a list"),
+        (replaced, r"^replacements must be"),
         (MapSet([replaced]), r"\('h.0', 'h.1'\) replaces nothing.*From a MapSet, choose the maps"),
-        ([replaced, "h.1"], "each entry a Replacement or a LinearMap"),
+        ([replaced, "h.1"], r"^replacements must be"),
     ):
         with refused(model, message), patched(model, wrong):
             pytest.fail("not refused")

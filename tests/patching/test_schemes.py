@@ -169,7 +169,7 @@ def test_boundaries_that_do_not_rise_from_zero_are_refused(boundaries: tuple[int
 
 @pytest.mark.parametrize("start", ["", "block", "id", None])
 def test_what_a_scheme_starts_with_is_blocks_or_mat(start: Any) -> None:
-    with pytest.raises(InputError, match="Expected 'blocks' or 'mat'"):
+    with pytest.raises(InputError, match=r"^starts_with must be"):
         Scheme((0, 3), start)
 
 

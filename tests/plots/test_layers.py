@@ -380,7 +380,7 @@ def test_a_figure_is_written_as_its_name_says(tmp_path: Path) -> None:
 
 @pytest.mark.refused
 def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(InputError, match="colour is 'blue'"):
+    with pytest.raises(InputError, match=r"^colour must be"):
         trajectory_figure(trajectory_table(), colour="blue")
     with pytest.raises(InputError, match="70 tokens, more than the 60"):
         trajectory_figure(trajectory_table(70))

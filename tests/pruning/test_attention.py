@@ -158,7 +158,5 @@ def test_plans_that_cannot_be_are_refused(
 
 @pytest.mark.parametrize("method", ["chain", Method.chain])
 def test_chain_is_refused_in_words(method: str, small_model: Models, windows: Models) -> None:
-    with pytest.raises(
-        InputError, match=r"method chain .* Expected one of out, magnitude, replaceme, refit\."
-    ):
+    with pytest.raises(InputError, match=r"one of out, magnitude, replaceme, refit"):
         pruning.prune_attention(small_model("llama"), windows("llama"), [1], method=method, progress=False)

@@ -154,7 +154,7 @@ def test_missing_file_is_named_with_the_choices(source: str) -> None:
 
 
 def test_no_source_at_all() -> None:
-    with pytest.raises(InputError, match="wikipedia-sample"):
+    with pytest.raises(InputError, match=r"^source must be"):
         load_corpus("")
 
 
@@ -331,17 +331,17 @@ def test_sentences_can_be_given(tmp_path: Path) -> None:
     ("source", "message"),
     [
         (failing(), r"fails after 2 rows \(KeyError: .column .*x1b\[31m.\)"),
-        ([FIRST, 3], "Sentence 2 holds int. Expected text"),
-        ([FIRST, float("nan")], r"Sentence 2 holds float \(NaN\)"),
-        ([FIRST, b"bytes"], "Sentence 2 holds bytes"),
+        ([FIRST, 3], "^source must be"),
+        ([FIRST, float("nan")], r"^source must be"),
+        ([FIRST, b"bytes"], r"^source must be"),
         ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
         ([FIRST, {"text": 1}], "'text' in row 2 holds int"),
         ([{"body": "x"}], "no field 'text' in row 1, it has body"),
         ([{1: "x"}], "no field 'text' in row 1, it has 1"),
         (pd.Series([FIRST, None, float("nan")], dtype=object), r"Sentence 3 holds float \(NaN\)"),
-        (7, "The source is 7. Give one of the samples .* Or give the sentences"),
-        (None, "The source is None"),
-        (b"wikipedia-sample", "The source is b'wiki"),
+        (7, r"^source must be"),
+        (None, r"^source must be"),
+        (b"wikipedia-sample", r"^source must be"),
         ({"text": [FIRST]}, "The source is {'text'"),
         (pd.DataFrame({"text": [FIRST]}), "The source is .* a column of a table"),
         ([], "'given sentences' is empty"),
@@ -386,12 +386,12 @@ def test_a_damaged_folder_with_data_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"field": 3}, "field of load_corpus is 3"),
-        ({"split": None}, "split of load_corpus is None"),
-        ({"limit": 1.5}, "limit of load_corpus is 1.5"),
-        ({"limit": 0}, "limit is 0"),
-        ({"limit": True}, "limit of load_corpus is True"),
-        ({"name": 1}, "name of load_corpus is 1"),
+        ({"field": 3}, r"^field must be"),
+        ({"split": None}, r"^split must be"),
+        ({"limit": 1.5}, r"^limit must be"),
+        ({"limit": 0}, r"^limit must be"),
+        ({"limit": True}, r"^limit must be"),
+        ({"name": 1}, r"^name must be"),
     ],
 )
 def test_odd_options_are_told(options: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
 
 @pytest.mark.parametrize("ridge", [-1.0, float("nan"), float("inf")])
 def test_a_penalty_that_makes_no_sense(collected: Path, ridge: float) -> None:
-    with pytest.raises(matlens.InputError, match=r"[Rr]idge .*is .* Expected a (finite )?number"):
+    with pytest.raises(matlens.InputError, match=r"^ridge must be"):
         fit_maps(collected, ridge=ridge, progress=False)
     assert not (collected / "maps").exists()
 

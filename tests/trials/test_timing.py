@@ -105,7 +105,7 @@ def test_what_writes_no_tokens_one_by_one_is_refused(make: Callable[[], Any], me
 
 
 def test_more_tokens_than_there_is_room_for_are_refused() -> None:
-    with pytest.raises(InputError, match=r"n_tokens is 4.*from 1 to 3"):
+    with pytest.raises(InputError, match=r"^n_tokens must be"):
         trials.speed(gpt2(vocab_size=30, n_positions=6), n_tokens=4)
     with pytest.raises(InputError, match="rounds"):
         trials.speed(gpt2(vocab_size=30), rounds=0)
