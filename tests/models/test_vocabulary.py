@@ -139,7 +139,7 @@ def test_what_are_no_tokens_is_refused() -> None:
     for attempt in (lambda: token_texts(b"x", [1]), lambda: word_token(None, "tea")):
         with pytest.raises(InputError, match=r"^tokenizer must be"):
             attempt()
-    with pytest.raises(InputError, match=r"word of word_token is 3"):
+    with pytest.raises(InputError, match=r"^word must be"):
         word_token(byte_level(), 3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"is 100000 tokens: .* and 99988 more") as caught:
         word_token(byte_level(), "x" * 100_000)
