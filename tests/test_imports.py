@@ -19,7 +19,7 @@ ROOT = Path(matlens.__file__).parent
 PROJECT = ROOT.parent
 TESTS = Path(__file__).parent
 
-# The floors of the house, the lowest first: a room imports from those before it and from itself.
+# Packages in import order: each imports from those before it and from itself.
 FLOORS = (
     "errors", "bounds", "arithmetic", "checks", "progress", "parallel", "translations",
     "numerics", "metrics", "kinds", "storage", "sources", "hub", "pages", "cache", "wikilm", "models",

@@ -89,9 +89,11 @@ def test_python_imports_only_from_rooms(path: Path) -> None:
             assert name.partition(".")[0] != "matlens" or name.count(".") <= 1, f"{name} is a third level"
 
 
-def test_the_page_of_the_house_has_every_room() -> None:
+def test_the_page_of_the_architecture_has_every_package() -> None:
     rooms = {path.parent.name for path in (PROJECT / "matlens").glob("*/__init__.py")}
-    rows = re.findall(r"^\| (`.*?) \|", (PROJECT / "docs" / "house.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`.*?) \|", (PROJECT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE
+    )
     modules = {path.stem for path in (PROJECT / "matlens").glob("*.py") if not path.stem.startswith("__")}
     assert {name for row in rows for name in re.findall(r"\w+", row)} == rooms | modules
 
