@@ -112,7 +112,7 @@ def _is_challenging(row: dict[str, Any], where: str) -> bool:
 
 
 @checked
-def make_prompts(model: TransformerBridge, prompts: Iterable[str]) -> Examples:
+def make_prompts(model: TransformerBridge, prompts: Corpus | Iterable[str]) -> Examples:
     """Tokenise prompts, each with the position whose prediction one wants to read.
 
     In a decoder that is the last token; in a masked-LM model the mask token, of which a prompt holds exactly

@@ -196,3 +196,9 @@ def test_a_prompt_that_is_in_no_list_is_refused(small_model: Models) -> None:
     """A text would otherwise be read letter by letter."""
     with pytest.raises(InputError, match=r"^prompts must be"):
         make_prompts(small_model("gpt2"), "w1 w2")
+
+
+def test_the_sentences_of_a_corpus_are_prompts(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("gpt2")
+    made = make_prompts(model, sentences)
+    assert made.fingerprint == make_prompts(model, list(sentences.sentences)).fingerprint
