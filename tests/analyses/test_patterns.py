@@ -46,7 +46,9 @@ def by_hand() -> WordSimilarity:
 
 
 TOKENIZER = SimpleNamespace(
-    convert_ids_to_tokens=lambda token: TEXTS[token], decode=lambda tokens: "".join(TEXTS[t] for t in tokens)
+    encode=None,
+    convert_ids_to_tokens=lambda token: TEXTS[token],
+    decode=lambda tokens: "".join(TEXTS[t] for t in tokens),
 )
 
 

@@ -218,12 +218,12 @@ def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([], {}, "No prompts are given"),
-        ("w1 w2", {}, "No prompts are given"),
+        ([], {}, r"^prompts must"),
+        ("w1 w2", {}, r"^prompts must"),
         (["w1", "  "], {}, "The prompt '  ' has no tokens"),
-        (["w1"], {"n_tokens": 0}, "n_tokens is 0. Expected at least 1"),
-        (["w1"], {"n_samples": 0}, "n_samples is 0"),
-        (["w1"], {"batch_size": -1}, "batch_size is -1"),
+        (["w1"], {"n_tokens": 0}, r"^n_tokens must be"),
+        (["w1"], {"n_samples": 0}, r"^n_samples must be"),
+        (["w1"], {"batch_size": -1}, r"^batch_size must be"),
         (["w1 " * 40], {"n_tokens": N_CTX - 39}, "has 40 tokens.*do not fit into the model's context of 48"),
         (["w1 " * 40], {"processor": SelfDebiasing(["threat"])}, "has 46 tokens, announcements included"),
     ],

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
+from matlens import parallel
 from matlens.errors import InputError
 from matlens.linear import fitting, sums
 from matlens.linear.fitting import fit_samples, fit_stream
@@ -659,9 +659,10 @@ def test_moments_of_other_processes_split_their_products_as_before(monkeypatch: 
     samples = {"h.0": random(60, 4), "h.1": random(60, 3, 1)}
     begin, end = ({site: of[part] for site, of in samples.items()} for part in (slice(30), slice(30, 60)))
     kept = sums.PairMoments([("h.0", "h.1")], split=True).update(begin)
-    alone = SimpleNamespace(several=True, gather=lambda parts, what: [parts])
-    monkeypatch.setattr(sums, "current", lambda: alone)
+    monkeypatch.setattr(parallel, "world_size", lambda: 2)
+    monkeypatch.setattr(parallel, "gather", lambda parts, what: [parts])
     whole = sums.gathered(kept)
+    monkeypatch.setattr(parallel, "world_size", lambda: 1)
     calls = list[int]()
 
     def counted(a: Tensor, b: Tensor) -> Tensor:
