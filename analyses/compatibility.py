@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from matlens import InputError, load
 from matlens.cli import Report, run_study
-from matlens.kinds import STACKS, Stack
+from matlens.models import STACKS, Stack
 from matlens.progress import Bar
 from matlens.study import FEATURES, Study, compatibility
 

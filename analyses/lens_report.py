@@ -16,8 +16,7 @@ import typer
 
 from matlens import plots
 from matlens.cli import Report, print_members, run_study
-from matlens.estimators import best_start
-from matlens.judging import compare_lenses, read_evaluations
+from matlens.lens import best_start, compare_lenses, read_evaluations
 from matlens.study import Study
 
 NAME = "lens_report"

@@ -14,7 +14,7 @@ import typer
 
 from matlens import plots
 from matlens.cli import Report, print_atlas, run_study
-from matlens.inputs import make_judged_text
+from matlens.data import make_judged_text
 from matlens.linearity import atlas_seconds, atlas_summary, linearity_atlas, rank_correlations
 from matlens.study import Study
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from matlens import InputError, plots
 from matlens.cli import Report, run_study
-from matlens.corpora import is_masked
+from matlens.data import is_masked
 from matlens.lens import prediction_quality
 from matlens.study import Study
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from matlens import plots
 from matlens.cli import PositionChoice, Report, run_study
-from matlens.corpora import Corpus
+from matlens.data import Corpus
 from matlens.errors import InputError, printable
 from matlens.linearity import fit_equally_many, transfer_losses, transfer_means, transfer_quality
 from matlens.study import Study, origin_of

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from matlens import collect, make_prompts, plots
 from matlens.cli import Report, run_study
-from matlens.corpora import is_masked
+from matlens.data import is_masked
 from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
 from matlens.models import ModelLayout
 from matlens.study import Study

@@ -26,7 +26,7 @@ import typer
 
 from matlens.activations import sink_counts
 from matlens.cli import Disk, LinkageChoice, LinkageOption, Memory, Report, run_study
-from matlens.corpora import TokenFrequency
+from matlens.data import TokenFrequency
 from matlens.ffn import (
     MEMORY_GIB,
     N_CLUSTERS,

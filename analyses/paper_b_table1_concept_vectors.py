@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from matlens.cli import Report, run_study
-from matlens.corpora import WordSimilarity
+from matlens.data import WordSimilarity
 from matlens.plots import pattern_sizes
 from matlens.study import Study
 

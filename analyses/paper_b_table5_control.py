@@ -26,12 +26,14 @@ from rich.table import Table
 
 from matlens import InputError
 from matlens.cli import Report, run_study
-from matlens.control import (
+from matlens.data import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
+from matlens.ffn import (
     ATTRIBUTES,
     CONTINUATION_TOKENS,
     GRADERS,
     PAPER_COEFFICIENT,
     SelfDebiasing,
+    ValueVector,
     attribute_table,
     changes_to_compare,
     choose_values,
@@ -42,8 +44,6 @@ from matlens.control import (
     tokens_of_chosen,
     word_filter,
 )
-from matlens.corpora import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
-from matlens.ffn import ValueVector
 from matlens.plots import toxicity_against_perplexity
 from matlens.study import Study
 

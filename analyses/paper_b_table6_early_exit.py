@@ -26,11 +26,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from matlens.cli import Disk, Dominant, LinkageChoice, LinkageOption, Memory, Report, run_study
-from matlens.exits import (
+from matlens.ffn import (
     EXIT_CLUSTERS,
     FEWEST_EVENTS,
     FOLDS,
     LASSO,
+    MEMORY_GIB,
     PENALTY_STRENGTHS,
     RIDGE,
     classifier_sites,
@@ -38,7 +39,6 @@ from matlens.exits import (
     compare_readings,
     summarize_exits,
 )
-from matlens.ffn import MEMORY_GIB
 from matlens.plots import exits_figure
 from matlens.study import Study
 

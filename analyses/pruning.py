@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from matlens.cli import Report, run_study
-from matlens.corpora import Corpus, make_windows
-from matlens.pruning import Choice, Method
+from matlens.data import Corpus, make_windows
+from matlens.pruning import Choice, Method, added_perplexity, pruning_table
 from matlens.study import Study
-from matlens.trials import added_perplexity, pruning_table
 
 NAME = "pruning"
 SIZES = (3, 6, 9)

@@ -27,8 +27,8 @@ from training import warmed_cosine
 
 from matlens import InputError, load
 from matlens.cli import Report, run_study
+from matlens.io import result_row, result_table
 from matlens.lens import masked_accuracy
-from matlens.storage import result_row, result_table
 from matlens.study import Study
 
 NAME = "small_bert"

@@ -23,8 +23,8 @@ from training import compare_with_ngrams, token_sequences, train, training_table
 
 from matlens import plots
 from matlens.cli import Report, run_study
+from matlens.models import WikiLMConfig, WikiLMForCausalLM, write_wikilm
 from matlens.study import Study
-from matlens.wikilm import WikiLMConfig, WikiLMForCausalLM, write_wikilm
 
 NAME = "small_wikilm"
 LONGEST = 128  # tokens that the model reads

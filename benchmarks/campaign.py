@@ -39,10 +39,10 @@ _SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48]
 _modules = {
     name: importlib.import_module(name)
     for name in (
-        "matlens.commands.app", "matlens.loading.loading", "matlens.storage.rows", "matlens.study.study",
+        "matlens.cli.app", "matlens.models.loading", "matlens.io.rows", "matlens.study.study",
         "matlens.linear.mapsets", "matlens.linear.sums", "matlens.activations.sums", "matlens.lens.lens",
         "matlens.explorer.usage",
-        "matlens.explorer.value_pages", "matlens.trials.evaluation", "matlens.trials.timing",
+        "matlens.explorer.value_pages", "matlens.pruning.evaluation", "matlens.pruning.timing",
         "matlens.pruning.saving",
         "matlens.linearity.atlas", "matlens.linearity.ranking",
     )
@@ -103,8 +103,8 @@ class Campaign:
         model = matlens.load(str(folder), device="cpu")
         examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
         # Every process has the model already, and is too short for the usual time between two notes.
-        setattr(_modules["matlens.loading.loading"], "load", lambda *_, **__: model)  # noqa: B010
-        setattr(_modules["matlens.storage.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
+        setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
+        setattr(_modules["matlens.io.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.activations.sums"], "_KEPT_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.activations.sums"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.sums"], "chunk_size", lambda _: 64)  # noqa: B010
@@ -112,7 +112,7 @@ class Campaign:
         # What was taken by the clock is the one thing that is not the same again: here, as much each time.
         setattr(_modules["matlens.linearity.atlas"], "time", SimpleNamespace(process_time=float))  # noqa: B010
         clock = SimpleNamespace(perf_counter=count().__next__)
-        setattr(_modules["matlens.trials.timing"], "time", clock)  # noqa: B010
+        setattr(_modules["matlens.pruning.timing"], "time", clock)  # noqa: B010
         if not draws:
             setattr(Figure, "savefig", _write_instead)  # noqa: B010
         data = ["--model", folder, "--corpus", corpus, "--device", "cpu", "--out", "out"]
@@ -218,7 +218,7 @@ def differing(these: Files, those: Files) -> list[str]:
 def _line(*arguments: object) -> Callable[[], None]:
     def work() -> None:
         sys.argv = ["matlens", *map(str, arguments)]
-        _modules["matlens.commands.app"].main()
+        _modules["matlens.cli.app"].main()
 
     return work
 

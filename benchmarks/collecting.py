@@ -17,8 +17,8 @@ from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
-from matlens.corpora import Examples
-from matlens.loading import SMOLLM2
+from matlens.data import Examples
+from matlens.models import SMOLLM2
 
 
 def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:

@@ -15,9 +15,9 @@ import typer
 from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
 
 from matlens.activations import default_batch_tokens
-from matlens.corpora import Examples
+from matlens.data import Examples
 from matlens.ffn import Trace, event_scores
-from matlens.loading import SMOLLM2
+from matlens.models import SMOLLM2
 
 
 def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:

@@ -24,7 +24,7 @@ from watched import EARLY, IN_USE, MIB, PEAK, SECONDS, TAKEN, Work, in_a_process
 
 from matlens import collect
 from matlens.activations import stream, stream_moments
-from matlens.corpora import Examples
+from matlens.data import Examples
 from matlens.ffn import Trace
 from matlens.linear import fit_stream
 from matlens.models import ModelLayout

@@ -9,7 +9,7 @@ import typer
 from playwright.sync_api import sync_playwright
 
 from matlens.explorer import explore
-from matlens.loading import SMOLLM2, load
+from matlens.models import SMOLLM2, load
 
 _WORDS = ["The", "capital", "of", "France", "is", "Paris", "."]
 _LENGTHS = (16, 128)

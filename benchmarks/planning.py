@@ -19,7 +19,7 @@ import matlens
 from matlens.activations import stream, stream_moments
 from matlens.ffn import Trace
 from matlens.linear import fit_stream
-from matlens.loading import SMOLLM2
+from matlens.models import SMOLLM2
 from matlens.study import Shape, collect_parts, fit_maps, plan_study
 
 Pairs = Literal["last", "all"]

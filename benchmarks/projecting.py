@@ -17,7 +17,7 @@ from turns import Measured, Out, fastest
 
 import matlens
 from matlens.ffn import Projection, ValueVectors, top_tokens_of_all
-from matlens.loading import SMOLLM2
+from matlens.models import SMOLLM2
 
 
 class _Peak:

@@ -14,7 +14,7 @@ import typer
 from turns import Measured, Out, fastest, smollm2_examples
 
 from matlens import LinearMap, MapSet
-from matlens.loading import SMOLLM2
+from matlens.models import SMOLLM2
 from matlens.patching import Scheme, Variant, run_variants
 
 

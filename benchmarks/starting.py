@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from turns import Measured, Out, fastest
 
-from matlens.loading import SMOLLM2
+from matlens.models import SMOLLM2
 
 _STARTS = {"python": ["-c", "pass"], "import matlens": ["-c", "import matlens"]}
 _STARTS["matlens --help"] = ["-m", "matlens", "--help"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from matlens import Lens, Readout, collect, make_examples
 from matlens.cli import Report, print_members, run_study
-from matlens.judging import Member, lens_exit_sweep, report_table, training_flops
+from matlens.lens import Member, lens_exit_sweep, report_table, training_flops
 from matlens.pruning import plain_copy
 from matlens.study import Study
 

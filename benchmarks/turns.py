@@ -15,10 +15,10 @@ import typer
 from transformers import AutoModelForCausalLM
 
 import matlens
-from matlens.corpora import Examples
-from matlens.loading import SMOLLM2, smollm2_path
+from matlens.data import Examples
+from matlens.io import result_row, result_table, write_results
 from matlens.metrics import Estimate
-from matlens.storage import result_row, result_table, write_results
+from matlens.models import SMOLLM2, smollm2_path
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for a table of what is measured.", show_default=False)

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line; an interruption ends it in a line also while it is still being imported."""
     try:
-        from matlens.commands.app import main as run
+        from matlens.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ import pandas as pd
 from PIL import Image
 
 from matlens import InputError
-from matlens.storage import csv_text, read_table, write_results
+from matlens.io import csv_text, read_table, write_results
 
 RESULTS = Path(__file__).resolve().parent
 IMAGES = RESULTS.parent / "docs" / "images"

@@ -50,8 +50,8 @@ import jinja2
 import pandas as pd
 from markdown.extensions.toc import slugify
 
-from matlens import InputError, judging, lens, linearity, trials
-from matlens.storage import read_table
+from matlens import InputError, lens, linearity, pruning
+from matlens.io import read_table
 
 RESULTS = Path(__file__).resolve().parent
 PAGES = RESULTS.parent / "docs" / "results"
@@ -261,7 +261,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
-        "judging": judging, "lens": lens, "linearity": linearity, "trials": trials,
+        "lens": lens, "linearity": linearity, "pruning": pruning,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}

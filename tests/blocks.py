@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import matlens
-from matlens.commands.app import app
-from matlens.loading import loading, places
+from matlens.cli.app import app
+from matlens.models import loading, places
 
 PROJECT = Path(matlens.__file__).parents[1]
 PAGES = sorted([PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")])
@@ -144,12 +144,12 @@ def small_world(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "analyses").symlink_to(PROJECT / "analyses")
     (tmp_path / "sentences.txt").write_text("\n".join(small_sentences()))
-    for home in (matlens, matlens.loading, loading):  # a face keeps what it has given once, so faces go first
+    for home in (matlens, matlens.models, loading):  # a face keeps what it has given once, so faces go first
         monkeypatch.setattr(home, "load", small_load)
     monkeypatch.setenv("MATLENS_CACHE", "off")  # it goes by the files of the real models
-    monkeypatch.setattr("matlens.catalogue.catalogue.load", small_load)
+    monkeypatch.setattr("matlens.ffn.catalogue.load", small_load)
     (tmp_path / "gpt2").symlink_to(small_models / "gpt2")  # the name is looked up before it is loaded
-    monkeypatch.setattr("matlens.corpora.corpus.open_source", small_sentences)
+    monkeypatch.setattr("matlens.data.corpus.open_source", small_sentences)
     yield tmp_path
     torch.set_num_threads(threads)
 

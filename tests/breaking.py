@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from matlens.storage.rows import RowFiles
+from matlens.io.rows import RowFiles
 
 
 def break_off_at(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from matlens.commands import app
+from matlens.cli import app
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from offline import refuse_connections
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
-from matlens.loading import places
+from matlens.models import places
 
 # No test depends on how busy the machine is.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -439,18 +439,18 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-def make_sentences() -> matlens.corpora.Corpus:
+def make_sentences() -> matlens.data.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     generator = torch.Generator().manual_seed(0)
     texts = []
     for i in range(40):
         length = 5 + i % 16
         texts.append(" ".join(WORDS[int(w)] for w in torch.randint(50, (length,), generator=generator)))
-    return matlens.corpora.Corpus("words", tuple(texts), 40, 0, 0, 0)
+    return matlens.data.Corpus("words", tuple(texts), 40, 0, 0, 0)
 
 
 @pytest.fixture
-def sentences() -> matlens.corpora.Corpus:
+def sentences() -> matlens.data.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
 

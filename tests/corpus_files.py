@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 
 FIRST = "The first sentence has six words."
 SECOND = "A second one is also here."

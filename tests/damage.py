@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens import InputError
-from matlens.storage.files import sealed
+from matlens.io.files import sealed
 
 Harm = Callable[[bytes, random.Random], bytes]
 

@@ -10,7 +10,7 @@ import torch
 from conftest import LAYERS, MASKED, N_LAYERS, RESIDUAL_MULTIPLIER, SITE_MODULES, WIRINGS, plain_vectors
 from torch import Tensor
 
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 
 D_MLP = {name: 128 if name in ("gpt2", "gptj") else 48 for name in WIRINGS}
 

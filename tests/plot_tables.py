@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from matlens.storage.tables import COLUMNS
+from matlens.io.tables import COLUMNS
 
 METHODS = ("mat", "id")
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from conftest import WORDS
 
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 
 
 def corpus_of(texts: list[str]) -> Corpus:

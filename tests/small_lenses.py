@@ -9,7 +9,7 @@ from conftest import D_MODEL
 from torch import Tensor
 
 from matlens import Lens
-from matlens.estimators.maps import LayerMap
+from matlens.lens.maps import LayerMap
 from matlens.models.identity import ModelIdentity, Provenance
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matlens.bounds import BOUNDS, NESTING, Bound, parse_json
 from matlens.errors import InputError
+from matlens.io.bounds import BOUNDS, NESTING, Bound, parse_json
 
 PLANKS = Bound("MATLENS_TEST_PLANKS", 3, "planks in a box", 10)
 

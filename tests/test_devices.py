@@ -21,19 +21,15 @@ from matlens import (
     LinearMap,
     MapSet,
     Readout,
-    control,
     ffn,
-    judging,
     lens,
     linearity,
     metrics,
     patching,
     pruning,
-    trials,
 )  # fmt: skip
-from matlens.corpora import Corpus, make_windows
-from matlens.estimators import VocabularySample
-from matlens.inputs import make_judged_text
+from matlens.data import Corpus, make_judged_text, make_windows
+from matlens.lens import VocabularySample
 from matlens.linear import Moments, PairMoments, fit_samples
 from matlens.linearity.scores import held_out_scores
 from matlens.models import ModelIdentity
@@ -69,7 +65,7 @@ def fits_and_exits(model: Any) -> Any:
 def judged_lenses(model: Any, folder: Path) -> Any:
     parts = make_sentences().split(n_train=30, n_validation=10, seed=0)
     methods = ["mat", "normed+affine without sinks", "polished"]
-    made = judging.compare_lenses(model, parts, folder, methods=methods, layers=[1, 2], progress=False)
+    made = lens.compare_lenses(model, parts, folder, methods=methods, layers=[1, 2], progress=False)
     timed = made.report["metric"] == "seconds"
     return [made.report.loc[~timed, "value"], made.exits["value"]]
 
@@ -81,16 +77,16 @@ def read_layers(model: Any) -> Any:
 
 
 def losses(model: Any) -> Any:
-    debiasing = control.SelfDebiasing(["profanity"])
+    debiasing = ffn.SelfDebiasing(["profanity"])
     return [
-        control.text_losses(model, texts(1, 3, 6), debiasing=how, progress=False).total
+        ffn.text_losses(model, texts(1, 3, 6), debiasing=how, progress=False).total
         for how in (None, debiasing)
     ]
 
 
 def continuations(model: Any) -> Any:
-    with control.controlled(model, ["L1D3", "L2D5"], 3.0, where="not-first"):
-        return control.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2, progress=False)
+    with ffn.controlled(model, ["L1D3", "L2D5"], 3.0, where="not-first"):
+        return ffn.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2, progress=False)
 
 
 def atlas(model: Any) -> Any:
@@ -101,7 +97,7 @@ def atlas(model: Any) -> Any:
 def pruned(model: Any) -> Any:
     windows = make_windows(model, texts(5, 1, 400), size=20)
     made = pruning.prune(model, windows, 1, heal=200, progress=False)
-    return trials.compare_pruned(model, made, windows, progress=False)["value"]
+    return pruning.compare_pruned(model, made, windows, progress=False)["value"]
 
 
 def traced(model: Any) -> Any:
@@ -212,7 +208,7 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "r2": metrics.r2,
     "mean": lambda x, y: metrics.mean(x)[:3],
     "then": followed,
-    "matrix_cosine": judging.matrix_cosine,
+    "matrix_cosine": lens.matrix_cosine,
     "angles": angles,
     "exit layers": lambda x, y: lens.exit_layers(x, lens.thresholds(y[:, 0].abs().long(), 0.5)),
     "scores": lambda x, y: list(held_out_scores(x, y).values()),

@@ -16,13 +16,13 @@ from several import run_ranks
 import matlens
 from matlens import linearity
 from matlens.activations import collecting, find_sinks
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
-from matlens.estimators.fitting import lens_moments
-from matlens.estimators.jacobian import fit_jacobian
-from matlens.estimators.maps import LayerMap
-from matlens.estimators.trained import fit_maps, train_maps
-from matlens.inputs import make_judged_text
+from matlens.data import make_judged_text
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
+from matlens.lens.fitting import lens_moments
+from matlens.lens.jacobian import fit_jacobian
+from matlens.lens.maps import LayerMap
+from matlens.lens.trained import fit_maps, train_maps
 from matlens.linearity import atlas
 from matlens.models.readout import Readout
 
@@ -167,7 +167,7 @@ def test_layers_are_trained_by_one_process_each(
     model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit what one process trains; of four processes one has no layer to train."""
-    from matlens.estimators import trained
+    from matlens.lens import trained
 
     layers: list[int] = []
     monkeypatch.setattr(trained, "Bar", lambda wanted, **_: layers.extend(wanted) or wanted)

@@ -21,16 +21,16 @@ import matlens
 from matlens import parallel
 from matlens.activations import collecting, stream, stream_moments
 from matlens.activations.activations import Activations
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
+from matlens.io import rows
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.storage import rows
 from matlens.study.fits import fit_moments
 
 BATCH = 40  # tokens of a batch: about fifteen batches of the forty sentences

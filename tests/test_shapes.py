@@ -16,25 +16,23 @@ from jaxtyping import TypeCheckError
 import matlens
 from matlens import InputError, metrics
 from matlens.activations import outlying_rows
-from matlens.control import SelfDebiasing
-from matlens.corpora import Examples
-from matlens.estimators import divergence
-from matlens.exits.classifiers import best_threshold
+from matlens.data import Examples
+from matlens.data.judged import JudgedText
 from matlens.explorer.usage import Usage
-from matlens.ffn import Projection
-from matlens.inputs.judged import JudgedText
-from matlens.judging.cosines import matrix_cosine
-from matlens.kinds.experts import Mixture
-from matlens.lens import exit_layers
+from matlens.ffn import Projection, SelfDebiasing
+from matlens.ffn.classifiers import best_threshold
+from matlens.lens import divergence, exit_layers
+from matlens.lens.cosines import matrix_cosine
 from matlens.linear import LinearMap, Moments
 from matlens.linearity import later_sinks
 from matlens.models import Readout
+from matlens.models.families.experts import Mixture
+from matlens.models.families.wikilm.modelling import SinusoidalPositions
 from matlens.numerics import split_product
-from matlens.pages.trajectory import LensCells
 from matlens.patching import Scheme, r2_score
+from matlens.plots.page_trajectory import LensCells
+from matlens.pruning.evaluation import read_text
 from matlens.pruning.spans import angles
-from matlens.trials.evaluation import read_text
-from matlens.wikilm.modelling import SinusoidalPositions
 
 # What says so: the package to every user where it can, and otherwise the annotations to its tests.
 WRONG = (InputError, TypeCheckError)

@@ -9,8 +9,8 @@ import pytest
 
 import matlens
 from matlens import InputError
-from matlens.control.graders import make_grader
-from matlens.estimators.trained import check_method_names
+from matlens.ffn.graders import make_grader
+from matlens.lens.trained import check_method_names
 
 TYPOS: dict[str, tuple[Callable[[], Any], str]] = {
     "a model": (lambda: matlens.load("smolm2-135m"), "smollm2-135m"),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from matlens import InputError, load_corpus, translations
-from matlens.translations import CATALOGUES, LANGUAGES, messages
+from matlens import InputError, load_corpus
+from matlens.data import translations
+from matlens.data.translations import CATALOGUES, LANGUAGES, messages
 
 WHOLE = [
     "The file was not found here.",

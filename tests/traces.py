@@ -10,7 +10,7 @@ import torch
 from identities import make_identity
 from torch import Tensor
 
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors

@@ -22,8 +22,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.storage.files import system_errors
-from matlens.storage.tables import check_columns
+from matlens.io.files import system_errors
+from matlens.io.tables import check_columns
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"

@@ -21,12 +21,12 @@ from sklearn.metrics import cohen_kappa_score
 from annotation.concept_sheets import CLASSES, Annotation, check_sample
 from matlens import metrics
 from matlens.checks import PositiveInt, Seed, checked, short
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
+from matlens.io.tables import check_columns, read_table, result_row, result_table
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.tables import check_columns, read_table, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

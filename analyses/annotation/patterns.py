@@ -21,13 +21,13 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.checks import Fraction, PositiveInt, Seed, checked, short
-from matlens.corpora.word_similarity import WordSimilarity
+from matlens.data.word_similarity import WordSimilarity
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
+from matlens.io.tables import check_columns, result_row, result_table
 from matlens.models.vocabulary import token_texts, visible
 from matlens.progress import Bar
-from matlens.storage.tables import check_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

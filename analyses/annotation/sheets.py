@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens.bounds import SHEET
 from matlens.checks import checked, short
+from matlens.data.streams import wide_encoding
 from matlens.errors import InputError
-from matlens.sources.streams import wide_encoding
-from matlens.storage.cells import original_table
-from matlens.storage.files import open_regular, read_bounded, system_errors, write_together
-from matlens.storage.tables import check_columns, csv_text
+from matlens.io.bounds import SHEET
+from matlens.io.cells import original_table
+from matlens.io.files import open_regular, read_bounded, system_errors, write_together
+from matlens.io.tables import check_columns, csv_text
 
 
 @checked

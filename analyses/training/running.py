@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 
 from matlens.checks import Between, PositiveInt, Seed, checked
 from matlens.errors import InputError
+from matlens.io.files import check_file_name, content_hash, system_errors, write_bytes
+from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.progress import Bar
-from matlens.storage.files import check_file_name, content_hash, system_errors, write_bytes
-from matlens.wikilm.adaptive import AdaptiveSoftmax
 from training.ngrams import check_sequences
 
 STATE = "training.safetensors"

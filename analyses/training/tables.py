@@ -11,8 +11,8 @@ from torch import nn
 
 from matlens import metrics
 from matlens.checks import PositiveInt, checked
+from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
-from matlens.storage.tables import result_row, result_table
 from training.ngrams import NgramModel
 from training.running import TrainingRun, check_readable, sequence_losses
 

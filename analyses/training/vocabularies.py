@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from matlens.checks import Between, PositiveInt, checked, short
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.errors import InputError
-from matlens.wikilm.dictionary import WordDictionary, words_of
+from matlens.models.families.wikilm.dictionary import WordDictionary, words_of
 
 END = "<|endoftext|>"  # as in GPT-2, before each text and behind it
 

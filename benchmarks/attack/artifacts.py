@@ -14,12 +14,12 @@ import annotation
 
 import matlens
 from attack.world import N_CLUSTERS, World
-from matlens import catalogue, explorer, ffn, inputs, lens, linearity, pruning, study
+from matlens import data, explorer, ffn, lens, linearity, pruning, study
 from matlens.activations import StoredMoments, stream_moments, sums
 from matlens.explorer import value_pages
+from matlens.io import RowFiles
 from matlens.linear import sums as pair_sums
 from matlens.linearity import atlas
-from matlens.storage import RowFiles
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _half_of_moments(write: Callable[[World, Path], Any]) -> Callable[[World, Pa
 def _atlas(world: World, folder: Path, model: str = "gpt2") -> Any:
     bridge = world.load(model)
     fitted, judged = (
-        inputs.make_judged_text(bridge, world.corpus, size=12, most=most, seed=most) for most in (20, 3)
+        data.make_judged_text(bridge, world.corpus, size=12, most=most, seed=most) for most in (20, 3)
     )
     return linearity.linearity_atlas(bridge, fitted, judged, folder=folder, jumps=[2], progress=False)
 
@@ -282,7 +282,7 @@ def _entries(world: World, folder: Path, model: str = "gpt2") -> Any:
     """What is answered from a cache: what is damaged there is made anew."""
     with mock.patch.dict("os.environ", {"MATLENS_CACHE": str(folder / "cache")}):
         for _ in range(2):  # the second from the cache
-            opened = catalogue.Catalogue(str(world.model_folder(model)), device="cpu")
+            opened = ffn.Catalogue(str(world.model_folder(model)), device="cpu")
             values, projection = opened.values, opened.projection()
             top = opened.top_tokens(values, projection, k=3, progress=False)
         return top.ids, top.scores, [values.layer(layer) for layer in range(values.n_layers)]

@@ -18,7 +18,7 @@ import matlens
 from attack.cases import Case, Refused, Unnamed
 from attack.kept import kept
 from attack.world import World
-from matlens.commands import main
+from matlens.cli import main
 
 FAULT = "the command line"
 _SIZES = ("--train", "30", "--val", "10", "--ridge", "1")
@@ -100,7 +100,7 @@ COMMANDS = (
 def untried_commands() -> Iterator[str]:
     """Commands that nothing above tries."""
     tried = {command.words for command in COMMANDS}
-    app: Any = typer.main.get_command(importlib.import_module("matlens.commands.app").app)
+    app: Any = typer.main.get_command(importlib.import_module("matlens.cli.app").app)
     for words in _commands_of(app, ()):
         if words not in tried:
             yield "matlens " + " ".join(words)
@@ -183,7 +183,7 @@ def _right(command: Command, label: str) -> Callable[[Any], bool] | None:
 
 
 def _attempts(world: World, command: Command) -> Iterator[tuple[Callable[[], list[str]], str]]:
-    click: Any = typer.main.get_command(importlib.import_module("matlens.commands.app").app)
+    click: Any = typer.main.get_command(importlib.import_module("matlens.cli.app").app)
     for word in command.words:
         click = click.commands[word]
     if command.given(world):
@@ -279,7 +279,7 @@ def invoke(world: World, arguments: list[str]) -> tuple[int, str, str]:
         "MATLENS_CACHE": str(world.root / "cache-of-commands"),
     }  # fmt: skip
     with (
-        mock.patch("matlens.loading.loading.load", load),
+        mock.patch("matlens.models.loading.load", load),
         mock.patch.object(sys, "argv", ["matlens", *arguments]),
         mock.patch("matlens.explorer.server.run_server", return_value=None),
         mock.patch.dict("os.environ", environment),

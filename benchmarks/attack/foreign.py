@@ -21,7 +21,8 @@ import matlens
 from attack.badness import KINDS
 from attack.cases import Case, Misread
 from attack.world import World
-from matlens import corpora, plots, storage
+from matlens import data, plots
+from matlens import io as storage
 
 TEXT, MODEL, PLANTED, FULL = (
     "foreign texts and archives",
@@ -143,14 +144,14 @@ def _texts(world: World) -> Iterator[Case]:
         def load(file: str = file, content: bytes = content) -> Any:
             path = _put(world, file, content)
             try:
-                return corpora.load_corpus(str(path))
+                return data.load_corpus(str(path))
             finally:
                 shutil.rmtree(path.parent)
 
         def prompts(file: str = file, content: bytes = content) -> Any:
             path = _put(world, file, content)
             try:
-                return corpora.read_prompts(path)
+                return data.read_prompts(path)
             finally:
                 shutil.rmtree(path.parent)
 
@@ -164,7 +165,7 @@ def _texts(world: World) -> Iterator[Case]:
 
 
 def _load_corpus(world: World, make: Callable[[World], Any]) -> Any:
-    return corpora.load_corpus(str(make(world)))
+    return data.load_corpus(str(make(world)))
 
 
 def _is_the_model(world: World) -> Callable[[Any], bool]:

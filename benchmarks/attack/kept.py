@@ -14,7 +14,7 @@ from pandas import DataFrame, read_csv
 
 import matlens
 from attack.world import World
-from matlens import activations, exits, ffn, linear, models, patching, plots
+from matlens import activations, ffn, linear, models, patching, plots
 
 
 def run_in(world: World, context: Any) -> Any:
@@ -148,7 +148,7 @@ def identity_of(world: World) -> models.ModelIdentity:
 
 def active_of(world: World) -> Any:
     """Which clusters are active in the trace."""
-    return exits.active_clusters(world.trace, world.clusters)
+    return ffn.active_clusters(world.trace, world.clusters)
 
 
 def annotations_of(world: World) -> list[Any]:

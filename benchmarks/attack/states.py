@@ -15,7 +15,7 @@ import torch
 import matlens
 from attack.cases import Case, Misread
 from attack.world import N_CLUSTERS, World
-from matlens import control, ffn, lens, patching
+from matlens import ffn, lens, patching
 
 PATCHED, TOKENS, ORDER, EDITED = (
     "patched is not plain",
@@ -39,7 +39,7 @@ def _states(world: World) -> dict[str, Callable[[], AbstractContextManager[Any]]
     return {
         "patched": lambda: matlens.patched(model, matlens.jump(world.stream_maps, 1, 2)),
         "patched FFN": lambda: matlens.patched(model, matlens.mat_ffn(world.maps, 1, 2)),
-        "controlled": lambda: control.controlled(model, ["L1D2"], 30.0),
+        "controlled": lambda: ffn.controlled(model, ["L1D2"], 30.0),
         "hooked": lambda: model.hooks(fwd_hooks=double),
         "hooked by torch": lambda: _hooked(model.original_model.transformer.h[1]),
     }
@@ -196,8 +196,8 @@ def _order(world: World) -> Iterator[Case]:
         "patched 0-1": lambda: matlens.patched(world.model, matlens.jump(maps, 0, 1)),
         "patched 2-3": lambda: matlens.patched(world.model, matlens.jump(maps, 2, 3)),
         "patched FFN": lambda: matlens.patched(world.model, matlens.mat_ffn(world.maps, 1, 2)),
-        "controlled": lambda: control.controlled(world.model, ["L1D2"], 30.0),
-        "controlled too": lambda: control.controlled(world.model, ["L1D3"], 30.0),
+        "controlled": lambda: ffn.controlled(world.model, ["L1D2"], 30.0),
+        "controlled too": lambda: ffn.controlled(world.model, ["L1D3"], 30.0),
     }
     for first, open_first in openers.items():
         for second, open_second in openers.items():

@@ -69,7 +69,7 @@ EXEMPT = {
     "hub.HubRepository": "a name that the hub's client looks at",
     "hub.HubSnapshot": "made by the library",
     "ffn.ValueVectors.from_parts": "what catalogue.Catalogue calls",
-    "wikilm.WikiLMConfig": "refuses what makes no model, as tests/wikilm/test_modelling.py tries",
+    "wikilm.WikiLMConfig": "refuses what makes no model, as tests/models/test_modelling.py tries",
     "wikilm.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
     "wikilm.WikiLMForCausalLM.features": "what TransformerLens and transformers call",
     "wikilm.WikiLMForCausalLM.forward": "what TransformerLens and transformers call",

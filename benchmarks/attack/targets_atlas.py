@@ -8,16 +8,16 @@ from typing import Any
 from attack.kept import draw, once, saved
 from attack.signatures import Target
 from attack.world import World
-from matlens import inputs, linearity
+from matlens import data, linearity
 
 
-def _text(world: World) -> inputs.JudgedText:
-    return inputs.make_judged_text(world.model, world.corpus, size=12)
+def _text(world: World) -> data.JudgedText:
+    return data.make_judged_text(world.model, world.corpus, size=12)
 
 
 def _table(world: World) -> Any:
     def make() -> Any:
-        judged = inputs.make_judged_text(world.model, world.corpus, size=12, most=3)
+        judged = data.make_judged_text(world.model, world.corpus, size=12, most=3)
         return linearity.linearity_atlas(world.model, _text(world), judged, jumps=[2], progress=False)
 
     return once(world, "atlas", make)
@@ -25,7 +25,7 @@ def _table(world: World) -> Any:
 
 def _folder(world: World) -> Any:
     def save(folder: Path) -> None:
-        judged = inputs.make_judged_text(world.model, world.corpus, size=12, most=3)
+        judged = data.make_judged_text(world.model, world.corpus, size=12, most=3)
         linearity.linearity_atlas(world.model, _text(world), judged, folder=folder, jumps=[2], progress=False)
 
     return saved(world, "atlas", save)

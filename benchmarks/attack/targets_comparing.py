@@ -12,10 +12,10 @@ from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
 from attack.signatures import Target
 from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
-from matlens import control, exits, ffn, lens, linearity
+from matlens import ffn, lens, linearity
 
 ACTIVATIONS = "activations, other activations"
-_CHANGES = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]
+_CHANGES = [ffn.ModelChange("unchanged"), ffn.ModelChange("control", 3.0, ("L0D1",))]
 
 
 @cache
@@ -43,7 +43,7 @@ def _fits(world: World) -> Any:
 
 @cache
 def _comparison(world: World) -> Any:
-    return control.compare_control(
+    return ffn.compare_control(
         world.model, _CHANGES, {"prompts": list(world.sentences[:2])}, world.examples.head(4),
         ConstantGrader(), n_samples=1,
     )  # fmt: skip
@@ -66,8 +66,8 @@ def _positions(world: World) -> Any:
 
 
 def _exits(world: World) -> Any:
-    judged = {"rule": [exits.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
-    return exits.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
+    judged = {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
+    return ffn.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
 
 
 def _confidence(world: World) -> Any:
@@ -194,8 +194,8 @@ COMPARING: list[Target] = [
         {"vectors": "object", "debiasing": "object", "banned": "object", "coefficients": "layers"},
         {
             "vectors": lambda _: {"picked": ("L0D1",)},
-            "debiasing": lambda _: control.SelfDebiasing(),
-            "banned": lambda w: control.word_filter(w.model.tokenizer, ["w1"]),
+            "debiasing": lambda _: ffn.SelfDebiasing(),
+            "banned": lambda w: ffn.word_filter(w.model.tokenizer, ["w1"]),
             "coefficients": lambda _: (3.0,),
         },
         takes={

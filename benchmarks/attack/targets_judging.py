@@ -11,21 +11,21 @@ import torch
 from attack.kept import saved
 from attack.signatures import Target
 from attack.world import World
-from matlens import estimators, judging, lens
+from matlens import lens
 
 LENSES = "lenses, other lenses"
 ACTIVATIONS = "activations, other activations"
 ROWS: dict[str, Any] = {
     "h": lambda w: w.activations[1],
     "last": lambda w: w.activations[3],
-    "start": lambda _: estimators.LayerMap(torch.eye(32)),
+    "start": lambda _: lens.LayerMap(torch.eye(32)),
 }
 
 
-def evaluation_items(world: World) -> dict[str, list[judging.EvaluationItem]]:
+def evaluation_items(world: World) -> dict[str, list[lens.EvaluationItem]]:
     """An evaluation of two questions."""
     prompts = zip(world.sentences[:2], ("w1", "w2"), strict=True)
-    return {"multihop": [judging.EvaluationItem(text, text, ((word,),)) for text, word in prompts]}
+    return {"multihop": [lens.EvaluationItem(text, text, ((word,),)) for text, word in prompts]}
 
 
 def _evaluations(world: World) -> Path:
@@ -38,7 +38,7 @@ def _evaluations(world: World) -> Path:
 
 
 def _judged(world: World) -> lens.Judgement:
-    scores = {"mat": judging.lens_scores(world.lens, world.activations[1], 1)}
+    scores = {"mat": lens.lens_scores(world.lens, world.activations[1], 1)}
     return lens.judge_scores(world.readout, world.activations[3], scores, progress=False)["mat"]
 
 
@@ -79,7 +79,7 @@ JUDGING: list[Target] = [
     Target(
         "judging.lens_savings",
         {"precision": "positive"},
-        {"table": lambda w: judging.lens_exit_sweep({"mat": w.lens}, w.activations, progress=False)},
+        {"table": lambda w: lens.lens_exit_sweep({"mat": w.lens}, w.activations, progress=False)},
     ),
     Target(
         "judging.lens_r2",
@@ -101,7 +101,7 @@ JUDGING: list[Target] = [
     Target(
         "lens.judge_scores",
         {"members": "lenses"},
-        {"members": lambda w: {"mat": judging.lens_scores(w.lens, w.activations[1], 1)}},
+        {"members": lambda w: {"mat": lens.lens_scores(w.lens, w.activations[1], 1)}},
     ),
     Target("lens.Judgement.differences", {"other": "object"}, {"other": _judged}, owner=_judged),
     Target(
@@ -124,7 +124,7 @@ JUDGING: list[Target] = [
         "judging.EvaluationItem",
         {"name": "text", "text": "text", "words": "object"},
         {"words": lambda _: (("w1",),)},
-        finish=lambda w, item: judging.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
+        finish=lambda w, item: lens.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
         takes={
             "name=''": lambda _, table: len(table) == 3,
             "words=[]": lambda _, table: table["value"].isna().all(),  # an item that cannot be scored
@@ -172,7 +172,7 @@ JUDGING: list[Target] = [
     Target(
         "plots.lens_cosines",
         good={
-            "results": lambda w: judging.cosine_table(
+            "results": lambda w: lens.cosine_table(
                 {"mat": w.lens, "jacobian": w.lens}, {"jacobian": (w.lens, w.lens)}
             )
         },

@@ -13,12 +13,12 @@ from attack.badness import _short
 from attack.kept import kept, saved
 from attack.signatures import Target
 from attack.world import World
-from matlens import estimators, lens, linear
+from matlens import lens, linear
 
 ROWS: dict[str, Any] = {
     "h": lambda w: w.activations[1],
     "last": lambda w: w.activations[3],
-    "start": lambda _: estimators.LayerMap(torch.eye(32)),
+    "start": lambda _: lens.LayerMap(torch.eye(32)),
 }
 TRAINING = {"h": "vectors", "last": "vectors", "start": "object", "norm": "object"}
 
@@ -53,7 +53,7 @@ LENSES: list[Target] = [
         "Lens",
         {"maps": "object", "method": "text", "provenance": "object", "norm": "", "readout": "", "model": ""},
         {
-            "maps": lambda _: {0: estimators.LayerMap()},
+            "maps": lambda _: {0: lens.LayerMap()},
             "method": lambda _: "by hand",
             "provenance": lambda w: w.stream_maps.provenance,
         },
@@ -103,7 +103,7 @@ LENSES: list[Target] = [
         "estimators.LayerMap.matrix",
         {"width": "whole"},
         {"width": lambda _: 4},
-        lambda _: estimators.LayerMap(),
+        lambda _: lens.LayerMap(),
     ),
     Target(
         "estimators.LayerMap.__call__",
@@ -118,7 +118,7 @@ LENSES: list[Target] = [
     Target("estimators.Standardisation.from_model"),
     Target(
         "estimators.Standardisation.__call__",
-        owner=lambda _: estimators.Standardisation("rms"),
+        owner=lambda _: lens.Standardisation("rms"),
         takes={  # of any width, and what is no number stays none
             "h=no_columns": lambda _, out: out.shape[-1] == 0,
             "h=too_narrow": lambda _, out: out.shape[-1] == 31,
@@ -135,13 +135,13 @@ LENSES: list[Target] = [
         "estimators.LensMoments.update",
         {"vectors": "object", "places": "object", "keys": "object"},
         {"vectors": lambda w: dict(w.activations)},
-        lambda w: estimators.LensMoments(w.activations.provenance, ["mat"]),
+        lambda w: lens.LensMoments(w.activations.provenance, ["mat"]),
     ),
     Target(
         "estimators.LensMoments.merge",
         {"other": "object"},
-        {"other": lambda w: estimators.lens_moments(w.model, w.activations, ["mat"], progress=False)},
-        lambda w: estimators.LensMoments(w.activations.provenance, ["mat"]),
+        {"other": lambda w: lens.lens_moments(w.model, w.activations, ["mat"], progress=False)},
+        lambda w: lens.LensMoments(w.activations.provenance, ["mat"]),
     ),
     Target(
         "estimators.LensMoments.solve",
@@ -202,7 +202,7 @@ LENSES: list[Target] = [
         "estimators.VocabularySample.draw",
         {"generator": "object"},
         {"generator": lambda _: torch.Generator().manual_seed(0)},
-        lambda _: estimators.VocabularySample.from_weights(torch.ones(60), 9),
+        lambda _: lens.VocabularySample.from_weights(torch.ones(60), 9),
     ),
     Target(
         "estimators.divergence",

@@ -14,7 +14,7 @@ from attack.kept import MAPS, READOUT, draw, kept, once, patch_with, saved
 from attack.signatures import Target
 from attack.targets_comparing import ACTIVATIONS
 from attack.world import World
-from matlens import activations, control, exits, ffn, linearity, models, storage
+from matlens import activations, ffn, io, linearity, models
 from matlens import study as studies
 
 _ALL_ROWS: Any = {name: lambda _: torch.ones(60, dtype=torch.bool) for name in ("rows", "validation_rows")}
@@ -69,23 +69,23 @@ def _plan(_: World) -> studies.Plan:
 
 
 def _split() -> Any:
-    from matlens.exits.outcomes import split_examples
+    from matlens.ffn.outcomes import split_examples
 
     return split_examples(60)
 
 
-def _classifiers() -> exits.ExitClassifiers:
-    return exits.ExitClassifiers(strengths=[0.01], kinds=[0], folds=2, fewest=2)
+def _classifiers() -> ffn.ExitClassifiers:
+    return ffn.ExitClassifiers(strengths=[0.01], kinds=[0], folds=2, fewest=2)
 
 
 def _features(world: World) -> Any:
     return [world.activations[layer].numpy() for layer in range(1, 4)]
 
 
-def _fitted_rule(world: World) -> exits.OverlapRule:
-    active = exits.active_clusters(world.trace, world.clusters)
+def _fitted_rule(world: World) -> ffn.OverlapRule:
+    active = ffn.active_clusters(world.trace, world.clusters)
     made_at = ffn.find_saturation(world.trace).layer.numpy()
-    return exits.OverlapRule().fit(active, made_at, np.arange(30))
+    return ffn.OverlapRule().fit(active, made_at, np.arange(30))
 
 
 PARTS: list[Target] = [
@@ -231,7 +231,7 @@ PARTS: list[Target] = [
     Target(
         "models.Provenance.from_config",
         {"config": "object"},
-        {"config": lambda w: storage.read_config(kept("activations")(w), "activations")},
+        {"config": lambda w: io.read_config(kept("activations")(w), "activations")},
     ),
     Target(
         "models.Readout.check_same",
@@ -290,7 +290,7 @@ PARTS: list[Target] = [
     Target(
         "exits.OverlapRule.signals",
         {"active": "object", "rows": "numbers"},
-        {"active": lambda w: exits.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
+        {"active": lambda w: ffn.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
         lambda w: _fitted_rule(w),
     ),
     Target(
@@ -315,14 +315,14 @@ PARTS: list[Target] = [
         "control.SelfDebiasing.reweighted",
         {"plain": "any vectors", "likeliest": "any vectors"},
         {"plain": lambda _: torch.rand(2, 60), "likeliest": lambda _: torch.rand(2, 60)},
-        lambda _: control.SelfDebiasing(),
+        lambda _: ffn.SelfDebiasing(),
     ),
-    Target("control.SelfDebiasing.room", owner=lambda _: control.SelfDebiasing()),
+    Target("control.SelfDebiasing.room", owner=lambda _: ffn.SelfDebiasing()),
     Target(
         "control.SelfDebiasing.__call__",
         {"input_ids": "ids", "scores": "vectors"},
         {"input_ids": lambda _: torch.ones(7, 3, dtype=torch.int64), "scores": lambda _: torch.rand(7, 60)},
-        lambda _: control.SelfDebiasing(),
+        lambda _: ffn.SelfDebiasing(),
         takes={"input_ids": lambda _, scores: scores.shape == (7, 60)},  # of which nothing is read
     ),
     *[
@@ -330,7 +330,7 @@ PARTS: list[Target] = [
             f"control.ModelChange.{name}",
             {"texts": "examples"},
             {"texts": lambda w: w.examples.head(2)},
-            lambda _: control.ModelChange("control", 3.0, ("L0D1",)),
+            lambda _: ffn.ModelChange("control", 3.0, ("L0D1",)),
             takes={"texts=corpus": lambda _, losses: len(losses.total) == 60},
         )
         for name in ("applied", "losses")
@@ -339,7 +339,7 @@ PARTS: list[Target] = [
         "control.Perspective.grade",
         {"texts": "sentences"},
         {"texts": lambda _: []},
-        lambda _: control.Perspective("k", ["toxicity"], url="http://127.0.0.1:9/", retries=1, backoff=0.0),
+        lambda _: ffn.Perspective("k", ["toxicity"], url="http://127.0.0.1:9/", retries=1, backoff=0.0),
         takes={"texts=[]": lambda _, grades: len(grades["toxicity"]) == 0},
     ),
     # Figures.

@@ -13,7 +13,7 @@ from attack.badness import _short
 from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
 from attack.signatures import Target
 from attack.world import ConstantGrader, World
-from matlens import control, exits, ffn, lens
+from matlens import ffn, lens
 
 NOT_FINITE = ("with_nan", "with_infinity")
 
@@ -149,12 +149,12 @@ READING: list[Target] = [
             "made_at": lambda w: ffn.find_saturation(w.trace).layer.numpy(),
             "rows": lambda _: np.arange(30),
         },
-        lambda _: exits.OverlapRule(),
+        lambda _: ffn.OverlapRule(),
     ),
     Target(
         "exits.summarize_exits",
         {"judged": "object", "n_layers": "whole"},
-        {"judged": lambda _: {"rule": [exits.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}},
+        {"judged": lambda _: {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}},
     ),
     Target("exits.compare_readings", {"clusters": "object"}, {"clusters": lambda w: [w.clusters]}),
     Target("exits.ExitClassifiers", {"strengths": "object", "kinds": "object"}),
@@ -163,7 +163,7 @@ READING: list[Target] = [
         "exits.compare_exits",
         {"activations": "activations, other activations"},
         {
-            "activations": lambda w: w.collected(sites=exits.classifier_sites(w.model)),
+            "activations": lambda w: w.collected(sites=ffn.classifier_sites(w.model)),
             "seeds": lambda _: 1,
             "folds": lambda _: 2,
             "fewest": lambda _: 2,
@@ -272,7 +272,7 @@ READING: list[Target] = [
         "control.SelfDebiasing.log_probs",
         {"plain": "any vectors", "announced": "any vectors"},
         {"plain": lambda _: torch.rand(60), "announced": lambda _: torch.rand(6, 60)},
-        lambda _: control.SelfDebiasing(),
+        lambda _: ffn.SelfDebiasing(),
     ),
     Target("control.word_filter", takes={"words=['w1 w2']": lambda _, processor: processor is not None}),
     Target("control.make_grader", {"name": "choice"}, {"name": lambda _: "profanity-check"}),

@@ -12,7 +12,7 @@ import matlens
 from attack.kept import VALUES, kept, once
 from attack.signatures import Target
 from attack.world import World
-from matlens import cache, catalogue, explorer, ffn, trials
+from matlens import explorer, ffn, io, pruning
 
 _FOLLOWED = torch.tensor([5, 6])
 _ON_A_PAGE = ("model", "prompt", "tokens", "layers", "lenses", "followed", "texts", "updates")
@@ -31,8 +31,8 @@ def _part_of_page(name: str, world: World) -> Any:
     return getattr(_shown(world), name)
 
 
-def _cache(world: World) -> cache.Cache:
-    return cache.Cache(world.root / "cache")
+def _cache(world: World) -> io.Cache:
+    return io.Cache(world.root / "cache")
 
 
 def _jumped(world: World, live: explorer.LiveModel) -> explorer.LiveModel:
@@ -64,7 +64,7 @@ def _pruning_table(world: World) -> Any:
     return once(
         world,
         "pruning",
-        lambda: trials.pruning_table(
+        lambda: pruning.pruning_table(
             world.model, world.windows, {"text": world.windows}, [1], choices=["angle"],
             methods=["out", "replaceme"], progress=False,
         ),
@@ -236,12 +236,12 @@ ROOMS: list[Target] = [
         "catalogue.Catalogue.projection",
         {"reading": "choice"},
         {"reading": lambda _: "norm"},
-        lambda w: catalogue.Catalogue(w.model),
+        lambda w: ffn.Catalogue(w.model),
     ),
     Target(
         "catalogue.Catalogue.top_tokens",
         {**VALUES, "projection": "projection, other projection", "reading": "choice"},
-        owner=lambda w: catalogue.Catalogue(w.model),
+        owner=lambda w: ffn.Catalogue(w.model),
     ),
     Target(
         "cache.hash_contents",

@@ -11,30 +11,30 @@ import training
 from attack.kept import draw, once
 from attack.signatures import Target
 from attack.world import World
-from matlens import wikilm
+from matlens import models
 
 _SEQUENCES = [[2, 5, 6, 7, 2], [2, 8, 5, 2]]
 
 
-def _dictionary(_: World) -> wikilm.WordDictionary:
-    return wikilm.WordDictionary.from_counts([(f"w{i}", 50 - i) for i in range(20)], n_words=24)
+def _dictionary(_: World) -> models.WordDictionary:
+    return models.WordDictionary.from_counts([(f"w{i}", 50 - i) for i in range(20)], n_words=24)
 
 
-def _small(world: World) -> wikilm.WikiLMForCausalLM:
-    def made() -> wikilm.WikiLMForCausalLM:
+def _small(world: World) -> models.WikiLMForCausalLM:
+    def made() -> models.WikiLMForCausalLM:
         torch.manual_seed(0)
-        config = wikilm.WikiLMConfig(
+        config = models.WikiLMConfig(
             vocab_size=24, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
             max_position_embeddings=16, cutoffs=[8, 16], adaptive_factor=2.0,
         )  # fmt: skip
-        return wikilm.WikiLMForCausalLM(config)
+        return models.WikiLMForCausalLM(config)
 
     return once(world, "small wikilm", made)
 
 
 def _checkpoint(world: World) -> Path:
     def made() -> Path:
-        return wikilm.write_wikilm(_small(world), _dictionary(world), world.root / "wikilm")
+        return models.write_wikilm(_small(world), _dictionary(world), world.root / "wikilm")
 
     return once(world, "wikilm's checkpoint", made)
 

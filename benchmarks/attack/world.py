@@ -18,7 +18,7 @@ import transformers
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import control, corpora, estimators, ffn, judging, lens, linear, patching, pruning
+from matlens import data, ffn, lens, linear, patching, pruning
 from matlens.lens import Trajectory, as_substitute
 from matlens.study import Study
 
@@ -88,19 +88,19 @@ class World:
         return self.load("gpt2")
 
     @cached_property
-    def corpus(self) -> corpora.Corpus:
+    def corpus(self) -> data.Corpus:
         """The sentences as a corpus."""
-        return corpora.load_corpus(str(self.text))
+        return data.load_corpus(str(self.text))
 
     @cached_property
-    def examples(self) -> corpora.Examples:
+    def examples(self) -> data.Examples:
         """The sentences as the model reads them."""
-        return corpora.make_examples(self.model, self.corpus)
+        return data.make_examples(self.model, self.corpus)
 
     @cached_property
-    def prompts(self) -> corpora.Examples:
+    def prompts(self) -> data.Examples:
         """Two prompts as the model reads them."""
-        return corpora.make_prompts(self.model, list(self.sentences[:2]))
+        return data.make_prompts(self.model, list(self.sentences[:2]))
 
     @cached_property
     def readout(self) -> matlens.Readout:
@@ -110,7 +110,7 @@ class World:
     def collected(self, name: str = "gpt2", sites: Any = None, *, positions: Any = "drawn") -> Any:
         """Vectors of a model at the sentences."""
         model = self.load(name)
-        examples = corpora.make_examples(model, self.corpus)
+        examples = data.make_examples(model, self.corpus)
         return matlens.collect(model, examples, sites, positions=positions, progress=False)
 
     @cached_property
@@ -176,9 +176,9 @@ class World:
         return matlens.Lens.from_maps(self.other_maps, model=self.load("weights"))
 
     @cached_property
-    def lens_moments(self) -> estimators.LensMoments:
+    def lens_moments(self) -> matlens.lens.LensMoments:
         """What closed forms need of the sentences."""
-        return estimators.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
+        return lens.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
 
     @cached_property
     def trajectory(self) -> Trajectory:
@@ -186,19 +186,19 @@ class World:
         return self.lens.trajectory(self.sentences[0], k=3)
 
     @cached_property
-    def members(self) -> dict[str, judging.Member]:
+    def members(self) -> dict[str, matlens.lens.Member]:
         """The lens and the logit lens as members of a report."""
-        return {"mat": judging.Member(self.lens), "id": judging.Member(matlens.Lens.identity(self.model))}
+        return {"mat": lens.Member(self.lens), "id": lens.Member(matlens.Lens.identity(self.model))}
 
     @cached_property
     def report(self) -> pd.DataFrame:
         """The report of the members."""
-        return judging.report_table(self.members, self.activations, against="id", progress=False)
+        return lens.report_table(self.members, self.activations, against="id", progress=False)
 
     @cached_property
-    def windows(self) -> corpora.Examples:
+    def windows(self) -> data.Examples:
         """The sentences as running text."""
-        return corpora.make_windows(self.model, self.corpus, size=16)
+        return data.make_windows(self.model, self.corpus, size=16)
 
     @cached_property
     def pruned(self) -> pruning.Pruned:
@@ -253,27 +253,27 @@ class World:
         return annotation.draw_concept_sample(self.model, self.examples, per_layer=2, k=5, progress=False)
 
     @cached_property
-    def similarity(self) -> corpora.WordSimilarity:
+    def similarity(self) -> data.WordSimilarity:
         """Which words are used alike."""
-        return corpora.WordSimilarity.fit(self.sentences, dimensions=5, min_count=2)
+        return data.WordSimilarity.fit(self.sentences, dimensions=5, min_count=2)
 
     @cached_property
     def graded(self) -> pd.DataFrame:
         """Graded value vectors."""
-        return control.grade_values(self.values, self.tokens, self.model.tokenizer, ConstantGrader())
+        return ffn.grade_values(self.values, self.tokens, self.model.tokenizer, ConstantGrader())
 
     @cached_property
     def continuations(self) -> pd.DataFrame:
         """Graded continuations of two prompts."""
-        texts = control.continue_prompts(
+        texts = ffn.continue_prompts(
             self.model, list(self.sentences[:2]), n_tokens=3, n_samples=2, progress=False
         )
-        return control.grade_continuations(texts, ConstantGrader())
+        return ffn.grade_continuations(texts, ConstantGrader())
 
     @cached_property
     def losses(self) -> Any:
         """The loss of the model on each sentence."""
-        return control.text_losses(self.model, self.corpus, progress=False)
+        return ffn.text_losses(self.model, self.corpus, progress=False)
 
     @cached_property
     def table_of_predictions(self) -> pd.DataFrame:
@@ -310,9 +310,9 @@ class World:
         )
 
     @cached_property
-    def frequency(self) -> corpora.TokenFrequency:
+    def frequency(self) -> data.TokenFrequency:
         """How often each token is used."""
-        return corpora.TokenFrequency.from_corpus(self.corpus, self.model.tokenizer, 60)
+        return data.TokenFrequency.from_corpus(self.corpus, self.model.tokenizer, 60)
 
     @cached_property
     def patterns(self) -> dict[str, pd.DataFrame]:

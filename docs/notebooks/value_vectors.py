@@ -18,7 +18,7 @@
 
 # %%
 import matlens
-from matlens import control, ffn
+from matlens import ffn
 
 model = matlens.load("smollm2-135m")
 values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
@@ -66,5 +66,5 @@ print(scores[["experiment", "method", "metric", "value", "low", "high", "n"]].to
 # `L20D630` promotes thanks, `L18D748` what is safe and fair.
 
 # %%
-with control.controlled(model, ["L20D630", "L18D748"], 3.0):
+with ffn.controlled(model, ["L20D630", "L18D748"], 3.0):
     print(model.generate("Shut up, you", max_new_tokens=20, do_sample=False))

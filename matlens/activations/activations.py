@@ -12,13 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.checks import checked
-from matlens.corpora.examples import ARRAYS, OTHERS, Examples
+from matlens.data.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
+from matlens.io.files import damaged
+from matlens.io.folders import CONFIG, reading_record
+from matlens.io.rows import read_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.storage.files import damaged
-from matlens.storage.folders import CONFIG, reading_record
-from matlens.storage.rows import read_rows
 
 Positions = Literal["drawn", "all"]
 HOLDS = "activations"

@@ -23,7 +23,7 @@ from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.checks import Between, PositiveInt, checked, short
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError, InputWarning
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site

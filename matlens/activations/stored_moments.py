@@ -15,16 +15,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from matlens import parallel
-from matlens.bounds import parse_json
 from matlens.checks import checked
 from matlens.errors import InputError
+from matlens.io.arrays import Record, check_record, check_size, check_tensor, describe_tensors
+from matlens.io.bounds import parse_json
+from matlens.io.files import damaged, write_bytes
+from matlens.io.folders import Workplace, read_config, reading_record
 from matlens.linear.moments import Moments
 from matlens.linear.pairs import by_source
 from matlens.linear.sums import MomentsOfPairs, check_source
 from matlens.models.identity import Provenance
-from matlens.storage.arrays import Record, check_record, check_size, check_tensor, describe_tensors
-from matlens.storage.files import damaged, write_bytes
-from matlens.storage.folders import Workplace, read_config, reading_record
 
 HOLDS = "moments"
 _SAID = "matlens"  # what the file says of its moments

@@ -21,17 +21,17 @@ from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.checks import PositiveInt, check_int, checked
-from matlens.corpora.examples import Examples
-from matlens.corpora.readers import check_model
+from matlens.data.examples import Examples
+from matlens.data.readers import check_model
 from matlens.errors import InputError
+from matlens.io.arrays import Record
+from matlens.io.folders import Workplace
+from matlens.io.notes import Notes
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import Chosen, are_few
 from matlens.linear.sums import PairMoments, gathered
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
-from matlens.storage.arrays import Record
-from matlens.storage.folders import Workplace
-from matlens.storage.notes import Notes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

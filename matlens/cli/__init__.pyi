@@ -1,3 +1,4 @@
+from .app import main as main
 from .options import Disk as Disk
 from .options import Dominant as Dominant
 from .options import LinkageChoice as LinkageChoice

@@ -22,8 +22,8 @@ from matlens.progress import waiting
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-    from matlens.catalogue.catalogue import Catalogue
-    from matlens.corpora.corpus import Corpus
+    from matlens.data.corpus import Corpus
+    from matlens.ffn.catalogue import Catalogue
     from matlens.ffn.projection import Projection
     from matlens.linear.pairs import Pairs
     from matlens.study.study import Study
@@ -59,11 +59,11 @@ class ModelOptions(Group):
 
     def check(self) -> None:
         """Refuse a name that there is no model of, or a device that is not there, before any work."""
-        from matlens.loading.places import locate
+        from matlens.models.places import locate
 
         locate(self.model, self.revision)
         if self.device is not None:
-            from matlens.loading.loading import choose_device
+            from matlens.models.loading import choose_device
 
             choose_device(self.device)
 
@@ -72,7 +72,7 @@ class ModelOptions(Group):
         if self.stack == StackChoice.decoder:
             raise InputError(
                 "The decoder of an encoder-decoder reads pairs of a source and a target, and a corpus has "
-                "sentences alone. Expected --stack encoder; in Python matlens.inputs.make_pairs makes pairs."
+                "sentences alone. Expected --stack encoder; in Python matlens.data.make_pairs makes pairs."
             )
 
     def _loading(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class ModelOptions(Group):
         """What is read of the model's weights, without the model where that is known."""
         self.check()  # the imports take seconds
         with waiting("looking for the model"):
-            from matlens.catalogue.catalogue import Catalogue
+            from matlens.ffn.catalogue import Catalogue
 
             return Catalogue(self.model, **self._loading())
 
@@ -97,7 +97,7 @@ class ModelOptions(Group):
         """Load the model."""
         self.check()  # the imports take seconds
         with waiting("loading the model"):
-            from matlens.loading.loading import load
+            from matlens.models.loading import load
 
             return load(self.model, **self._loading())
 
@@ -114,7 +114,7 @@ class CorpusOptions(Group):
     def load(self) -> Corpus:
         """Read the sentences."""
         with waiting("reading the corpus"):
-            from matlens.corpora.corpus import load_corpus
+            from matlens.data.corpus import load_corpus
 
             return load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
 
@@ -210,7 +210,7 @@ class FitOptions(Group):
         if pairs in ("all", "last") or model.revision is not None:
             return
         from matlens.linear.pairs import resolve_pairs
-        from matlens.loading.places import blocks_in_configuration
+        from matlens.models.places import blocks_in_configuration
 
         if (blocks := blocks_in_configuration(model.model)) is not None:
             resolve_pairs(pairs, blocks)

@@ -21,8 +21,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from matlens.errors import InputError, InputWarning, printable
-from matlens.storage.files import system_errors
-from matlens.storage.numbers import number_text
+from matlens.io.files import system_errors
+from matlens.io.numbers import number_text
 
 if TYPE_CHECKING:
     from matlens.ffn.projection import Projection
@@ -182,12 +182,12 @@ def print_members(report: Any, exits: Any) -> None:
     Parameters
     ----------
     report, exits
-        The tables of `matlens.judging.report_table` and of `matlens.judging.lens_exit_sweep`.
+        The tables of `matlens.lens.report_table` and of `matlens.lens.lens_exit_sweep`.
     """
     from pandas import isna
 
-    from matlens.judging.exits import lens_savings
-    from matlens.judging.report import report_by_member
+    from matlens.lens.exits import lens_savings
+    from matlens.lens.report import report_by_member
 
     wide = report_by_member(report).join(lens_savings(exits).set_index("method")["saved"])
     heads = {

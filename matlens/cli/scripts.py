@@ -20,8 +20,8 @@ from matlens.cli import options
 from matlens.cli.distributed import start
 from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
 from matlens.cli.printing import print_line
-from matlens.storage.files import system_errors, write_text
-from matlens.storage.tables import csv_text, write_results
+from matlens.io.files import system_errors, write_text
+from matlens.io.tables import csv_text, write_results
 from matlens.study.study import Study
 
 SECONDS = "processor_seconds"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from matlens.checks import check_choice, check_int, check_number, checked, short
-from matlens.control.control import Value, controlled
-from matlens.control.generation import continue_prompts
 from matlens.errors import InputError
+from matlens.ffn.control import Value, controlled
+from matlens.ffn.generation import continue_prompts
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
 from matlens.models.sites import STREAM, Site

@@ -13,7 +13,7 @@ from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates, check_count
-from matlens.pages.trajectory import UpdateCells
+from matlens.plots.page_trajectory import UpdateCells
 from matlens.progress import Bar
 
 

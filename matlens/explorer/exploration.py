@@ -14,12 +14,14 @@ from jaxtyping import Int
 
 from matlens.activations.collecting import collect
 from matlens.checks import PositiveInt, check_choice, check_int, checked
-from matlens.corpora.prompts import make_prompts
+from matlens.data.prompts import make_prompts
 from matlens.explorer.dominant import dominant_cells
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
+from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
+from matlens.io.folders import CONFIG, read_record
 from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import HOLDS as MAPS
@@ -27,10 +29,8 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, STREAM, Site
 from matlens.models.vocabulary import visible, word_token
-from matlens.pages.assembly import framed
-from matlens.pages.trajectory import LensCells, UpdateCells, trajectory_page
-from matlens.storage.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
-from matlens.storage.folders import CONFIG, read_record
+from matlens.plots.page_assembly import framed
+from matlens.plots.page_trajectory import LensCells, UpdateCells, trajectory_page
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

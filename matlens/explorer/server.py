@@ -16,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from matlens.bounds import parse_json
 from matlens.checks import Between, checked
 from matlens.errors import InputError, printable
 from matlens.explorer.changes import Change, Outcome, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
+from matlens.io.bounds import parse_json
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
 from matlens.models.vocabulary import visible
-from matlens.pages.assembly import assemble
+from matlens.plots.page_assembly import assemble
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -13,18 +13,22 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from matlens.checks import PositiveInt, check_int, checked
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.corpus_examples import make_examples
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.corpus_examples import make_examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
+from matlens.io.arrays import check_hash, check_record, describe_file
+from matlens.io.files import write_bytes, write_text
+from matlens.io.folders import Workplace, read_config
+from matlens.io.notes import Notes
 from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
-from matlens.pages.assembly import packed
-from matlens.pages.values import (
+from matlens.plots.page_assembly import packed
+from matlens.plots.page_values import (
     BLOCK,
     INDEX,
     SENTENCES,
@@ -35,10 +39,6 @@ from matlens.pages.values import (
     vector_shard,
 )
 from matlens.progress import Bar
-from matlens.storage.arrays import check_hash, check_record, describe_file
-from matlens.storage.files import write_bytes, write_text
-from matlens.storage.folders import Workplace, read_config
-from matlens.storage.notes import Notes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

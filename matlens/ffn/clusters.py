@@ -25,6 +25,8 @@ from matlens.checks import Between, NonNegative, Seed, check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
+from matlens.io.folders import reading_record
+from matlens.io.rows import Column, keep_rows, read_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import check_finite
 from matlens.models.vocabulary import token_texts, visible
@@ -38,8 +40,6 @@ from matlens.numerics.agglomeration import (
     method_within,
 )
 from matlens.progress import waiting
-from matlens.storage.folders import reading_record
-from matlens.storage.rows import Column, keep_rows, read_rows
 
 CLUSTERS, _LABELS = "clusters", "labels"
 N_CLUSTERS = 10_000

@@ -29,7 +29,7 @@ from matlens.errors import InputError
 from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.storage.tables import result_row, result_table
+from matlens.io.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

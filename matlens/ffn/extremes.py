@@ -24,15 +24,15 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.checks import PositiveInt, Seed, checked
-from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, lift_scores, read_scores, trace_row
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
+from matlens.io.tables import check_columns, result_table
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.tables import check_columns, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -15,8 +15,8 @@ from matlens.checks import Between, Seed, checked
 from matlens.errors import InputError
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.values import ValueVectors
+from matlens.io.tables import result_row, result_table
 from matlens.progress import Bar
-from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -21,7 +21,7 @@ from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.ffn.norms import linear_head
 from matlens.ffn.values import ValueName, ValueVectors
-from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.models.families.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.readout import check_vectors, head_modules, narrowing
 from matlens.models.vocabulary import token_texts, word_tokens

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.checks import Seed, check_int, checked
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.ffn.norms import FFN_OUT, NormGain, norm_after_ffn
 from matlens.ffn.overlap import iou
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates, random_sub_updates
 from matlens.ffn.values import ValueVectors
+from matlens.io.tables import result_row, result_table
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import POST_NORM
 from matlens.models.weights import float32_on
 from matlens.numerics.precision import in_float64
 from matlens.patching.removal import remove_sub_updates
-from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

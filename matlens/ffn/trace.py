@@ -21,19 +21,19 @@ from torch import Tensor
 from matlens.activations.collecting import Rows, default_batch_tokens, stream_turns
 from matlens.activations.sinks import outlying_rows
 from matlens.checks import PositiveInt, Seed, checked
-from matlens.corpora.examples import ARRAYS, OTHERS, Examples
+from matlens.data.examples import ARRAYS, OTHERS, Examples
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT, check_count, random_sub_updates
 from matlens.ffn.values import ValueVectors
+from matlens.io.folders import reading_record
+from matlens.io.rows import Column, keep_rows, read_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 from matlens.models.weights import weights_at_rest
-from matlens.storage.folders import reading_record
-from matlens.storage.rows import Column, keep_rows, read_rows
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

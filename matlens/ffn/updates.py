@@ -20,14 +20,14 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect, stream
 from matlens.checks import PositiveInt, Seed, check_int, checked
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
+from matlens.io.tables import result_row, result_table
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

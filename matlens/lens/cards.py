@@ -10,11 +10,11 @@ import pandas as pd
 
 from matlens.checks import short
 from matlens.errors import InputError, printable
-from matlens.estimators.maps import LensParts
+from matlens.io.numbers import number_text
+from matlens.io.tables import COLUMNS, check_columns
+from matlens.lens.maps import LensParts
 from matlens.linear.maps import fitted_samples
 from matlens.models.identity import ModelIdentity
-from matlens.storage.numbers import number_text
-from matlens.storage.tables import COLUMNS, check_columns
 
 MEASURES: Mapping[tuple[str, int | None], str] = {
     ("r2", None): "r2", ("r2 without sinks", None): "r2 without sinks", ("precision", 1): "Precision@1",

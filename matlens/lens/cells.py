@@ -14,7 +14,7 @@ from matlens.checks import check_int, checked
 from matlens.errors import InputError
 from matlens.models.vocabulary import token_texts, visible
 from matlens.numerics.probabilities import kl_divergence, log_softmax
-from matlens.pages.trajectory import LensCells
+from matlens.plots.page_trajectory import LensCells
 
 _SCORES = 2**24  # scores over the vocabulary that are held at once, 64 MiB; several tensors of this size live
 

@@ -19,6 +19,7 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.checks import Fraction, checked, short
 from matlens.errors import InputError
+from matlens.io.tables import check_columns, result_table
 from matlens.lens.judgement import Substitute, chunks
 from matlens.lens.quality import validation_row
 from matlens.linear.mapsets import MapSet
@@ -27,7 +28,6 @@ from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
 from matlens.progress import Bar
-from matlens.storage.tables import check_columns, result_table
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)

@@ -21,18 +21,14 @@ from torch import Tensor
 
 from matlens.checks import short
 from matlens.errors import InputError, printable
-from matlens.estimators.maps import LayerMap, LensParts, Standardisation
-from matlens.linear.maps import tensor_digest
-from matlens.linear.mapsets import CONVENTION
-from matlens.models.identity import ModelIdentity, Provenance
-from matlens.storage.arrays import (
+from matlens.io.arrays import (
     check_hash,
     check_record,
     check_tensor,
     describe_tensors,
     open_recorded,
 )
-from matlens.storage.files import (
+from matlens.io.files import (
     check_writable,
     damaged,
     nearest_existing,
@@ -41,7 +37,11 @@ from matlens.storage.files import (
     system_errors,
     write_bytes,
 )
-from matlens.storage.folders import Workplace, read_config, reading_record
+from matlens.io.folders import Workplace, read_config, reading_record
+from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.linear.maps import tensor_digest
+from matlens.linear.mapsets import CONVENTION
+from matlens.models.identity import ModelIdentity, Provenance
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

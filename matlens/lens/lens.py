@@ -13,14 +13,10 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
 from matlens.checks import PositiveInt, Seed, checked, short
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.errors import InputError
-from matlens.estimators.jacobian import PROMPTS
-from matlens.estimators.maps import LayerMap, LensParts, Standardisation
-from matlens.estimators.moments import LensMoments
-from matlens.estimators.trained import fit_maps
-from matlens.hub.repository import HubRepository
+from matlens.io.repository import HubRepository
 from matlens.lens.files import (
     read_jacobian_lens,
     read_lens,
@@ -28,7 +24,11 @@ from matlens.lens.files import (
     write_jacobian_lens,
     write_lens,
 )
+from matlens.lens.jacobian import PROMPTS
+from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.lens.moments import LensMoments
 from matlens.lens.sharing import pull_lens, push_lens
+from matlens.lens.trained import fit_maps
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet

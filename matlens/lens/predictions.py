@@ -18,21 +18,21 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.checks import PositiveInt, Seed, checked, short
-from matlens.corpora.corpus import Corpus, as_corpus
-from matlens.corpora.corpus_examples import make_examples
-from matlens.corpora.readers import is_masked
+from matlens.data.corpus import Corpus, as_corpus
+from matlens.data.corpus_examples import make_examples
+from matlens.data.readers import is_masked
 from matlens.errors import InputError, printable
+from matlens.io.tables import check_columns, read_table
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import visible
 from matlens.numerics.probabilities import log_softmax
-from matlens.storage.tables import check_columns, read_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-    from matlens.corpora.examples import Examples
+    from matlens.data.examples import Examples
 
 COLUMNS = {
     "prompt": "str", "method": "str", "layer": "int64", "rank": "int64", "token": "str",

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from matlens.bounds import parse_json
 from matlens.checks import short
 from matlens.errors import InputError
-from matlens.estimators.maps import LensParts
-from matlens.hub.repository import HubConflict, HubRepository, HubSnapshot
+from matlens.io.bounds import parse_json
+from matlens.io.folders import CONFIG
+from matlens.io.repository import HubConflict, HubRepository, HubSnapshot
 from matlens.lens.cards import bare, bare_name, lens_card, lens_entry, quality_of, repository_card
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens
-from matlens.storage.folders import CONFIG
+from matlens.lens.maps import LensParts
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

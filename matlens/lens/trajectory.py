@@ -16,15 +16,15 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.checks import check_int, checked, short
-from matlens.corpora.prompts import make_prompts
+from matlens.data.prompts import make_prompts
 from matlens.errors import InputError
 from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.models.vocabulary import token_texts, visible, word_token
-from matlens.pages.assembly import framed
-from matlens.pages.trajectory import trajectory_page
+from matlens.plots.page_assembly import framed
+from matlens.plots.page_trajectory import trajectory_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

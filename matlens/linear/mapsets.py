@@ -19,6 +19,17 @@ from torch import Tensor
 from matlens import parallel
 from matlens.checks import checked
 from matlens.errors import InputError
+from matlens.io.arrays import (
+    Record,
+    check_hash,
+    check_record,
+    check_size,
+    check_tensor,
+    describe_tensors,
+)
+from matlens.io.files import damaged, write_bytes
+from matlens.io.folders import Workplace, read_config, reading_record
+from matlens.io.notes import Notes
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
 from matlens.linear.moments import check_ridge
@@ -27,17 +38,6 @@ from matlens.linear.samples import Samples, check_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.storage.arrays import (
-    Record,
-    check_hash,
-    check_record,
-    check_size,
-    check_tensor,
-    describe_tensors,
-)
-from matlens.storage.files import damaged, write_bytes
-from matlens.storage.folders import Workplace, read_config, reading_record
-from matlens.storage.notes import Notes
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
 HOLDS = "maps"

@@ -17,13 +17,13 @@ import torch
 
 from matlens.checks import checked
 from matlens.errors import InputError
+from matlens.io.files import open_regular, system_errors
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pickles import arrays_of, read_pickle
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
-from matlens.storage.files import open_regular, system_errors
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -24,9 +24,14 @@ from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
 from matlens.checks import PositiveInt, checked
-from matlens.control.perplexity import TextLosses, perplexity_ratio
-from matlens.corpora.examples import Examples
-from matlens.inputs.judged import JudgedText
+from matlens.data.examples import Examples
+from matlens.data.judged import JudgedText
+from matlens.ffn.perplexity import TextLosses, perplexity_ratio
+from matlens.io.arrays import check_hash, check_record
+from matlens.io.files import check_seal, read_json, sealed, write_json
+from matlens.io.folders import Workplace, read_config, reading_record
+from matlens.io.notes import Notes
+from matlens.io.tables import result_row, result_table
 from matlens.linear.maps import LinearMap
 from matlens.linearity.parts import JUMPS, Part, model_parts
 from matlens.linearity.ranking import GROUPS, first_parts
@@ -39,11 +44,6 @@ from matlens.models.sites import STREAM
 from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
-from matlens.storage.arrays import check_hash, check_record
-from matlens.storage.files import check_seal, read_json, sealed, write_json
-from matlens.storage.folders import Workplace, read_config, reading_record
-from matlens.storage.notes import Notes
-from matlens.storage.tables import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

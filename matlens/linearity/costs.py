@@ -18,6 +18,7 @@ from torch import nn
 from matlens.activations.activations import Activations
 from matlens.checks import NonNegative, check_int, checked
 from matlens.errors import InputError
+from matlens.io.tables import result_table
 from matlens.lens.early_exit import layers_saved, sweep_and_reaching
 from matlens.lens.quality import METHODS, prediction_quality, validation_row
 from matlens.linear.mapsets import MapSet
@@ -25,7 +26,6 @@ from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.weights import plain_model
-from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -23,6 +23,7 @@ from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
 from matlens.checks import PositiveInt, Seed, check_rows, checked
 from matlens.errors import InputError
+from matlens.io.tables import result_table
 from matlens.lens.judgement import as_substitute, chunks, judge_predictions
 from matlens.lens.quality import prediction_rows, validation_row
 from matlens.linear.maps import LinearMap
@@ -32,7 +33,6 @@ from matlens.models.readout import Readout
 from matlens.numerics.probabilities import kl_divergence
 from matlens.patching.replacements import Replacement, Where
 from matlens.patching.variants import Variant, run_variants
-from matlens.storage.tables import result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -12,9 +12,9 @@ from scipy import stats
 
 from matlens.checks import Between, PositiveInt, Seed, check_choice, checked, short
 from matlens.errors import InputError
+from matlens.io.tables import check_columns, result_row, result_table
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
-from matlens.storage.tables import check_columns, result_row, result_table
 
 CORRELATIONS, SUMMARY = "linearity_correlations", "linearity_kinds"
 GROUPS = {"norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),

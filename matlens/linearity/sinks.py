@@ -17,13 +17,13 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.checks import Tokenizer, checked, short
 from matlens.errors import InputError
+from matlens.io.tables import result_table
 from matlens.lens.quality import fit_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.sites import STREAM, Site
 from matlens.models.vocabulary import token_texts
 from matlens.numerics.precision import in_float64
-from matlens.storage.tables import result_table
 
 SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
 _BEFORE = 4  # tokens that are shown before a sink

@@ -20,8 +20,9 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
 from matlens.checks import PositiveInt, check_choice, checked
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
+from matlens.io.tables import check_columns, result_table
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
@@ -33,7 +34,6 @@ from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
 from matlens.progress import Bar
-from matlens.storage.tables import check_columns, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -15,9 +15,10 @@ import torch
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.checks import NonNegativeInt, PositiveInt, checked
-from matlens.corpora.examples import Examples
-from matlens.corpora.readers import is_masked
+from matlens.data.examples import Examples
+from matlens.data.readers import is_masked
 from matlens.errors import InputError
+from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
 from matlens.lens.quality import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
 from matlens.linear.mapsets import MapSet
@@ -26,7 +27,6 @@ from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.storage.tables import COLUMNS, check_columns, result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -37,8 +37,8 @@ _BUILDERS = (
     "transformers.",
     "transformers_modules.",
     "accelerate.",
-    "matlens.kinds.bridging",
-    "matlens.kinds.experts",
+    "matlens.models.families.bridging",
+    "matlens.models.families.experts",
 )
 _HOOKS = {
     "forward hook": "_forward_hooks",

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
-from matlens.bounds import LAYERS
 from matlens.checks import checked, short
 from matlens.errors import InputError
-from matlens.kinds.bridging import is_amended
+from matlens.io.bounds import LAYERS
 from matlens.models.changes import changes_of, check_eval_mode, describe_changes
+from matlens.models.families.bridging import is_amended
 from matlens.models.sites import Site
 from matlens.models.tokenization import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
@@ -348,7 +348,8 @@ def check_raw(model: TransformerBridge) -> None:
     ------
     InputError
         Folded norms and centred weights change what the hooks carry: a map fitted on them would
-        belong to another model than the one that was published. See `matlens.kinds.bridging` for the other.
+        belong to another model than the one that was published. See
+        `matlens.models.families.bridging` for the other.
     """
     if not is_amended(model):
         raise InputError(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from matlens.checks import check_int, checked
 from matlens.errors import InputError
-from matlens.kinds.experts import Mixture, attached
-from matlens.kinds.images import is_visual, places_of_image, probe_images
 from matlens.models.changes import changes_of
+from matlens.models.families.experts import Mixture, attached
+from matlens.models.families.images import is_visual, places_of_image, probe_images
 from matlens.models.hooks import reading
 from matlens.models.sites import (
     COEFFICIENTS,

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from matlens.checks import check, check_int, checked
 from matlens.errors import InputError
-from matlens.kinds.images import is_visual, probe_images
-from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.models.families.images import is_visual, probe_images
+from matlens.models.families.stacks import ENCODER, stack_of
+from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
@@ -20,7 +21,6 @@ from matlens.models.sites import check_finite
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
 from matlens.numerics.probabilities import log_softmax
 from matlens.numerics.screening import Screen
-from matlens.wikilm.adaptive import AdaptiveSoftmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -18,11 +18,11 @@ import xxhash
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.cache.entries import default_cache
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.kinds.stacks import stack_of
-from matlens.storage.files import read_json, write_json
+from matlens.io.entries import default_cache
+from matlens.io.files import read_json, write_json
+from matlens.models.families.stacks import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

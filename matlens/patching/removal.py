@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.checks import checked
-from matlens.corpora.batches import Batch
-from matlens.corpora.examples import Examples
-from matlens.corpora.readers import reads_whole
+from matlens.data.batches import Batch
+from matlens.data.examples import Examples
+from matlens.data.readers import reads_whole
 from matlens.errors import InputError
 from matlens.models.hooks import EndOfPass, hanging, intervening
 from matlens.models.layout import ModelLayout

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.kinds.images import is_visual, places_of_image
-from matlens.kinds.stacks import DECODER, stack_of
+from matlens.models.families.images import is_visual, places_of_image
+from matlens.models.families.stacks import DECODER, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Where
 

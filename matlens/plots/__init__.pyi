@@ -12,6 +12,9 @@ from .layers import relative_depth as relative_depth
 from .layers import token_table as token_table
 from .layers import trajectory_figure as trajectory_figure
 from .lines import training_curves as training_curves
+from .page_trajectory import LensCells as LensCells
+from .page_trajectory import UpdateCells as UpdateCells
+from .page_trajectory import trajectory_page as trajectory_page
 from .replacements import alternation as alternation
 from .replacements import attention_heads as attention_heads
 from .replacements import by_fitting as by_fitting

@@ -220,7 +220,7 @@ def lens_measures(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        The table of `matlens.judging.report_table`.
+        The table of `matlens.lens.report_table`.
     """
     plain = results[results["against"].fillna("") == ""].astype({"low": float, "high": float})
     looks = method_looks(plain["method"])
@@ -281,7 +281,7 @@ def lens_cosines(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        The table of `matlens.judging.cosine_table`.
+        The table of `matlens.lens.cosine_table`.
     """
     figure = Figure(figsize=(5.6, 4.0))
     ax = figure.subplots()

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from matlens.checks import NonNegativeInt, checked, short
 from matlens.errors import InputError
-from matlens.storage.files import system_errors, write_together
+from matlens.io.files import system_errors, write_together
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")
 Place = Literal[

@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from matlens.checks import short
-from matlens.corpora.examples import Examples
-from matlens.corpora.readers import check_own_tokens, is_masked
+from matlens.data.examples import Examples
+from matlens.data.readers import check_own_tokens, is_masked
 from matlens.errors import InputError
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity

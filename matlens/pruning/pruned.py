@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matlens.checks import NonNegative, Seed, check_choice, check_int, checked
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration
@@ -76,7 +76,7 @@ def prune(
         A decoder whose FFNs write into the stream as it is: the kinds of GPT-2, Llama, GPT-NeoX and GPT-J.
         By ``out`` blocks are left out of others too, such as mixtures of experts.
     windows
-        Calibration text, see `matlens.corpora.make_windows`; windows that are shorter than the first are not
+        Calibration text, see `matlens.data.make_windows`; windows that are shorter than the first are not
         read. A refitted matrix needs several times as many tokens as it has columns.
     blocks
         How many blocks to leave out, or which: numbers from 1 on, since the map needs a block before it.

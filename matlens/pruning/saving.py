@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.models.vocabulary import visible
-from matlens.pruning.choices import Method
-from matlens.storage.arrays import describe_file
-from matlens.storage.files import (
+from matlens.io.arrays import describe_file
+from matlens.io.files import (
     check_writable,
     library_errors,
     nearest_existing,
@@ -23,9 +21,11 @@ from matlens.storage.files import (
     write_json,
     write_text,
 )
-from matlens.storage.folders import BESIDE, make_config
-from matlens.storage.locks import locked
-from matlens.storage.tables import check_columns
+from matlens.io.folders import BESIDE, make_config
+from matlens.io.locks import locked
+from matlens.io.tables import check_columns
+from matlens.models.vocabulary import visible
+from matlens.pruning.choices import Method
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,8 +104,8 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     folder
         A new or empty folder.
     table
-        What was measured, for the card: rows of `matlens.trials.compare_pruned`, of
-        `matlens.trials.compare_costs`, or of both.
+        What was measured, for the card: rows of `matlens.pruning.compare_pruned`, of
+        `matlens.pruning.compare_costs`, or of both.
 
     Raises
     ------

@@ -18,7 +18,7 @@ from matlens.progress import Bar
 from matlens.pruning.layouts import Layout
 
 if TYPE_CHECKING:
-    from matlens.corpora.examples import Examples
+    from matlens.data.examples import Examples
 
 _TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens on which a block's sum is tried

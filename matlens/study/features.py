@@ -11,16 +11,16 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.checks import checked
-from matlens.control.control import PAPER_COEFFICIENT, controlled
-from matlens.corpora.examples import Examples
-from matlens.corpora.token_examples import make_token_examples
+from matlens.data.examples import Examples
+from matlens.data.images import make_image_examples
+from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError
+from matlens.ffn.control import PAPER_COEFFICIENT, controlled
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
-from matlens.inputs.images import make_image_examples
-from matlens.kinds.images import is_visual
-from matlens.kinds.stacks import DECODER, stack_of
 from matlens.linear.mapsets import MapSet
+from matlens.models.families.images import is_visual
+from matlens.models.families.stacks import DECODER, stack_of
 from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.readout import Readout
 from matlens.patching.contexts import patched

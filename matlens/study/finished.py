@@ -15,14 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from matlens.data.sources import SAMPLES
 from matlens.errors import InputError
-from matlens.loading.places import CHECKPOINT, locate
+from matlens.io.files import check_seal, hash_file, open_regular, read_json
+from matlens.io.folders import software_versions
+from matlens.models.families.wikilm.dictionary import DICTIONARY
+from matlens.models.places import CHECKPOINT, locate
 from matlens.progress import waiting
-from matlens.sources.sources import SAMPLES
-from matlens.storage.files import check_seal, hash_file, open_regular, read_json
-from matlens.storage.folders import software_versions
 from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
-from matlens.wikilm.dictionary import DICTIONARY
 
 PARTS = (TRAIN, VALIDATION, MAPS)
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what damaged files can cause

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
-from matlens.storage.files import check_seal, check_writable, read_json, sealed, write_json
-from matlens.storage.folders import FILES, LAYOUT, Workplace, command_line
+from matlens.io.files import check_seal, check_writable, read_json, sealed, write_json
+from matlens.io.folders import FILES, LAYOUT, Workplace, command_line
 
 TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
 MOMENTS = "moments"  # in the place of TRAIN, where no vectors are kept
@@ -26,7 +26,7 @@ def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
     run
         What the run was asked for and has left, see `RunNote`; by default what the list says already.
     """
-    from matlens.storage.arrays import describe_file  # torch, which a finished run can spare
+    from matlens.io.arrays import describe_file  # torch, which a finished run can spare
 
     path = folder / RUN
     if run is None:

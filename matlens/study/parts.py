@@ -17,10 +17,10 @@ from matlens.activations.collecting import collect
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import check_shard, pairs_and_widths, stream_moments
 from matlens.checks import PositiveInt, Seed, checked
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.corpus_examples import make_examples
-from matlens.corpora.examples import Examples
-from matlens.corpora.readers import is_masked
+from matlens.data.corpus import Corpus
+from matlens.data.corpus_examples import make_examples
+from matlens.data.examples import Examples
+from matlens.data.readers import is_masked
 from matlens.errors import InputError, printable
 from matlens.linear.pairs import Pairs
 from matlens.linear.samples import are_few

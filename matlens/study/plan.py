@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from matlens.checks import PositiveInt, check_choice, check_int, checked
 from matlens.errors import InputError
-from matlens.kinds.images import is_visual
+from matlens.io.rows import Column, file_bytes
 from matlens.linear.needs import (
     collected_fit_bytes,
     moments_bytes,
@@ -21,8 +21,8 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.samples import are_few
+from matlens.models.families.images import is_visual
 from matlens.models.layout import ModelLayout
-from matlens.storage.rows import Column, file_bytes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -104,7 +104,7 @@ class Shape:
         InputError
             There is no such model, or its configuration cannot be read or names no layers and no width.
         """
-        from matlens.loading.sizes import read_sizes
+        from matlens.models.sizes import read_sizes
 
         said: Any = read_sizes(name, revision=revision, trust_remote_code=trust_remote_code)
         absent = [key for key, value in said.items() if value is None]

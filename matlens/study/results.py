@@ -13,13 +13,13 @@ from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
 from matlens.checks import checked
 from matlens.errors import InputError
-from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
+from matlens.models.families.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.storage.tables import COLUMNS, check_described, read_table, write_results
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.study.sizes import note_on_samples
 

@@ -12,6 +12,8 @@ from matlens import parallel
 from matlens.activations.stored_moments import StoredMoments
 from matlens.checks import checked
 from matlens.errors import InputError
+from matlens.io.files import nearest_existing, system_errors
+from matlens.io.folders import CONFIG
 from matlens.linear.needs import (
     Widths,
     collected_fit_bytes,
@@ -20,8 +22,6 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.pairs import by_source
-from matlens.storage.files import nearest_existing, system_errors
-from matlens.storage.folders import CONFIG
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # Files of a group's limit and of what it has taken, and how its counts begin that include groups inside.

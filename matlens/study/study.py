@@ -26,29 +26,29 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
 from matlens.checks import Seed, checked
-from matlens.corpora.corpus import Corpus, load_corpus
-from matlens.corpora.corpus_examples import make_examples
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus, load_corpus
+from matlens.data.corpus_examples import make_examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
-from matlens.kinds.stacks import ENCODER, stack_of
+from matlens.io.files import check_writable
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
 from matlens.linearity.heads import head_outputs, head_pairs
-from matlens.loading.loading import load
-from matlens.loading.places import locate
+from matlens.models.families.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
+from matlens.models.loading import load
+from matlens.models.places import locate
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.storage.files import check_writable
 from matlens.study.fits import chosen_ridge, fit_maps
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output
 from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions

@@ -19,10 +19,10 @@ from conftest import (
 import matlens
 from matlens import InputError, collect, make_examples
 from matlens.activations.activations import Activations
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
-from matlens.storage.arrays import describe_file
-from matlens.storage.files import read_json, sealed, write_json
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
+from matlens.io.arrays import describe_file
+from matlens.io.files import read_json, sealed, write_json
 
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
 

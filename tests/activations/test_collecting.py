@@ -33,13 +33,13 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.corpora.batches import Batch
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.batches import Batch
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
+from matlens.io.rows import RowFiles
 from matlens.models import identity
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import check_finite
-from matlens.storage.rows import RowFiles
 
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
 
@@ -531,7 +531,7 @@ def test_a_killed_run_goes_on_from_what_it_had_noted(
     model, examples = llama
     options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
     with monkeypatch.context() as patch:
-        patch.setattr("matlens.storage.rows._NOTED_EVERY", -1.0)
+        patch.setattr("matlens.io.rows._NOTED_EVERY", -1.0)
         break_off_at(patch, 4, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
             collect(model, examples, folder=tmp_path / "killed", **options)
@@ -571,7 +571,7 @@ def test_the_note_never_promises_what_is_not_there(
         noted.append(done)
 
     monkeypatch.setattr(RowFiles, "_remember", checked)
-    monkeypatch.setattr("matlens.storage.rows._NOTED_EVERY", -1.0)
+    monkeypatch.setattr("matlens.io.rows._NOTED_EVERY", -1.0)
     collect(model, examples, folder=tmp_path / "out", batch_tokens=BUDGET["drawn"], progress=False)
     assert noted == [1, 2, 3, 4, 5, 6, 6]
 

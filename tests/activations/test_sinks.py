@@ -16,7 +16,7 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import sinks as sinks_module
 from matlens.activations import stream
 from matlens.activations.sinks import SinkWarning, find_sinks, outlying_rows, sink_counts, sink_rows
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 
 
 def by_hand(norms: torch.Tensor) -> torch.Tensor:

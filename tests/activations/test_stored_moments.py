@@ -13,7 +13,7 @@ from conftest import make_sentences
 import matlens
 from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.errors import InputError
-from matlens.storage.verification import verify
+from matlens.io.verification import verify
 
 
 @pytest.fixture(scope="module")

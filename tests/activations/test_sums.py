@@ -14,11 +14,11 @@ from conftest import make_sentences
 import matlens
 from matlens.activations import StoredMoments, collecting, merge_moments, sums
 from matlens.activations.sums import check_shard, shard_of, stream_moments
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
+from matlens.io.verification import verify
 from matlens.linear.mapsets import MapSet
 from matlens.linear.moments import Moments
-from matlens.storage.verification import verify
 from matlens.study.fits import fit_moments, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
@@ -182,10 +182,10 @@ def test_shards_keep_the_sources_of_a_decoder_and_the_images_of_a_vision_transfo
 ) -> None:
     sentences = make_sentences().sentences[:7]
     decoder = matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
-    pairs = matlens.inputs.make_pairs(decoder, sentences, sentences[::-1])
+    pairs = matlens.data.make_pairs(decoder, sentences, sentences[::-1])
     vision = matlens.load(str(model_folder("vit")), device="cpu")
     images = torch.randn(7, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    pictures = matlens.inputs.make_image_examples(vision, images)
+    pictures = matlens.data.make_image_examples(vision, images)
     for model, examples in ((decoder, pairs), (vision, pictures)):
         rows = matlens.collect(model, examples, ["h.1"], positions="all", progress=False)["h.1"]
         found = []

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from analysing import run
 
-from matlens.kinds import STACKS
+from matlens.models import STACKS
 from matlens.study import FEATURES, compatibility
 
 

@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError
+from matlens.io.cells import escape_formula
 from matlens.models.vocabulary import visible
-from matlens.storage.cells import escape_formula
 
 NASTY = (
     "</script>", "<!--", '"', "'", "a,b", "&lt;", "&amp;", "]]>", "=1+1", "007", "1/2", "nan", "$sheet", "‹",

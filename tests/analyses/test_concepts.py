@@ -32,8 +32,8 @@ from matlens import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
+from matlens.io.tables import COLUMNS
 from matlens.models.vocabulary import token_texts, visible
-from matlens.storage.tables import COLUMNS
 
 K, PER_LAYER = 5, 2
 

@@ -13,7 +13,7 @@ from analysing import assert_table, run
 
 import matlens
 from matlens import linearity
-from matlens.inputs import make_judged_text
+from matlens.data import make_judged_text
 
 
 def test_the_tables_are_what_the_library_gives(

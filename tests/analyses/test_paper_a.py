@@ -45,7 +45,7 @@ from sklearn.metrics import r2_score
 
 import matlens
 from matlens import collect, make_examples, make_prompts
-from matlens.corpora.readers import is_masked
+from matlens.data.readers import is_masked
 from matlens.lens import top_predictions
 from matlens.linearity import scheme_quality
 from matlens.patching.schemes import wrr_schemes

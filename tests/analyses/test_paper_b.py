@@ -31,8 +31,8 @@ from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
 
 import matlens
-from matlens import control, exits, ffn
-from matlens.corpora import TokenFrequency, WordSimilarity, make_windows
+from matlens import ffn
+from matlens.data import TokenFrequency, WordSimilarity, make_windows
 from matlens.lens import prediction_confidence
 
 
@@ -540,16 +540,16 @@ def test_ways_of_leaving_early_are_those_of_the_options(
     model, examples = job("gpt2", 40)
     trace = ffn.Trace.run(model, examples, k=3, progress=False)
     clusters = [ffn.Clusters.fit(ffn.ValueVectors(model), n) for n in (20, 30)]
-    comparison = exits.compare_exits(
+    comparison = ffn.compare_exits(
         model, trace, clusters[0],
-        matlens.collect(model, examples, exits.classifier_sites(model), progress=False),
-        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[exits.RIDGE], progress=False,
+        matlens.collect(model, examples, ffn.classifier_sites(model), progress=False),
+        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[ffn.RIDGE], progress=False,
     )  # fmt: skip
-    expected = exits.summarize_exits(comparison.judged, N_LAYERS)
+    expected = ffn.summarize_exits(comparison.judged, N_LAYERS)
     table = workbench.table(EXITS)
     pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
     assert workbench.origin(EXITS)["penalties"] == comparison.penalties
-    readings, expected = workbench.table("paper_b_sec6_readings"), exits.compare_readings(trace, clusters)
+    readings, expected = workbench.table("paper_b_sec6_readings"), ffn.compare_readings(trace, clusters)
     pd.testing.assert_frame_equal(readings[list(expected)], expected, check_dtype=False)
 
 
@@ -614,24 +614,24 @@ def test_every_line_of_control_is_that_of_its_change(
             with controlled_by_hand("gpt2", plain, dict.fromkeys(names, coefficient)):
                 expected = perplexity_by_hand(plain, read)
             assert measured[method, coefficient] == pytest.approx(expected, rel=1e-4)
-    debiasing = control.SelfDebiasing(["threat"])
-    banned = control.word_filter(model.tokenizer, ["w9", "w10 w11"])
+    debiasing = ffn.SelfDebiasing(["threat"])
+    banned = ffn.word_filter(model.tokenizer, ["w9", "w10 w11"])
     prompts = (tmp_path / "prompts.txt").read_text().splitlines()
     changes = [
-        control.ModelChange("unchanged"),
+        ffn.ModelChange("unchanged"),
         *(
-            control.ModelChange(method, coefficient, tuple(names))
+            ffn.ModelChange(method, coefficient, tuple(names))
             for method, names in vectors.items()
             for coefficient in (0.5, 4.0)
         ),
-        control.ModelChange("Self-Debiasing", processor=debiasing),
-        control.ModelChange("WordFilter", processor=banned),
+        ffn.ModelChange("Self-Debiasing", processor=debiasing),
+        ffn.ModelChange("WordFilter", processor=banned),
     ]
-    grader = control.make_grader("profanity-check")
-    whole, texts = control.compare_control(model, changes, {"prompts.txt": prompts}, windows, grader)
+    grader = ffn.make_grader("profanity-check")
+    whole, texts = ffn.compare_control(model, changes, {"prompts.txt": prompts}, windows, grader)
     assert_table(workbench.out / f"{CONTROL}.csv", whole)
     assert_table(workbench.out / f"{CONTROL}_texts.csv", texts)
     debiased = measured["Self-Debiasing"].item()
     assert debiased == pytest.approx(
-        control.perplexity_estimate(control.text_losses(model, windows, debiasing=debiasing)).value
+        ffn.perplexity_estimate(ffn.text_losses(model, windows, debiasing=debiasing)).value
     )

@@ -22,10 +22,10 @@ from conftest import D_MODEL, N_LAYERS
 from scipy import stats
 
 from matlens import InputError
-from matlens.corpora.word_similarity import WordSimilarity
+from matlens.data.word_similarity import WordSimilarity
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.storage.tables import COLUMNS
+from matlens.io.tables import COLUMNS
 
 # Patterns of lists, with similarities given by hand
 

@@ -11,8 +11,8 @@ import pytest
 from analysing import PRUNING, run
 
 import matlens
-from matlens import pruning, trials
-from matlens.corpora import make_windows
+from matlens import pruning
+from matlens.data import make_windows
 
 
 def test_the_table_is_what_pruning_alone_gives(
@@ -41,7 +41,7 @@ def test_the_table_is_what_pruning_alone_gives(
     fitted_on = make_windows(model, texts[0][0], size=20, most=120)
     pruned = pruning.prune(model, fitted_on, 1, method="replaceme", choice="angle", progress=False)
     for corpus, (_, judged) in zip(("words", "others"), texts, strict=True):
-        alone = trials.compare_pruned(
+        alone = pruning.compare_pruned(
             model, pruned, make_windows(model, judged, size=20, most=4), progress=False
         )
         rows = table[(table["method"] == "replaceme") & (table["choice"] == "angle")]

@@ -14,7 +14,7 @@ from training.running import next_token_losses, sequence_losses, train, warmed_c
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from matlens import InputError
-from matlens.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
+from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
 
 V = 24
 GENERATOR = np.random.default_rng(1)

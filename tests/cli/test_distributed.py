@@ -19,9 +19,9 @@ from conftest import D_MODEL, assert_near, make_sentences
 from several import run_ranks
 
 from matlens import parallel
+from matlens.cli import app
 from matlens.cli.distributed import ask_main, on_main
 from matlens.cli.scripts import Report, run_study
-from matlens.commands import app
 from matlens.lens.lens import Lens
 from matlens.linear.sums import PairMoments
 from matlens.study.study import Study

@@ -82,9 +82,9 @@ def test_pairs_that_cannot_be_read_are_refused(text: str) -> None:
 
 def test_a_model_is_loaded_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("matlens.loading.places.locate", lambda *_: None)
+    monkeypatch.setattr("matlens.models.places.locate", lambda *_: None)
     monkeypatch.setattr(
-        "matlens.loading.loading.load", lambda *names, **options: calls.append((names, options))
+        "matlens.models.loading.load", lambda *names, **options: calls.append((names, options))
     )
     ModelOptions("m", "cpu", DtypeChoice.bfloat16, "v2", True).load()
     ModelOptions("m", "cpu", DtypeChoice.bfloat16, "v2", True, StackChoice.encoder).load()

@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 from matlens import InputError
 from matlens.cli import printing
+from matlens.io.tables import csv_text, result_row, result_table
 from matlens.metrics import Estimate
-from matlens.storage.tables import csv_text, result_row, result_table
 
 
 def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

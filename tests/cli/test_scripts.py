@@ -52,8 +52,8 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
-    monkeypatch.setattr("matlens.loading.places.locate", lambda *_: None)
-    monkeypatch.setattr("matlens.loading.loading.load", lambda name, **_: loads.append(name) or object())
+    monkeypatch.setattr("matlens.models.places.locate", lambda *_: None)
+    monkeypatch.setattr("matlens.models.loading.load", lambda name, **_: loads.append(name) or object())
     other = words.with_name("other.txt")
     other.write_text(words.read_text())
     seen: list[tuple[Any, str]] = []

@@ -16,7 +16,7 @@ from blocks import PROJECT
 from PIL import Image
 
 from matlens import InputError
-from matlens.storage import write_results
+from matlens.io import write_results
 
 HEAD = """# Page
 {% for claim in claims %}

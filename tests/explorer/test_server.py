@@ -20,9 +20,9 @@ import uvicorn
 from browsing import Visit, visiting
 
 from matlens import InputError
-from matlens.control import controlled
 from matlens.explorer import Change, LiveModel, compare_changes, explore
 from matlens.explorer import server as server_module
+from matlens.ffn import controlled
 
 TOKEN = "a-secret"
 PORT = 8765

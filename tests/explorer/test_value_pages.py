@@ -17,7 +17,7 @@ import matlens
 from matlens import ffn
 from matlens.errors import InputError
 from matlens.explorer import value_pages, write_value_pages
-from matlens.storage.verification import verify
+from matlens.io.verification import verify
 
 N_CLUSTERS = 12
 TEXTS = [*SPECIAL.values(), *WORDS, *(f"<{i}>" for i in range(52, 60))]

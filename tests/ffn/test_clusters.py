@@ -29,6 +29,7 @@ from matlens import InputError
 from matlens.ffn.clusters import Clusters, cluster_table, compare_linkages
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
+from matlens.io.files import sealed, write_json
 from matlens.numerics.agglomeration import (
     EXACT,
     NEIGHBOURS,
@@ -37,7 +38,6 @@ from matlens.numerics.agglomeration import (
     gib_on_disk,
     method_within,
 )
-from matlens.storage.files import sealed, write_json
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"
 

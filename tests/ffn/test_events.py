@@ -17,8 +17,8 @@ from traces import make_trace
 
 from matlens import InputError, collect, make_examples
 from matlens.activations.sinks import SinkWarning, sink_rows
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.ffn.events import (
     event_scores,
     event_tables,
@@ -33,7 +33,7 @@ from matlens.ffn.events import (
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
-from matlens.storage.tables import COLUMNS
+from matlens.io.tables import COLUMNS
 
 METRICS = {"max": max, "mean": lambda values: sum(values) / len(values), "min": min}
 

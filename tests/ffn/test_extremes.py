@@ -16,7 +16,7 @@ from plain_values import plain_unit_vectors, plain_values
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError
-from matlens.corpora.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
 from matlens.ffn.extremes import (
@@ -31,7 +31,7 @@ from matlens.ffn.extremes import (
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.storage.tables import COLUMNS
+from matlens.io.tables import COLUMNS
 
 D_MLP = 48  # value vectors of a layer of the small llama
 

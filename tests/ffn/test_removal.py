@@ -22,7 +22,7 @@ from plain_values import (
 from torch import Tensor
 
 from matlens import make_examples
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.ffn.removal import removal_table
 from matlens.ffn.updates import random_sub_updates
 from matlens.ffn.values import ValueVectors

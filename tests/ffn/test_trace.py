@@ -31,8 +31,8 @@ from torch import Tensor
 import matlens
 from matlens import InputError, collect, make_examples
 from matlens.activations import Activations
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.ffn import trace as module
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, collect, make_examples, make_prompts
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.ffn import updates
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates, dominance, dominant_table, random_sub_updates

@@ -13,8 +13,8 @@ import torch
 from conftest import D_MODEL
 from injections import INJECTIONS
 
-from matlens.estimators.maps import LayerMap, LensParts
 from matlens.lens.cards import bare, lens_card, lens_entry, quality_of, repository_card
+from matlens.lens.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
 
 COLUMNS = (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
 from matlens.activations.activations import Activations
+from matlens.io.tables import COLUMNS
 from matlens.lens.early_exit import (
     ExitConfidence,
     exit_confidences,
@@ -27,7 +28,6 @@ from matlens.lens.early_exit import (
 )
 from matlens.lens.judgement import as_substitute
 from matlens.lens.quality import prediction_quality as quality
-from matlens.storage.tables import COLUMNS
 
 MODELS = ("gpt2", "llama", "bert")
 Studies = Callable[[str], tuple[Readout, MapSet, Activations]]

@@ -18,7 +18,7 @@ from transformer_lens.tools.analysis import JacobianLens
 
 import matlens
 from matlens import InputError, Lens
-from matlens.estimators.maps import LayerMap, Standardisation
+from matlens.lens.maps import LayerMap, Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 
 PROMPT = "w3 w14 w15 w9 w26"

@@ -15,7 +15,7 @@ from small_lenses import make_lens, numbers
 
 import matlens
 from matlens import InputError, Lens, LinearMap, MapSet
-from matlens.estimators.maps import LayerMap, Standardisation
+from matlens.lens.maps import LayerMap, Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import matlens
 from matlens import MapSet, Readout, collect, make_examples
 from matlens.activations.activations import Activations
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.lens.quality import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
 

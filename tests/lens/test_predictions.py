@@ -17,8 +17,8 @@ from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples, make_prompts
 from matlens.activations.activations import Activations
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.lens.predictions import (
     COLUMNS,
     masked_accuracy,

@@ -15,7 +15,7 @@ from scipy import stats
 from sklearn.metrics import r2_score
 
 from matlens.activations.activations import Activations
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.lens import judgement
 from matlens.lens.judgement import Judgement

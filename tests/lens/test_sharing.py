@@ -15,7 +15,7 @@ from small_lenses import make_lens, numbers
 from transformer_lens.tools.analysis import JacobianLens
 
 from matlens import InputError, Lens
-from matlens.estimators.maps import LayerMap
+from matlens.lens.maps import LayerMap
 from matlens.lens.sharing import folder_of
 from matlens.models.identity import ModelIdentity, Provenance
 

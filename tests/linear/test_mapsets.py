@@ -16,16 +16,16 @@ from torch import Tensor
 from trees import tree
 
 from matlens.activations.activations import Activations
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError
+from matlens.io.files import sealed
+from matlens.io.folders import Workplace
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.products import split_product
-from matlens.storage.files import sealed
-from matlens.storage.folders import Workplace
 
 # Sets of maps
 

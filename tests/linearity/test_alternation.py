@@ -16,7 +16,7 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.linearity.alternation import named_schemes, scheme_quality
 from matlens.models.identity import ModelIdentity, Provenance
 

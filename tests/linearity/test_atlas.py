@@ -19,11 +19,10 @@ from handpatched import patched_by_hand
 
 from matlens import InputError, linearity
 from matlens.activations import find_sinks
-from matlens.corpora import Corpus
-from matlens.inputs import JudgedText, make_judged_text
+from matlens.data import Corpus, JudgedText, make_judged_text
+from matlens.io.files import sealed
+from matlens.io.verification import verify
 from matlens.linearity import atlas
-from matlens.storage.files import sealed
-from matlens.storage.verification import verify
 
 Models = Callable[[str], Any]
 SIZE = 16

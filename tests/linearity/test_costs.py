@@ -11,7 +11,7 @@ import torch
 from conftest import N_LAYERS
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.lens.early_exit import exit_confidences, exit_layers, exit_sweep, layers_saved, thresholds
 from matlens.lens.quality import prediction_quality
 from matlens.linearity.costs import Costs, exit_costs

@@ -16,7 +16,7 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.linearity.heads import constant_maps, head_ablation, head_pairs, head_r2, head_replacements
 from matlens.models.layout import ModelLayout
 from matlens.patching.contexts import patched

@@ -12,7 +12,7 @@ from sklearn.metrics import r2_score
 
 from matlens import InputError, LinearMap, MapSet
 from matlens.activations.activations import Activations
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.linearity.sinks import fit_quality_without_sinks, later_sinks, sink_norms
 from matlens.models.identity import Provenance
 

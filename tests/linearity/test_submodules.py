@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
 from matlens.activations.activations import Activations
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.linearity.submodules import (
     PLACES,
     SubmoduleCase,

@@ -15,8 +15,8 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from matlens import InputError, Readout, collect, make_examples
-from matlens.corpora.corpus import Corpus
-from matlens.corpora.examples import Examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.linearity.transfer import (
     compare_fits,
     fit_drawn_and_all,

@@ -23,8 +23,7 @@ from torch.nn.utils import parametrize
 import matlens
 from matlens import InputError, MapSet, collect
 from matlens.activations.collecting import stream
-from matlens.control import controlled
-from matlens.ffn import Trace, ValueVectors
+from matlens.ffn import Trace, ValueVectors, controlled
 from matlens.linear.fitting import fit_samples
 from matlens.models.changes import changes_of
 from matlens.models.identity import ModelIdentity, Provenance
@@ -270,7 +269,7 @@ def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_
                 READ[read](model, examples, folder)
             else:
                 with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-                    patch.setattr("matlens.storage.rows.RowFiles.write", _killed)
+                    patch.setattr("matlens.io.rows.RowFiles.write", _killed)
                     READ[read](model, examples, folder)
         with second, pytest.raises(InputError, match=r"belongs to another job.*model\.changes"):
             READ[read](model, examples, folder)

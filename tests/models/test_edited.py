@@ -14,8 +14,8 @@ from conftest import D_MODEL, make_sentences
 import matlens
 from matlens import InputError, LinearMap, MapSet, Readout, Site, ffn, linear
 from matlens.activations import stream
-from matlens.control import continue_prompts, text_losses
-from matlens.corpora import Corpus
+from matlens.data import Corpus
+from matlens.ffn import continue_prompts, text_losses
 from matlens.patching.replacements import Replacement
 
 H = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))

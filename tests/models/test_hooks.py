@@ -17,7 +17,7 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, Readout, collect
-from matlens.control import controlled
+from matlens.ffn import controlled
 from matlens.models.changes import changes_of
 
 

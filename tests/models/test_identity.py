@@ -14,9 +14,9 @@ from identities import make_identity
 
 import matlens
 from matlens import InputError
+from matlens.io.folders import software_versions
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.weights import fingerprint
-from matlens.storage.folders import software_versions
 
 
 def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], Any]) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import matlens
 from matlens import InputError, MapSet, Readout, collect, ffn, lens, make_examples, make_prompts
 from matlens.activations.collecting import stream
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.models import readout
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.weights import unembed_hash

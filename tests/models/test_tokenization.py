@@ -16,7 +16,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import InputError, MapSet
-from matlens.corpora import Corpus
+from matlens.data import Corpus
 from matlens.models import ModelIdentity, encode_text, token_policy
 
 TEXT = " ".join(WORDS[:6])

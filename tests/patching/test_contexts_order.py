@@ -16,7 +16,7 @@ from handpatched import jump_part, submodule_part
 from patched_models import assert_as_before, assert_same, linear, patched, run_variants, state, vectors
 
 from matlens import InputError, LinearMap, Site, make_examples
-from matlens.control import controlled
+from matlens.ffn import controlled
 from matlens.models.changes import changes_of
 from matlens.patching.replacements import Replacement
 from matlens.patching.variants import Variant

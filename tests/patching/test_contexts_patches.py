@@ -170,7 +170,7 @@ def test_a_patch_equals_a_plain_model_patched_by_hand(
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_map_from_the_heads_is_collected_fitted_and_patched(
-    name: str, small_model: Models, plain_model: Models, sentences: matlens.corpora.Corpus
+    name: str, small_model: Models, plain_model: Models, sentences: matlens.data.Corpus
 ) -> None:
     """By any name of the hook; the vectors are the plain model's, and so is the patched pass."""
     model, plain = small_model(name), plain_model(name)

@@ -10,8 +10,8 @@ import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
 
 from matlens import InputError, collect, make_examples
-from matlens.corpora import make_token_examples
-from matlens.corpora.corpus import Corpus
+from matlens.data import make_token_examples
+from matlens.data.corpus import Corpus
 from matlens.models import changes_of
 from matlens.patching import remove_sub_updates
 

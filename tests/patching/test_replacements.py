@@ -68,7 +68,7 @@ def test_maps_functions_and_layers_from_the_end_are_all_replacements(small_model
 
 
 def test_fitted_maps_are_at_home_in_their_model(
-    small_model: Models, plain_model: Models, sentences: matlens.corpora.Corpus
+    small_model: Models, plain_model: Models, sentences: matlens.data.Corpus
 ) -> None:
     """From collecting to patching: the maps' provenance is that of the model."""
     model = small_model("llama")

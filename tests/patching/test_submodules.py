@@ -27,7 +27,7 @@ from torch import Tensor
 import matlens
 from matlens import InputError, LinearMap, MapSet, collect
 from matlens.activations.activations import Activations
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.linear.maps import tensor_digest
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import Site

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
-from matlens.corpora.examples import Examples
+from matlens.data.examples import Examples
 from matlens.models import weights
 from matlens.models.hooks import intervening
 from matlens.models.layout import ModelLayout

@@ -9,7 +9,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from plot_tables import METHODS, assert_curve, assert_legible, named, prediction_table
 
-from matlens.exits.outcomes import JudgedExits, summarize_exits
+from matlens.ffn.outcomes import JudgedExits, summarize_exits
 from matlens.plots.exits import early_exit, exits_figure
 
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from plot_tables import METHODS, assert_curve, assert_legible, meet, named, prediction_table, result
 
 from matlens import InputError
+from matlens.io.tables import COLUMNS
 from matlens.plots.layers import (
     across_corpora,
     lens_measures,
@@ -25,7 +26,6 @@ from matlens.plots.layers import (
     trajectory_figure,
 )
 from matlens.plots.style import literal, save, save_as
-from matlens.storage.tables import COLUMNS
 
 
 def r2_table(last: int) -> pd.DataFrame:

@@ -11,8 +11,8 @@ from traces import make_trace
 
 from matlens.ffn.events import event_scores, saturation_frequency, update_scores
 from matlens.ffn.trace import Trace
+from matlens.io.tables import COLUMNS
 from matlens.plots.updates import events_figure, layers_figure, removal_figure, saturation_figure
-from matlens.storage.tables import COLUMNS
 
 READS = {"score": "score", "lift": "score above the vocabulary's mean"}
 

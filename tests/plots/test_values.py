@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from plot_tables import assert_legible, named
 
+from matlens.io.tables import COLUMNS
 from matlens.plots.values import concept_shares, pattern_sizes, shares_by_layer
-from matlens.storage.tables import COLUMNS
 
 
 def table(corpus: str) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import transformers
 from conftest import LAYERS, WORDS, assert_near
 
 from matlens import InputError, pruning
-from matlens.corpora import Corpus, make_windows
+from matlens.data import Corpus, make_windows
 from matlens.pruning.attention import choose_attention
 from matlens.pruning.choices import Method
 from matlens.pruning.layouts import Layout

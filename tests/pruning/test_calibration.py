@@ -15,7 +15,7 @@ from conftest import LAYERS, WORDS, assert_near, plain_vectors
 from patched_models import patched
 
 from matlens import InputError, pruning
-from matlens.corpora import Corpus, make_windows
+from matlens.data import Corpus, make_windows
 from matlens.linear import LinearMap
 from matlens.pruning.calibration import PER_LAYER, build, cut_config
 from matlens.pruning.layouts import Layout

@@ -13,7 +13,7 @@ from conftest import LAYERS, WORDS, assert_near
 
 import matlens
 from matlens import InputError, pruning
-from matlens.corpora import Corpus, make_windows
+from matlens.data import Corpus, make_windows
 from matlens.pruning import healing
 from matlens.pruning.layouts import Layout
 from matlens.pruning.saving import model_card

@@ -13,8 +13,8 @@ import transformers
 from conftest import LAYERS, N_LAYERS, WORDS, assert_near, plain_vectors
 
 import matlens
-from matlens import InputError, control, pruning
-from matlens.corpora import Corpus, make_windows
+from matlens import InputError, ffn, pruning
+from matlens.data import Corpus, make_windows
 from matlens.pruning.layouts import Layout
 
 Models = Callable[[str], Any]
@@ -298,7 +298,7 @@ def test_a_model_without_a_head_is_refused(
 def test_a_model_that_is_changed_is_refused(small_model: Models, windows: Models) -> None:
     model = small_model("llama")
     with (
-        control.controlled(model, ["L1D3"], 2.0),
+        ffn.controlled(model, ["L1D3"], 2.0),
         pytest.raises(InputError, match="outside of the context"),
     ):
         pruning.prune(model, windows("llama"), [1], progress=False)

@@ -20,10 +20,10 @@ import transformers
 from conftest import WORDS
 
 import matlens
-from matlens import InputError, pruning, trials
-from matlens.corpora import Corpus, make_windows
+from matlens import InputError, pruning
+from matlens.data import Corpus, make_windows
+from matlens.io.verification import verify
 from matlens.pruning.saving import model_card, reserved
-from matlens.storage.verification import verify
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
 BARE = """
@@ -60,8 +60,8 @@ def pruned(small_model: Callable[[str], Any], windows: Any) -> pruning.Pruned:
 def test_a_folder_loads_to_the_same_logits(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
 ) -> None:
-    table = trials.compare_pruned(small_model("llama"), pruned, windows, progress=False)
-    costs = trials.compare_costs(small_model("llama"), pruned, rounds=1)
+    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    costs = pruning.compare_costs(small_model("llama"), pruned, rounds=1)
     folder = pruning.save_pruned(pruned, tmp_path / "model", pd.concat([table, costs]))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -254,7 +254,7 @@ def _reserve_too(folder: Path, refused: threading.Event) -> None:
 def test_what_is_measured_is_what_passes_by_hand_give(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], windows: Any
 ) -> None:
-    table = trials.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
     whole = [
         windows.tokens[a:b] for a, b in zip(windows.offsets, windows.offsets[1:], strict=False) if b - a == 24
@@ -277,4 +277,4 @@ def test_another_models_pruned_model_is_refused(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any
 ) -> None:
     with pytest.raises(InputError, match="pruned model"):
-        trials.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)
+        pruning.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)

@@ -14,7 +14,7 @@ from conftest import D_MODEL, N_LAYERS, WORDS
 
 import matlens
 from matlens import InputError, pruning
-from matlens.corpora import Corpus, make_windows
+from matlens.data import Corpus, make_windows
 from matlens.pruning.layouts import Layout
 from matlens.pruning.spans import (
     angles,

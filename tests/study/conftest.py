@@ -13,7 +13,7 @@ from matlens.study import collect_parts
 
 
 @pytest.fixture
-def collect(sentences: matlens.corpora.Corpus) -> Callable[..., Any]:
+def collect(sentences: matlens.data.Corpus) -> Callable[..., Any]:
     """25 sentences to train on and 15 to validate on, read by a model into a folder."""
 
     def collect_both(model: Any, folder: Path, *, seed: int = 0, **options: Any) -> Any:

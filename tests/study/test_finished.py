@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 
 from matlens.errors import InputError
-from matlens.storage.arrays import describe_file
-from matlens.storage.files import sealed, write_json
-from matlens.storage.tables import write_results
-from matlens.storage.verification import verify
+from matlens.io.arrays import describe_file
+from matlens.io.files import sealed, write_json
+from matlens.io.tables import write_results
+from matlens.io.verification import verify
 from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
 
 

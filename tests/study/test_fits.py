@@ -65,7 +65,7 @@ def test_maps_are_saved_whatever_their_order(tmp_path: Path) -> None:
 
 
 def test_negative_layers_are_those_of_the_model(
-    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus
+    small_model: Callable[[str], Any], sentences: matlens.data.Corpus
 ) -> None:
     model = small_model("llama")
     vectors = matlens.collect(model, matlens.make_examples(model, sentences), progress=False)

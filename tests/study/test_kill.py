@@ -39,7 +39,7 @@ def _serve() -> None:
     """Fork a process for each request on stdin; say its id, then how it ended."""
     # What every child needs.
     for module in (
-        "matlens.commands.app",
+        "matlens.cli.app",
         "matlens.study.results",
         "transformer_lens.model_bridge",
         "transformers",
@@ -75,7 +75,7 @@ def _child(request: dict[str, Any]) -> None:
         _slow_down(request["batches"])
         if request["die_before"]:
             _die_before(*request["die_before"])
-        from matlens.commands import app
+        from matlens.cli import app
 
         try:
             app.main()
@@ -93,7 +93,7 @@ def _child(request: dict[str, Any]) -> None:
 
 def _slow_down(batches: int | None) -> None:
     """Take a moment over every batch, note progress every third, and stop after so many until killed."""
-    from matlens.storage import rows
+    from matlens.io import rows
 
     write = rows.RowFiles.write
     written = 0

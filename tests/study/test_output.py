@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from matlens.errors import InputError
-from matlens.storage.folders import Workplace
+from matlens.io.folders import Workplace
 from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, check_output
 
 KNOWN: dict[str, dict[str, Any]] = {

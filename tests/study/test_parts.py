@@ -15,7 +15,7 @@ from matlens.study.parts import collect_parts
 
 
 def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
-    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, collected: Path
+    small_model: Callable[[str], Any], sentences: matlens.data.Corpus, collected: Path
 ) -> None:
     tokenizer = small_model("gpt2").tokenizer
     read: dict[str, list[str]] = {}
@@ -45,7 +45,7 @@ def test_collecting_again_gives_what_is_there(
 
 def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     small_model: Callable[[str], Any],
-    sentences: matlens.corpora.Corpus,
+    sentences: matlens.data.Corpus,
     collect: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +79,7 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
 def test_all_positions_of_a_masked_model_are_no_predictions(
     options: dict[str, Any],
     small_model: Callable[[str], Any],
-    sentences: matlens.corpora.Corpus,
+    sentences: matlens.data.Corpus,
     tmp_path: Path,
 ) -> None:
     name = "llama" if options else "bert"

@@ -12,7 +12,7 @@ import pytest
 import matlens.study.plan as module
 from matlens import InputError, collect, make_examples
 from matlens.activations import sums
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.ffn import Trace
 from matlens.study import collect_parts, fit_maps
 from matlens.study.parts import sum_parts

@@ -21,9 +21,9 @@ from independent import Reference, reference
 from offline import refuse_connections
 
 import matlens
-from matlens.corpora.examples import Examples
-from matlens.loading.places import SMOLLM2, smollm2_path
+from matlens.data.examples import Examples
 from matlens.models.identity import Provenance
+from matlens.models.places import SMOLLM2, smollm2_path
 
 pytestmark = pytest.mark.real
 

@@ -14,9 +14,9 @@ from sklearn.metrics import r2_score
 
 import matlens
 from matlens.activations.activations import Activations
+from matlens.io.tables import write_results
+from matlens.io.verification import verify
 from matlens.models.weights import unembed_hash
-from matlens.storage.tables import write_results
-from matlens.storage.verification import verify
 from matlens.study.fits import fit_maps
 from matlens.study.parts import collect_parts
 from matlens.study.results import evaluate_maps, plot_results, read_results
@@ -103,7 +103,7 @@ def test_evaluate_refuses_vectors_of_another_model(
 
 
 def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
-    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
+    small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
     collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
@@ -128,7 +128,7 @@ def test_maps_of_other_samples_are_not_evaluated(
 
 
 def test_a_figure_of_an_earlier_table_does_not_stay(
-    small_model: Callable[[str], Any], sentences: matlens.corpora.Corpus, tmp_path: Path
+    small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
     collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)

@@ -13,7 +13,7 @@ import pytest
 import matlens.study.room as module
 from matlens import InputError, make_examples, parallel
 from matlens.activations import StoredMoments, merge_moments, stream_moments
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.study import Study, collect_parts, fit_maps
 from matlens.study.room import check_room_to_merge, free_memory, in_words, moments_on_disk
 

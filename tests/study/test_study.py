@@ -19,7 +19,7 @@ import matlens
 from matlens import InputError, MapSet, collect, load_corpus, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
-from matlens.corpora.corpus import Corpus
+from matlens.data.corpus import Corpus
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
 from matlens.linearity.heads import head_outputs

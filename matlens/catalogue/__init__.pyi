@@ -1,1 +1,0 @@
-from .catalogue import Catalogue as Catalogue

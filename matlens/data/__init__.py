@@ -1,0 +1,5 @@
+"""Sentences, and the examples, batches, prompts and counts made from them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

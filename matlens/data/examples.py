@@ -1,0 +1,253 @@
+"""What the model reads: sentences as tokens, with positions in each.
+
+One sentence is one example and is never packed with another (definitions, section 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from matlens.checks import PositiveInt, check_int, checked, short
+from matlens.data.batches import Batch, padded
+from matlens.errors import InputError
+
+TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
+LAST = "last token"  # where a position was chosen
+ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
+OTHERS = ("source_tokens", "source_offsets", "images")  # and of those that have them
+MAKE_EXAMPLES = (
+    "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "
+    "matlens.make_prompts(model, texts), of token ids with matlens.make_token_examples(model, ids)."
+)
+
+
+@checked
+@dataclass(frozen=True)
+class Examples:
+    """Tokenised sentences with positions in each.
+
+    Attributes
+    ----------
+    tokens
+        Token ids of all sentences end to end; sentence ``s`` is ``tokens[offsets[s]:offsets[s + 1]]``.
+        Where a position was drawn in a masked-LM model, the token there is the mask already.
+    offsets
+        ``[n + 1]``, where each sentence starts.
+    positions
+        The positions at which vectors are read, sentence after sentence, counted from the sentence's first
+        token, which is 0. `make_examples` and `make_prompts` choose one in each sentence, ``i_s``.
+    provenance
+        Corpus, seed, how positions were chosen, and how many sentences were cut.
+    sentences
+        The sentence that each position is in; by default there is one position in each, in their order.
+    source_tokens, source_offsets
+        For the decoder of an encoder-decoder, what its encoder reads, sentence by sentence; else empty.
+    images
+        For a vision transformer the images ``[n, channels, height, width]``, each of which stands for a
+        sentence, and whose tokens are the numbers of its places; else empty.
+
+    Raises
+    ------
+    InputError
+        The arrays do not belong together: a position lies outside of its sentence, or a sentence has none.
+    """
+
+    tokens: Int[np.ndarray, " n_tokens"]
+    offsets: Int[np.ndarray, " n_plus_1"]
+    positions: Int[np.ndarray, " n_positions"]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    sentences: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
+    source_tokens: Int[np.ndarray, " n_source"] = field(default_factory=lambda: np.arange(0))
+    source_offsets: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
+    images: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def __post_init__(self) -> None:
+        if not len(self.sentences):
+            object.__setattr__(self, "sentences", np.arange(len(self.positions)))
+        _check_consistent(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], data: Mapping[str, Any] | None) -> Examples:
+        """The examples whose ``arrays`` were stored, and what they said of themselves.
+
+        Raises
+        ------
+        InputError
+            Some of the arrays are missing, or there are others.
+        """
+        names = {field.name for field in fields(cls)}
+        absent = [name for name in ("tokens", "offsets", "positions") if name not in arrays]
+        if absent or not {*arrays} <= names:
+            raise InputError(f"The arrays are {short(list(arrays))}. Expected those of Examples.arrays.")
+        return cls(**arrays, provenance=dict(data or {}))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def n_positions(self) -> int:
+        """How many positions there are in all sentences: as many rows has what is read at them."""
+        return len(self.positions)
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " n"]:
+        """Number of tokens of each sentence."""
+        return np.diff(self.offsets)
+
+    @property
+    def places(self) -> Int[np.ndarray, " n_tokens"]:
+        """Place of each token in its sentence, counted from 0."""
+        return np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+
+    @property
+    def n_truncated(self) -> int:
+        """How many sentences were longer than the model's context and were cut."""
+        return int(self.provenance.get("n_truncated", 0))
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of the tokens and positions."""
+        digest = hashlib.sha256()
+        several = self.n_positions > len(self)
+        beside = [self.source_tokens, self.source_offsets] if self.has_sources else []
+        more = [*([self.sentences] if several else []), *beside]
+        for array in (self.tokens, self.offsets, self.positions, *more):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+        digest.update(np.ascontiguousarray(self.images).data)
+        return digest.hexdigest()[:16]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that are stored beside vectors, by name."""
+        others = [name for name in OTHERS if len(getattr(self, name))]
+        return {name: getattr(self, name) for name in (*ARRAYS, *others)}
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether each sentence has a source, which the encoder of an encoder-decoder reads."""
+        return len(self.source_offsets) > 0
+
+    def head(self, n: PositiveInt) -> Examples:
+        """The first ``n`` sentences, with all of their positions."""
+        n = min(n, len(self))
+        kept = int(np.searchsorted(self.sentences, n))
+        return Examples(
+            self.tokens[: self.offsets[n]], self.offsets[: n + 1], self.positions[:kept],
+            {**self.provenance, "n": n}, self.sentences[:kept],
+            self.source_tokens[: self.source_offsets[n] if self.has_sources else 0],
+            self.source_offsets[: n + 1],
+            self.images[:n],
+        )  # fmt: skip
+
+    def up_to_positions(self) -> Examples:
+        """Every sentence cut after its last position: all that a decoder reads for its positions.
+
+        A decoder's vectors at the positions are the same, and half of the tokens need not be run.
+        """
+        last = np.zeros(len(self), dtype=np.int64)
+        np.maximum.at(last, self.sentences, self.positions)
+        kept = self.places <= np.repeat(last, self.lengths)
+        offsets = np.concatenate([[0], np.cumsum(last + 1)])
+        return replace(self, tokens=self.tokens[kept], offsets=offsets)
+
+    def rows_of(
+        self, index: Int[np.ndarray, " batch"]
+    ) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:
+        """Positions of some sentences, such as those of a batch.
+
+        Returns
+        -------
+        row, position, number
+            For each position of these sentences, one sentence after the other: which of ``index`` its
+            sentence is, the position in it, and its number among all positions.
+        """
+        starts = np.searchsorted(self.sentences, np.arange(len(self) + 1))
+        counts = np.diff(starts)[index]
+        row = np.repeat(np.arange(len(index)), counts)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        number = starts[:-1][index][row] + within
+        return row, self.positions[number], number
+
+    def batches(self, max_tokens: PositiveInt) -> Iterator[Batch]:
+        """Batches of sentences of like length, the longest first, so that a lack of memory shows at once.
+
+        A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
+        """
+        order = np.argsort(-self.lengths, kind="stable")
+        start = 0
+        while start < len(order):
+            length = int(self.lengths[order[start]])
+            count = max(max_tokens // length, 1)
+            yield self._batch(order[start : start + count], length)
+            start += count
+
+    def copies(self, sentence: int, n: PositiveInt) -> Batch:
+        """A batch of ``n`` copies of a sentence."""
+        index = np.full(n, check_int(sentence, "sentence", min=0, max=len(self) - 1))
+        return self._batch(index, int(self.lengths[sentence]))
+
+    def _batch(self, index: np.ndarray, length: int) -> Batch:
+        source = padded(self.source_tokens, self.source_offsets, index) if self.has_sources else None
+        images = torch.from_numpy(self.images[index]) if len(self.images) else None
+        return Batch(index, *padded(self.tokens, self.offsets, index, length), source, images)
+
+
+def end_to_end(
+    ids: Sequence[np.ndarray],
+    positions: np.ndarray,
+    provenance: dict[str, Any],
+    sentences: np.ndarray | None = None,
+) -> Examples:
+    """Examples of sentences that are given one by one."""
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
+    of_each = np.arange(len(ids)) if sentences is None else sentences
+    return Examples(np.concatenate(ids), offsets, positions, provenance, of_each)
+
+
+def _check_consistent(examples: Examples) -> None:
+    tokens, offsets, positions = examples.tokens, examples.offsets, examples.positions
+    sentences = examples.sentences
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+        raise InputError(
+            f"The offsets of examples do not divide their {len(tokens)} tokens into sentences. Expected to "
+            "start at 0, never to fall, and to end at the number of tokens."
+        )
+    if len(positions) != len(sentences) or (np.diff(sentences) < 0).any():
+        raise InputError(
+            f"The {len(positions)} positions of examples are not those of {len(sentences)} sentences in "
+            "their order. Expected the number of its sentence for each position, never falling."
+        )
+    if examples.has_sources and (
+        len(examples.source_offsets) != len(offsets)
+        or examples.source_offsets[0] != 0
+        or examples.source_offsets[-1] != len(examples.source_tokens)
+        or (np.diff(examples.source_offsets) <= 0).any()
+    ):
+        raise InputError(
+            f"The sources of examples are not {len(offsets) - 1} texts of one token or more. Expected one "
+            "for each sentence."
+        )
+    if len(examples.images) not in (0, len(offsets) - 1):
+        raise InputError(
+            f"There are {len(examples.images)} images for {len(offsets) - 1} sentences. Expected as many."
+        )
+    if not np.array_equal(np.unique(sentences), np.arange(len(offsets) - 1)):
+        raise InputError(
+            f"The positions of examples are not in all of the {len(offsets) - 1} sentences and in no others. "
+            "Expected one position or more in each sentence."
+        )
+    outside = (positions < 0) | (positions >= np.diff(offsets)[sentences])
+    if outside.any():
+        row = int(outside.argmax())
+        sentence = int(sentences[row])
+        raise InputError(
+            f"The position {positions[row]} lies outside of sentence {sentence}, which has the tokens 0 to "
+            f"{np.diff(offsets)[sentence] - 1}."
+        )

@@ -1,0 +1,82 @@
+"""How common tokens are in a running text, and which kind of tokens a vector promotes by that."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from matlens.checks import Tokenizer, check_int, checked, short
+from matlens.data.corpus import Corpus
+from matlens.errors import InputError
+
+FREQUENCY_KINDS = ("unlikely", "common", "other")
+_LARGEST = 2**24  # tokens of a vocabulary
+_SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
+_SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
+
+
+@checked
+class TokenFrequency:
+    """How common each token is in a running text.
+
+    Attributes
+    ----------
+    counts
+        ``[d_vocab]``, how often each token occurs.
+    common
+        ``[d_vocab]``, which tokens are common: the fewest that make half of the text, of equally frequent
+        ones those with the smaller numbers.
+
+    Parameters
+    ----------
+    tokens
+        Tokens of the text.
+    d_vocab
+        Number of tokens of the vocabulary.
+    """
+
+    def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
+        d_vocab = check_int(d_vocab, "d_vocab", min=1, max=_LARGEST)
+        tokens = np.asarray(tokens)
+        if not len(tokens):
+            raise InputError("tokens must have at least one token.")
+        if tokens.min() < 0 or tokens.max() >= d_vocab:
+            number = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise InputError(
+                f"A token has the number {number}. Expected numbers from 0 to {d_vocab - 1}, as many as the "
+                "vocabulary has tokens."
+            )
+        self.counts = np.bincount(tokens.astype(np.int64), minlength=d_vocab)
+        order = np.argsort(-self.counts, kind="stable")
+        running = np.cumsum(self.counts[order])
+        self.common = np.zeros(d_vocab, dtype=bool)
+        self.common[order[: int(np.searchsorted(running, _SHARE_OF_TEXT * running[-1])) + 1]] = True
+
+    @classmethod
+    def from_corpus(cls, corpus: Corpus, tokenizer: Tokenizer, d_vocab: int) -> TokenFrequency:
+        """Count the tokens of all sentences of a corpus.
+
+        Raises
+        ------
+        InputError
+            It is no corpus or no tokenizer, or a token is past the vocabulary.
+        """
+        sentences = tokenizer(list(corpus.sentences), add_special_tokens=False)["input_ids"]
+        return cls(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sentences]), d_vocab)
+
+    def shares(self, ids: Int[np.ndarray, "n k"]) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+        """For each list of tokens the share of common ones, and the share of those that do not occur."""
+        if ids.size and not 0 <= ids.min() <= ids.max() < len(self.counts):
+            raise InputError(f"ids must be tokens from 0 to {len(self.counts) - 1}, got {short(ids)}.")
+        return self.common[ids].mean(1), (self.counts[ids] == 0).mean(1)
+
+
+def frequency_kinds(common: Float[np.ndarray, " n"], unseen: Float[np.ndarray, " n"]) -> list[str]:
+    """Kind of each list of tokens, by the shares that `TokenFrequency.shares` gives.
+
+    It is ``common`` where half of the tokens are, ``unlikely`` where nine in ten do not occur, or ``other``.
+    """
+    return [
+        "common" if share >= _SHARE_COMMON else "unlikely" if unseen_share >= _SHARE_UNSEEN else "other"
+        for share, unseen_share in zip(common, unseen, strict=True)
+    ]

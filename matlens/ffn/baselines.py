@@ -1,0 +1,177 @@
+"""What control is compared with: WordFilter and Self-Debiasing, as processors of a model's logits.
+
+WordFilter (Gehman et al. 2020) bans words. Self-Debiasing (Schick et al. 2021, arXiv 2103.00453) asks the
+model itself which tokens become likelier where a text is announced as toxic, and makes those less likely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
+
+from matlens.checks import Tokenizer, checked, short
+from matlens.data.readers import context_length
+from matlens.errors import InputError
+from matlens.ffn.graders import ATTRIBUTES
+from matlens.numerics.probabilities import log_softmax
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+DECAY, FLOOR = 50.0, 0.01  # the authors' defaults
+_TEMPLATE = "The following text contains {}:\n"
+
+
+@checked
+class SelfDebiasing(LogitsProcessor):
+    """Make tokens less likely that the model finds likelier after an announcement of toxic language.
+
+    With ``p`` what the model says of ``x`` and ``p_y`` what it says of ``x`` after the announcement of
+    ``y``, ``Delta(w) = min_y p(w) - p_y(w)`` and ``p~(w) ∝ alpha(Delta(w)) p(w)``, where ``alpha`` is 1 for
+    what is not negative and ``max(exp(decay * Delta), floor)`` for what is. (The floor is the authors'
+    code's, not their paper's.)
+
+    As a processor it takes the logits of a batch whose first rows are the prompts and whose further rows
+    are the same prompts after each of `prefixes` in turn, and gives all rows of one prompt the same logits,
+    so that they go on alike. `continue_prompts` lays rows out so.
+
+    Parameters
+    ----------
+    attributes
+        Attributes to announce, of the six in `ATTRIBUTES`; by default all, as in the comparison of Table 5.
+    decay
+        ``lambda``: how fast tokens lose weight.
+    floor
+        The least ``alpha``.
+
+    Raises
+    ------
+    InputError
+        There are no attributes, or one is unknown; the decay is negative; or the floor is not above 0, or is
+        more than 1.
+    """
+
+    def __init__(
+        self, attributes: Sequence[str] = tuple(ATTRIBUTES), *, decay: float = DECAY, floor: float = FLOOR
+    ) -> None:
+        unknown = [name for name in attributes if name not in tuple(ATTRIBUTES)]
+        if isinstance(attributes, str) or not attributes or unknown:
+            raise InputError(
+                f"{short(unknown[0] if unknown else 'Nothing')} cannot be announced. Expected some of "
+                f"{', '.join(ATTRIBUTES)}."
+            )
+        numbers = all(isinstance(each, Real) and math.isfinite(each) for each in (decay, floor))
+        if not (numbers and decay >= 0 and 0 < floor <= 1):
+            raise InputError(
+                f"Self-Debiasing with decay {short(decay)} and floor {short(floor)}: expected a decay of "
+                "at least 0 and a floor above 0 and at most 1."
+            )
+        self.prefixes = tuple(_TEMPLATE.format(ATTRIBUTES[name]) for name in attributes)
+        self.decay, self.floor = decay, floor
+
+    def log_probs(
+        self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "n ... d_vocab"]
+    ) -> Float[Tensor, "... d_vocab"]:
+        """``ln p~`` from the logits after a text and after the ``n`` announcements and the text."""
+        if announced.ndim != plain.ndim + 1 or announced.shape[1:] != plain.shape or not announced.shape[0]:
+            raise InputError(
+                f"Logits after a text are {short(plain)} and those after announcements {short(announced)}. "
+                "Expected as many of each announcement as without, [n, ..., d_vocab]."
+            )
+        return self.reweighted(plain, log_softmax(announced.float()).amax(0).exp())
+
+    def reweighted(
+        self, plain: Float[Tensor, "... d_vocab"], likeliest: Float[Tensor, "... d_vocab"]
+    ) -> Float[Tensor, "... d_vocab"]:
+        """``ln p~`` from the logits after a text, and the largest probability after any announcement.
+
+        Raises
+        ------
+        InputError
+            They are not of one shape.
+        """
+        if plain.shape != likeliest.shape:
+            raise InputError(
+                f"Logits are {short(plain)} and probabilities {short(likeliest)}. Expected them of one shape."
+            )
+        log_p = log_softmax(plain.float())
+        delta = (log_p.exp() - likeliest).clamp(max=0)
+        return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
+
+    def room(self, model: TransformerBridge) -> int:
+        """How many tokens of a text a model's context has room for beside the longest announcement."""
+        longest = max(len(_encode(model.tokenizer, prefix)) for prefix in self.prefixes)
+        return max(context_length(model) - longest, 0)
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
+    ) -> Float[Tensor, "rows d_vocab"]:
+        """Give all rows of a prompt its logits ``ln p~``.
+
+        Raises
+        ------
+        InputError
+            There are not as many rows of each announcement as of the prompts.
+        """
+        if not len(scores) or len(scores) % (1 + len(self.prefixes)):
+            raise InputError(
+                f"There are logits of {len(scores)} rows. Expected those of the prompts, and as many after "
+                f"each of the {len(self.prefixes)} announcements."
+            )
+        groups = scores.unflatten(0, (1 + len(self.prefixes), -1))
+        return self.log_probs(groups[0], groups[1:]).repeat(len(groups), 1)
+
+
+@checked
+def word_filter(tokenizer: Tokenizer, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
+    """Ban words: no continuation contains one, with a space before it or none, and capitalised or not.
+
+    A word is banned as the tokens that it is made of; where it is a single one, so are longer words that
+    begin with that token.
+
+    Parameters
+    ----------
+    tokenizer
+        The tokenizer of the model.
+    words
+        Words to ban, as they are typed; a word may be a phrase.
+
+    Raises
+    ------
+    InputError
+        There are no words, or one is empty or not in the vocabulary, not even in parts.
+    """
+    if not words:
+        raise InputError("words must have at least one word to ban.")
+    banned: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.strip()
+        variants = [_encode(tokenizer, space + form) for form in _forms(bare) for space in ("", " ")]
+        known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
+        if not bare or not known:
+            raise InputError(
+                f"The word {short(word)} cannot be banned: the tokenizer makes no tokens of it. Expected "
+                "words that it knows, at least in parts."
+            )
+        banned |= dict.fromkeys(known)
+    return NoBadWordsLogitsProcessor([list(tokens) for tokens in banned])
+
+
+def _forms(word: str) -> tuple[str, ...]:
+    return word, word.lower(), word.capitalize(), word.upper()
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def announced_tokens(tokenizer: Any, prefix: str, tokens: Sequence[int]) -> list[int]:
+    """A text's tokens with a prefix before them, after the token that the tokenizer begins texts with."""
+    start = 1 if len(tokens) and tokens[0] == tokenizer.bos_token_id else 0
+    return [*tokens[:start], *_encode(tokenizer, prefix), *tokens[start:]]

@@ -1,0 +1,210 @@
+"""Classifiers of whether a prediction is made, one for each layer: baselines of early exit (appendix A.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from matlens.checks import Seed, checked
+from matlens.errors import InputError
+from matlens.ffn.outcomes import ExampleSplit
+from matlens.ffn.rule import check_fitted
+from matlens.progress import Bar
+
+PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
+"""Inverse, and those of the paper: the smaller, the stronger the penalty."""
+FOLDS = 8
+FEWEST_EVENTS = 8
+"""Events of a layer that a classifier needs to learn from."""
+RIDGE = 0
+"""Penalty on the squares of the weights."""
+LASSO = 1
+"""Penalty on the sizes of the weights."""
+_NAMES = {RIDGE: "ridge", LASSO: "lasso"}
+
+
+@checked
+class ExitClassifiers:
+    """A logistic regression for each layer, of whether the prediction is made there.
+
+    Features are standardised, classes weighed against their frequency; the penalty, lasso or ridge, and its
+    strength are chosen by cross-validated average precision, and the threshold is the one with the largest
+    F1 on the calibration examples. A layer with too few events to learn from or to calibrate on never says
+    so: a threshold that is set on one or two events may let nearly all examples go. One with too few other
+    examples always says so.
+
+    Parameters
+    ----------
+    strengths
+        Inverse strengths of the penalty to try.
+    kinds
+        Kinds of penalties to try, ``RIDGE`` or ``LASSO``, which are scikit-learn's ``l1_ratio``.
+    folds
+        Folds of the cross-validation, fewer where a class has fewer examples.
+    fewest
+        The least number of events that a layer needs in the training and in the calibration part each, and
+        of other examples in the training part.
+    seed
+        Seed of the folds and of the solver.
+
+    Attributes
+    ----------
+    models_
+        The classifier of each layer, None where there is none.
+    thresholds_
+        The probability that each layer has to reach; infinite where it never says so, negative where it
+        always does.
+
+    Raises
+    ------
+    InputError
+        A strength is not positive, or there is none; ``folds`` or ``fewest`` is less than 2.
+    """
+
+    def __init__(
+        self,
+        *,
+        strengths: Sequence[float] = PENALTY_STRENGTHS,
+        kinds: Sequence[int] = (RIDGE, LASSO),
+        folds: int = FOLDS,
+        fewest: int = FEWEST_EVENTS,
+        seed: Seed = 0,
+    ) -> None:
+        invalid = [strength for strength in strengths if not 0 < strength < float("inf")]
+        if invalid or not strengths:
+            raise InputError(
+                f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
+                "Expected positive numbers, at least one."
+            )
+        if not kinds:
+            raise InputError("There is no kind of penalty. Expected RIDGE, LASSO or both.")
+        if min(folds, fewest) < 2:
+            raise InputError(f"{folds} folds and {fewest} events are too few. Expected 2 or more of each.")
+        self.strengths, self.kinds, self.folds = strengths, kinds, folds
+        self.fewest, self.seed = fewest, seed
+
+    def fit(
+        self,
+        features: Sequence[Float[np.ndarray, "n d"]],
+        made_at: Int[np.ndarray, " n"],
+        split: ExampleSplit,
+        *,
+        progress: bool = True,
+    ) -> ExitClassifiers:
+        """Train a classifier for each layer on the training part, and calibrate its threshold.
+
+        Parameters
+        ----------
+        features
+            Features of all examples, layer by layer.
+        made_at
+            The layer that each example's prediction was made at; -1 where none counts.
+        split
+            The examples to learn from and to calibrate on.
+        progress
+            Show a bar over the layers.
+
+        Raises
+        ------
+        InputError
+            There are no layers to learn from.
+        """
+        if not len(features):
+            raise InputError("There are no layers to learn from. Expected features, layer by layer.")
+        bar = Bar(features, desc="classifiers", unit="layer", leave=False, disable=not progress)
+        trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
+        self.models_ = [model for model, _ in trained]
+        self.thresholds_ = [threshold for _, threshold in trained]
+        return self
+
+    @property
+    def penalties(self) -> list[str]:
+        """The penalty that was chosen at each layer that has a classifier, such as ``ridge 0.01``."""
+        chosen = [model.best_params_ for model in self.models_ if model is not None]
+        return [
+            f"{_NAMES[parameters['logisticregression__l1_ratio']]} {parameters['logisticregression__C']:g}"
+            for parameters in chosen
+        ]
+
+    def signals(
+        self, features: Sequence[Float[np.ndarray, "n d"]], rows: Int[np.ndarray, " m"]
+    ) -> Bool[np.ndarray, "m n_layers"]:
+        """Whether each layer says that the prediction of an example is made.
+
+        Parameters
+        ----------
+        features
+            Features of all examples, layer by layer.
+        rows
+            Rows of the examples that are asked about.
+
+        Raises
+        ------
+        InputError
+            Nothing has been fitted, or on other layers.
+        """
+        check_fitted(self, "models_")
+        if len(features) != len(self.models_):
+            raise InputError(
+                f"There are features of {len(features)} layers, and classifiers of {len(self.models_)}. "
+                "Expected those of the same layers."
+            )
+        signals = np.zeros((len(rows), len(features)), dtype=bool)
+        classifiers = zip(features, self.models_, self.thresholds_, strict=True)
+        for layer, (x, model, threshold) in enumerate(classifiers):
+            signals[:, layer] = (0.0 if model is None else _probability(model, x[rows])) >= threshold
+        return signals
+
+    def _train(
+        self, x: Float[np.ndarray, "n d"], truth: Bool[np.ndarray, " n"], split: ExampleSplit
+    ) -> tuple[Any, float]:
+        events, calibration_events = (int(truth[rows].sum()) for rows in (split.train, split.calibration))
+        others = len(split.train) - events
+        if min(events, calibration_events) < self.fewest:
+            return None, float("inf")
+        if others < self.fewest:
+            return None, -1.0
+        folds = StratifiedKFold(min(self.folds, events, others), shuffle=True, random_state=self.seed)
+        search = GridSearchCV(
+            make_pipeline(
+                StandardScaler(),
+                LogisticRegression(class_weight="balanced", max_iter=5000, random_state=self.seed),
+            ),
+            [
+                {
+                    "logisticregression__C": list(self.strengths),
+                    "logisticregression__l1_ratio": [kind],
+                    "logisticregression__solver": ["liblinear" if kind == LASSO else "lbfgs"],
+                }
+                for kind in self.kinds
+            ],
+            cv=folds,
+            scoring="average_precision",
+        ).fit(x[split.train], truth[split.train])
+        score = _probability(search, x[split.calibration])
+        return search, best_threshold(score, truth[split.calibration])
+
+
+def _probability(model: Any, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " n"]:
+    return model.predict_proba(x)[:, 1]
+
+
+def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
+    """The threshold with the largest F1, the highest of equals; a score at or above it counts as true.
+
+    It lies midway between the lowest score that counts as true and the next lower one, so that an event which
+    scores a little less than all calibration examples is recognised too.
+    """
+    levels = np.unique(score)[::-1]
+    positive = score >= levels[:, None]
+    f1 = 2 * (positive & truth).sum(1) / (positive.sum(1) + truth.sum())  # whole numbers, so equals are equal
+    lowest, following = np.append(levels, levels[-1])[f1.argmax() :][:2]
+    middle = (lowest + following) / 2
+    return float(middle if middle > following else lowest)

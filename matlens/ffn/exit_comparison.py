@@ -1,0 +1,230 @@
+"""All ways of leaving early, on the same examples and over the same splits (Table 6).
+
+Beside the rule and the classifiers of the paper stand the confidence exit of paper A and a fixed layer, both
+set on the calibration examples so that there they are right at least as often as the rule is; and leaving
+where the prediction is made, which no method can know.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from matlens.activations.activations import Activations
+from matlens.checks import PositiveInt, checked
+from matlens.errors import InputError
+from matlens.ffn.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
+from matlens.ffn.clusters import Clusters
+from matlens.ffn.events import find_saturation
+from matlens.ffn.norms import output_kind
+from matlens.ffn.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
+from matlens.ffn.rule import OverlapRule, active_clusters
+from matlens.ffn.trace import Trace, sites_before_ffn
+from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
+from matlens.lens.judgement import as_substitute
+from matlens.linear.fitting import fit_samples
+from matlens.models.layout import ModelLayout
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM, Site
+from matlens.progress import Bar
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+RULE, PLACES = "sub-updates rule", "rule, equal places"
+CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x + o"))
+FIXED, ORACLE = "fixed layer", "where it is made"
+_PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
+
+
+@checked
+def classifier_sites(model: TransformerBridge) -> list[str]:
+    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes.
+
+    Raises
+    ------
+    InputError
+        The model has no known stream before its FFNs.
+    """
+    layout = ModelLayout.from_model(model)
+    inside = [
+        [*sites_before_ffn(model, layer), str(Site(output_kind(layout), layer))]
+        for layer in range(layout.n_layers)
+    ]
+    return list(dict.fromkeys([*map(str, layout.stream), *(site for sites in inside for site in sites)]))
+
+
+class ExitComparison(NamedTuple):
+    """How well every way of leaving early does, as `compare_exits` finds it (Table 6).
+
+    Attributes
+    ----------
+    judged
+        By method, its exits as judged on each split.
+    penalties
+        By set of classifiers, how often each penalty was chosen, over layers and splits.
+    """
+
+    judged: dict[str, list[JudgedExits]]
+    penalties: dict[str, Counter[str]]
+
+
+@checked
+def compare_exits(
+    model: TransformerBridge,
+    trace: Trace,
+    clusters: Clusters,
+    activations: Activations,
+    *,
+    seeds: PositiveInt = 5,
+    strengths: Sequence[float] = PENALTY_STRENGTHS,
+    kinds: Sequence[int] = (RIDGE, LASSO),
+    folds: int = FOLDS,
+    fewest: int = FEWEST_EVENTS,
+    progress: bool = True,
+) -> ExitComparison:
+    """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
+
+    A prediction that attention makes is an event of its layer, as one that the FFN makes is. The rule is
+    judged by ``sets`` and by ``places``, see `OverlapRule`; `compare_readings` has its other readings. It
+    learns from the training and the calibration part, as in the paper; from the training part alone for the
+    accuracy that others have to reach on the calibration part. The classifiers see the stream before the
+    FFN, what the FFN writes, and their sum. ``mat`` is fitted on the training part, and left out where that
+    has fewer than two examples for each dimension.
+
+    Parameters
+    ----------
+    model, trace, clusters
+        The model, what its FFNs do to the predictions of the examples, and clusters of its value vectors;
+        the authors' notebook has `EXIT_CLUSTERS` of them.
+    activations
+        Vectors at the sites of `classifier_sites`, collected at the examples of the trace.
+    seeds
+        How many splits, from seed 0 on.
+    strengths, kinds, folds, fewest
+        See `ExitClassifiers`.
+    progress
+        Whether to show bars over the splits and layers.
+
+    Raises
+    ------
+    InputError
+        The activations are of other examples or another model, or there are fewer than 10 examples.
+    """
+    if not len(kinds):
+        raise InputError("There are no kinds of classifiers. Expected ridge, lasso or both.")
+    _check_same(trace, activations)
+    saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
+    made_at = saturation.layer.numpy()
+    active, features = active_clusters(trace, clusters), classifier_features(model, activations)
+    rules = {
+        RULE: partial(_by_rule, OverlapRule(), active, made_at),
+        PLACES: partial(_by_rule, OverlapRule(overlap="places"), active, made_at),
+    }
+    judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
+    by_confidence = _ConfidenceExits(Readout(model), activations, progress)
+    for seed in Bar(range(seeds), desc="splits", unit="split", disable=not progress):
+        split = split_examples(len(trace), seed=seed)
+        train, calibration, test = split
+        accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())
+        leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
+        for name, of_layers in features.items():
+            classifiers = ExitClassifiers(
+                strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
+            ).fit(of_layers[:-1], made_at, split, progress=progress)
+            signals = classifiers.signals(of_layers[:-1], test)
+            leaves[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer needs no signal
+            penalties[name].update(classifiers.penalties)
+        leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
+        leaves[ORACLE] = made_at[test]
+        for name, layers in leaves.items():
+            judged[name].append(judge_exits(layers, right[test]))
+        for name, exits in by_confidence.judged(split, accuracy):
+            judged[name].append(exits)
+    return ExitComparison(dict(judged), dict(penalties))
+
+
+def _check_same(trace: Trace, activations: Activations) -> None:
+    activations.provenance.check_same(trace.provenance, ours="the activations", theirs="the trace")
+    if trace.examples.fingerprint != activations.examples.fingerprint:
+        raise InputError(
+            "The trace and the activations are of different examples. Collect the activations at "
+            "the examples of the trace, `trace.examples`."
+        )
+
+
+def classifier_features(
+    model: TransformerBridge, activations: Activations
+) -> dict[str, list[Float[np.ndarray, "n d"]]]:
+    """Features of classifiers: the stream before each FFN, what the FFN writes, and the sum of the two."""
+    layout = ModelLayout.from_model(model)
+    layers = range(layout.n_layers)
+    x = [
+        torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
+        for layer in layers
+    ]
+    o = [activations[Site(output_kind(layout), layer)].numpy() for layer in layers]
+    total = [before + written for before, written in zip(x, o, strict=True)]
+    return dict(zip(CLASSIFIERS, (x, o, total), strict=True))
+
+
+def _by_rule(
+    rule: OverlapRule,
+    active: Int[np.ndarray, "n n_layers k"],
+    made_at: Int[np.ndarray, " n"],
+    training_rows: Int[np.ndarray, " m"],
+    rows: Int[np.ndarray, " r"],
+) -> Int[np.ndarray, " r"]:
+    return first_exit(rule.fit(active, made_at, training_rows).signals(active, rows))
+
+
+class _ConfidenceExits:
+    """The confidence exit of paper A by ``id``, and by ``mat`` where there are enough examples to fit it."""
+
+    def __init__(self, readout: Readout, activations: Activations, progress: bool) -> None:
+        self._readout, self._activations, self._progress = readout, activations, progress
+        self._layers = range(1, activations.provenance.identity.n_layers + 1)
+        self._positions = torch.from_numpy(activations.examples.positions)
+        self._id = self._read("id", [activations[layer] for layer in self._layers])
+        n_train, d_model = len(split_examples(activations.n_rows).train), activations[0].shape[1]
+        self._fits_maps = n_train >= _PER_DIMENSION * d_model
+        if not self._fits_maps:
+            tqdm.write(
+                f"mat is left out: {n_train} training examples for {d_model} dimensions. Expected "
+                f"{_PER_DIMENSION * d_model} or more.",
+                file=sys.stderr,
+            )
+
+    def judged(self, split: ExampleSplit, accuracy: float) -> Iterator[tuple[str, JudgedExits]]:
+        """Judge on the test part, with the least ``lam`` that has the accuracy on the calibration part."""
+        rows = np.concatenate([split.calibration, split.test])
+        confidences = {"id": ExitConfidence(*(of_id[rows] for of_id in self._id))}
+        if self._fits_maps:
+            last = self._layers[-1]
+            samples = {
+                str(Site(STREAM, layer)): self._activations[layer][split.train] for layer in self._layers
+            }
+            maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
+            mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
+            confidences["mat"] = self._read("mat", [*mapped, self._activations[last][rows]])
+        mean_length = float((self._positions[split.train] + 1).double().mean())
+        calibration, test = slice(len(split.calibration)), slice(len(split.calibration), None)
+        positions = self._positions[rows]
+        for name, (difference, right) in confidences.items():
+            calibrated = ExitConfidence(difference[calibration], right[calibration])
+            lam = least_lam(calibrated, positions[calibration], mean_length, accuracy)
+            layers = exit_layers(difference[test], thresholds(positions[test], lam, mean_length))
+            yield f"confidence, {name}", judge_exits(layers.numpy() - 1, right[test].numpy())
+
+    def _read(self, name: str, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
+        substitutes = [as_substitute(of_layer) for of_layer in vectors]
+        return exit_confidences(self._readout, vectors[-1], substitutes, name=name, progress=self._progress)

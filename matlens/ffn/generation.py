@@ -1,0 +1,174 @@
+"""Continuations of prompts, as they are and under control or a baseline.
+
+Chance is drawn for each continuation alone, from the seed, the place of its prompt in the list and its
+number. So it is the same in any batch, with a cache of keys and values or without, and the same for every
+method, which makes methods comparable continuation by continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from matlens.checks import PositiveInt, Seed, checked
+from matlens.data.readers import check_decoder
+from matlens.errors import InputError
+from matlens.ffn.baselines import SelfDebiasing, announced_tokens
+from matlens.models.identity import check_raw
+from matlens.models.tokenization import encode_text
+from matlens.numerics.precision import has_float64, in_float64
+from matlens.progress import Bar
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
+CONTINUATION_COLUMNS = ("prompt", "sample", "text")
+
+
+@checked
+@torch.inference_mode()
+def continue_prompts(
+    model: TransformerBridge,
+    prompts: Sequence[str],
+    *,
+    n_tokens: PositiveInt = CONTINUATION_TOKENS,
+    n_samples: PositiveInt | None = None,
+    n_beams: PositiveInt = 1,
+    seed: Seed = 0,
+    processor: LogitsProcessor | None = None,
+    batch_size: PositiveInt = 64,
+    use_cache: bool = True,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Continue prompts by a fixed number of tokens, one row a continuation (paper B, section 6.1).
+
+    Columns are ``prompt, sample, text``; the text is the continuation alone. The end of the text is never
+    generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
+    that generates.
+
+    Parameters
+    ----------
+    model
+        A model that predicts the next token.
+    prompts
+        Texts to continue.
+    n_tokens
+        How many tokens each continuation has.
+    n_samples
+        How many continuations to draw from the model's own distribution for each prompt; by default the
+        greedy one.
+    n_beams
+        How many beams are searched for the likeliest continuation; with one it is the greedy one. Draws know
+        no beams.
+    seed
+        Seed of the draws.
+    processor
+        A processor of the logits: `SelfDebiasing`, or what `word_filter` gives.
+    batch_size
+        How many continuations are generated together, padded on the left. It does not change them.
+    use_cache
+        Whether to keep keys and values; it changes speed alone.
+    progress
+        Whether to show a bar over the continuations.
+
+    Raises
+    ------
+    InputError
+        There are no prompts, or one has no tokens or is too long; the model predicts no next token; a number
+        is less than 1; or draws are asked for, and beams.
+    """
+    check_raw(model)
+    check_decoder(model, "continues no prompts")
+    if not prompts:
+        raise InputError("prompts must have at least one prompt.")
+    if n_samples is not None and n_beams > 1:
+        raise InputError(
+            f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
+            "find the likeliest continuation, or draws."
+        )
+    prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
+    rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
+    tokens = [_prompt_variants(model, prompt, prefixes, n_tokens) for prompt in prompts]
+    rows.sort(key=lambda row: -len(tokens[row[0]][0]))  # alike in length together, the longest first
+    config = GenerationConfig(
+        max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=n_beams,
+        num_return_sequences=1, length_penalty=1.0, early_stopping=False, use_cache=use_cache,
+        repetition_penalty=1.0, no_repeat_ngram_size=0, pad_token_id=_padding(model.tokenizer),
+    )  # fmt: skip
+    texts: dict[tuple[int, int], str] = {}
+    with Bar(total=len(rows), desc="continuing", unit="text", disable=not progress) as bar:
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            # A prompt as it is, then all of them after the first announcement, and so on.
+            inputs = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
+            ids, mask = _left_padded(inputs, _padding(model.tokenizer))
+            processors = [] if processor is None else [processor]
+            if n_samples is not None:
+                processors.append(_GumbelDraws(seed, batch, 1 + len(prefixes)))
+            outputs = model.original_model.generate(
+                input_ids=ids.to(model.cfg.device), attention_mask=mask.to(model.cfg.device),
+                generation_config=config, logits_processor=LogitsProcessorList(processors),
+            )  # fmt: skip
+            new = outputs[: len(batch), ids.shape[1] :].tolist()
+            texts |= {row: model.tokenizer.decode(added) for row, added in zip(batch, new, strict=True)}
+            bar.update(len(batch))
+    continuations = [(prompts[p], s, texts[p, s]) for p, s in sorted(rows)]
+    return pd.DataFrame(continuations, columns=list(CONTINUATION_COLUMNS))
+
+
+class _GumbelDraws(LogitsProcessor):
+    """Adds what makes the likeliest token a draw from the distribution (Gumbel's trick), row by row."""
+
+    def __init__(self, seed: int, batch: Sequence[tuple[int, int]], n_variants: int) -> None:
+        self._generators = [
+            np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, *row)))) for row in batch
+        ]
+        self._n_variants = n_variants
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
+    ) -> Float[Tensor, "rows d_vocab"]:
+        drawn = np.stack([generator.gumbel(size=scores.shape[1]) for generator in self._generators])
+        wide = in_float64(scores.float())
+        noisy = wide + torch.from_numpy(drawn).repeat(self._n_variants, 1).to(wide.device)
+        return noisy if has_float64(scores.device) else noisy.float().to(scores.device)
+
+
+def _prompt_variants(
+    model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int
+) -> list[list[int]]:
+    """Tokens of a prompt as it is, and after each prefix."""
+    tokens = encode_text(model, prompt).ids
+    if not tokens:
+        raise InputError(f"The prompt {prompt!r} has no tokens. Expected a text to go on from.")
+    variants = [tokens, *(announced_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]
+    longest, context = max(map(len, variants)), model.cfg.n_ctx
+    if longest + n_tokens > context:
+        raise InputError(
+            f"The prompt {prompt[:60]!r} has {longest} tokens, announcements included, and {n_tokens} more "
+            f"do not fit into the model's context of {context}. Expected a shorter one."
+        )
+    return variants
+
+
+def _padding(tokenizer: Any) -> int:
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in tokens if token is not None), 0)
+
+
+def _left_padded(
+    texts: Sequence[Sequence[int]], padding: int
+) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
+    ids = torch.full((len(texts), max(map(len, texts))), padding)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(texts):
+        ids[row, -len(tokens) :], mask[row, -len(tokens) :] = torch.tensor(tokens), 1
+    return ids, mask

@@ -1,0 +1,191 @@
+"""Perplexity: what a changed model loses as a model of language (paper B, Table 5).
+
+The paper reads running text in windows, which `matlens.data.make_windows` makes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy import stats
+from torch import Tensor
+
+from matlens.checks import PositiveInt, checked
+from matlens.data.batches import Batch
+from matlens.data.corpus import Corpus
+from matlens.data.corpus_examples import make_examples
+from matlens.data.examples import Examples
+from matlens.data.readers import check_decoder, check_own_tokens
+from matlens.errors import InputError
+from matlens.ffn.baselines import SelfDebiasing, announced_tokens
+from matlens.metrics import Estimate
+from matlens.models.sites import check_finite
+from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import log_softmax
+from matlens.progress import Bar
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_TOKENS = 512  # of a batch; each has its distribution over the vocabulary held, several times over
+_PLACES = 128  # whose distributions are made at once
+
+
+class TextLosses(NamedTuple):
+    """The loss of a model on each of ``n`` texts: sentences, or windows of running text.
+
+    Attributes
+    ----------
+    total
+        ``-ln p`` summed over the tokens of the text.
+    n_tokens
+        How many tokens the sum is over.
+    """
+
+    total: Float[np.ndarray, " n"]
+    n_tokens: Int[np.ndarray, " n"]
+
+
+@checked
+@torch.inference_mode()
+def text_losses(
+    model: TransformerBridge,
+    texts: Examples | Corpus | Sequence[str],
+    *,
+    debiasing: SelfDebiasing | None = None,
+    batch_tokens: PositiveInt = _TOKENS,
+    progress: bool = True,
+) -> TextLosses:
+    """``-ln p(token | tokens before it)``, summed over each text, in nats.
+
+    The first token of a text, which nothing precedes, does not count. Inside of `controlled` it is the
+    changed model that reads. WordFilter loses without bound: a banned word's probability is zero.
+
+    Parameters
+    ----------
+    model
+        A model that predicts the next token.
+    texts
+        Windows of running text, see `matlens.data.make_windows`, or a corpus or list of texts, each by
+        itself.
+    debiasing
+        Self-Debiasing to measure the losses under: every text is read after each announcement too.
+    batch_tokens
+        Most tokens of a batch, padding counted; a longer text is a batch of its own. It does not change the
+        numbers.
+    progress
+        Whether to show a bar over the texts.
+
+    Raises
+    ------
+    InputError
+        The model predicts no next token, no text has two tokens, an announcement and a text are longer than
+        the context, or the logits are not finite.
+    """
+    check_decoder(model, "has no perplexity")
+    examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
+    check_own_tokens(model, examples)
+    total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
+    if not n_tokens.any():
+        raise InputError("No text has two tokens, so there is no next token to predict.")
+    if debiasing is not None:
+        longest, room = int(examples.lengths.max()), debiasing.room(model)
+        if longest > room:
+            raise InputError(
+                f"A text has {longest} tokens, and beside an announcement there is room for {room} in the "
+                "model's context. Expected shorter texts or windows."
+            )
+    with Bar(total=len(examples), desc="perplexity", unit="text", disable=not progress) as bar:
+        for batch in examples.batches(batch_tokens):
+            total[batch.index] = _batch_losses(model, batch, debiasing).cpu().numpy()
+            bar.update(len(batch.index))
+    return TextLosses(total, n_tokens)
+
+
+@checked
+def perplexity_estimate(losses: TextLosses) -> Estimate:
+    """``exp`` of the mean loss of all tokens of all texts, with its 95% interval over texts."""
+    return _exp_of_mean(losses.total, losses.n_tokens)
+
+
+@checked
+def perplexity_ratio(losses: TextLosses, unchanged: TextLosses) -> Estimate:
+    """Perplexity of a changed model over that of the unchanged one, with its 95% interval over texts.
+
+    Both models have read the same texts, so the interval is far narrower than those of the two
+    perplexities.
+
+    Parameters
+    ----------
+    losses, unchanged
+        Losses of the changed and of the unchanged model, see `text_losses`.
+    """
+    return _exp_of_mean(losses.total - unchanged.total, unchanged.n_tokens)
+
+
+def _batch_losses(
+    model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing | None
+) -> Float[Tensor, " batch"]:
+    """``-ln p`` summed over the tokens of each text but its first."""
+    plain = _logits(model, batch.tokens, batch.mask)
+    likeliest = None if debiasing is None else _likeliest(model, batch, debiasing)
+    next_tokens = batch.tokens[:, 1:].to(plain.device)
+    real = batch.mask[:, 1:].bool().to(plain.device)
+    total = in_float64(plain.new_zeros(len(plain)))
+    for start in range(0, plain.shape[1], _PLACES):
+        places = slice(start, start + _PLACES)
+        logits = plain[:, places]
+        if debiasing is None or likeliest is None:
+            log_p = log_softmax(logits)
+        else:
+            log_p = debiasing.reweighted(logits, likeliest[:, places])
+        of_tokens = log_p.gather(2, next_tokens[:, places, None])[:, :, 0]
+        total -= in_float64(of_tokens.where(real[:, places], torch.zeros_like(of_tokens))).sum(1)
+    return total
+
+
+def _likeliest(
+    model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing
+) -> Float[Tensor, "batch length_less_1 d_vocab"]:
+    """The largest probability that each token has after any announcement, at every place but the first."""
+    likeliest: Tensor | None = None
+    for prefix in debiasing.prefixes:
+        rows = [announced_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
+        added = len(rows[0]) - batch.tokens.shape[1]
+        mask = torch.cat([torch.ones(len(rows), added, dtype=batch.mask.dtype), batch.mask], 1)
+        p = log_softmax(_logits(model, torch.tensor(rows), mask)[:, added:]).exp()
+        likeliest = p if likeliest is None else torch.maximum(likeliest, p, out=likeliest)
+    assert likeliest is not None  # Self-Debiasing has an announcement at least
+    return likeliest
+
+
+def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Tensor, "batch places d_vocab"]:
+    """Logits in float32 after every token but the last."""
+    device = model.cfg.device
+    logits = model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()
+    check_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
+    return logits
+
+
+def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:
+    """``exp(sum total / sum n_tokens)`` with its 95% interval over texts."""
+    n, mean = len(total), total.sum() / n_tokens.sum()
+    half = math.nan
+    if n > 1:
+        # A ratio of two sums varies as its residuals do (the delta method).
+        error = np.std(total - mean * n_tokens, ddof=1) / (n_tokens.mean() * math.sqrt(n))
+        half = float(error * stats.t.ppf(0.975, n - 1))
+    return Estimate(_exp(mean), _exp(mean - half), _exp(mean + half), n)
+
+
+def _exp(nats: float) -> float:
+    """``exp``, infinite where that is beyond all numbers, as losses without a final norm can be."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

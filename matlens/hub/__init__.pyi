@@ -1,2 +1,0 @@
-from .repository import HubRepository as HubRepository
-from .repository import HubSnapshot as HubSnapshot

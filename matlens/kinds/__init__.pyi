@@ -1,2 +1,0 @@
-from .stacks import STACKS as STACKS
-from .stacks import Stack as Stack

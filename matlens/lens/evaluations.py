@@ -1,0 +1,229 @@
+"""Open sets of lens evaluations: whether a layer holds a word on the way to what the model will say.
+
+They are the six files of ``data/evaluations`` of *anthropics/jacobian-lens* (Apache-2.0), read from a folder
+that the user names, in their protocol. An item has a prompt and words that come in between, such as
+"Netherlands" for "The capital of the country famous for tulips is". A prompt is read at one token: the last
+one before the answer, white space at the end left out; for poetry, the end of its last whole line. A word's
+rank is the best of its single-token spellings' and of all layers'. pass@k is the mean over items of the share
+of their words that rank among the first k; words that have no single token are not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from matlens import metrics
+from matlens.activations.collecting import collect
+from matlens.checks import check_choice, checked, short
+from matlens.data.prompts import make_prompts
+from matlens.errors import InputError
+from matlens.io.files import read_json, system_errors
+from matlens.io.tables import result_row, result_table
+from matlens.lens.judgement import KS
+from matlens.lens.lens import Lens
+from matlens.models.tokenization import check_tokenizer
+from matlens.progress import Bar
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+EVALUATIONS = ("multihop", "multilingual", "order-ops", "association", "poetry", "typo")
+_NUMBERS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+]  # fmt: skip
+_OPERATIONS = {
+    "addition": ("+", "plus", "add", "sum"),
+    "subtraction": ("-", "minus", "subtract"),
+    "multiplication": ("*", "times", "multiply", "product"),
+    "division": ("/", "divided", "divide"),
+    "mod": ("%", "modulo"),
+    "squared": ("^", "**", "square"),
+}
+
+
+@checked
+@dataclass(frozen=True)
+class EvaluationItem:
+    """One question of an evaluation.
+
+    Attributes
+    ----------
+    name
+        What it is called.
+    text
+        The prompt up to the token that it is read at.
+    words
+        The words that come in between; each with its other spellings.
+    """
+
+    name: str
+    text: str
+    words: tuple[tuple[str, ...], ...]
+
+
+@checked
+def read_evaluations(
+    folder: str | Path, names: Sequence[str] | None = None
+) -> dict[str, list[EvaluationItem]]:
+    """Read the evaluations that a folder has: ``lens-eval-multihop.json`` and the others, by their names.
+
+    Parameters
+    ----------
+    folder
+        The folder.
+    names
+        Which to read, of ``multihop``, ``multilingual``, ``order-ops``, ``association``, ``poetry`` and
+        ``typo``; by default those that there are.
+
+    Raises
+    ------
+    InputError
+        The folder has none, or not one that is asked for, or a file is not as expected.
+    """
+    folder = Path(folder).expanduser()
+    for name in names or ():
+        check_choice(name, EVALUATIONS, "The name of an evaluation")
+    wanted = [name for name in EVALUATIONS if name in names] if names is not None else list(EVALUATIONS)
+    paths = {name: folder / f"lens-eval-{name}.json" for name in wanted}
+    absent = [name for name, path in paths.items() if not path.is_file()]
+    if len(absent) == len(paths) or (names is not None and absent):
+        missing = paths[absent[0]].name if absent else "an evaluation"
+        raise InputError(
+            f"There is no {missing} in {short(str(folder))}. Expected the files of data/evaluations of "
+            "the repository anthropics/jacobian-lens, or of your own in the same form."
+        )
+    return {name: _read_items(name, path) for name, path in paths.items() if name not in absent}
+
+
+def _read_items(name: str, path: Path) -> list[EvaluationItem]:
+    with system_errors(path):
+        content = read_json(path)
+    rows = content.get("items") if isinstance(content, Mapping) else None
+    if not isinstance(rows, list) or not rows:
+        raise InputError(f"{path} has no items. Expected an object with a list of them under 'items'.")
+    items = []
+    for number, row in enumerate(rows, start=1):
+        where = f"Item {number} of {path}"
+        prompt = row.get("prompt") if isinstance(row, Mapping) else None
+        words = row.get("intermediates") if isinstance(row, Mapping) else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise InputError(f"{where} has no text under 'prompt'. Expected one.")
+        if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
+            raise InputError(f"{where} has no words under 'intermediates'. Expected a list of one or more.")
+        spellings = tuple(_spellings(word) if name == "order-ops" else (word,) for word in words)
+        items.append(EvaluationItem(str(row.get("name", number)), _read_text(name, prompt, where), spellings))
+    return items
+
+
+def _read_text(name: str, prompt: str, where: str) -> str:
+    if name != "poetry":
+        return prompt.rstrip()
+    line, newline, _ = prompt.rpartition("\n")
+    if not newline:
+        raise InputError(f"{where} has no end of a line, which a prompt of poetry is read at.")
+    return line + newline
+
+
+def _spellings(word: str) -> tuple[str, ...]:
+    """A number as digits and as a word, an operation as its sign and as words."""
+    if word.isascii() and word.isdigit() and int(word) < len(_NUMBERS):
+        return word, _NUMBERS[int(word)]
+    return word, *_OPERATIONS.get(word, ())
+
+
+@checked
+def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]:
+    """Tokens that are one of these words alone: as given, small and capital, with and without a space."""
+    tokenizer = check_tokenizer(model)
+    forms = {
+        space + form
+        for spelling in spellings
+        for form in (spelling, spelling.lower(), spelling.capitalize())
+        for space in ("", " ")
+    }
+    encoded = (tokenizer.encode(form, add_special_tokens=False) for form in sorted(forms))
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return sorted({tokens[0] for tokens in encoded if len(tokens) == 1 and tokens[0] != unknown})
+
+
+@checked
+def evaluate_lenses(
+    lenses: Mapping[str, Lens],
+    evaluations: Mapping[str, Sequence[EvaluationItem]],
+    *,
+    layers: Sequence[int] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """pass@1, 5 and 10 of each lens on each evaluation, all read at the same tokens and layers.
+
+    Parameters
+    ----------
+    lenses
+        Lenses of one model, put on it, by what they are called.
+    evaluations
+        Items by the name of their evaluation, see `read_evaluations`.
+    layers
+        Layers to read, by default all that every lens has.
+    progress
+        Whether to show a bar.
+
+    Raises
+    ------
+    InputError
+        There is no lens, no layer that all have, or a lens of another model.
+    """
+    if not lenses or not evaluations:
+        raise InputError("There is nothing to evaluate. Expected a lens or more, and an evaluation or more.")
+    first = next(iter(lenses.values()))
+    model = first.model
+    _ = first.on_readout
+    shared = sorted(set.intersection(*(set(lens.layers) for lens in lenses.values())))
+    wanted = shared if layers is None else sorted({first.resolve(layer) for layer in layers})
+    if not wanted or not {*wanted} <= {*shared}:
+        raise InputError(
+            f"Not all lenses have maps of the layers {short(wanted)}. Expected those of {short(shared)}."
+        )
+    rows: list[dict[str, Any]] = []
+    for name, items in Bar(list(evaluations.items()), desc="evaluating", disable=not progress):
+        vectors = collect(model, make_prompts(model, [item.text for item in items]), wanted, progress=False)
+        tokens = [[word_tokens(model, spellings) for spellings in item.words] for item in items]
+        for method, lens in lenses.items():
+            lens.provenance.check_same(vectors.provenance, ours="the lens", theirs="the prompts")
+            best = _best_ranks(lens, [vectors[layer] for layer in wanted], wanted, tokens)
+            scored = [ranks for ranks in best if ranks]
+            for k in KS:
+                shares = [sum(rank < k for rank in ranks) / len(ranks) for ranks in scored]
+                estimate = (
+                    metrics.mean(torch.tensor(shares))
+                    if shares
+                    else metrics.Estimate(float("nan"), float("nan"), float("nan"), 0)
+                )
+                rows.append(
+                    result_row(
+                        "lens_evaluation", model=vectors.provenance.identity.name, corpus=name, method=method,
+                        layer=None, target=lens.n_layers, metric="pass", k=k, estimate=estimate,
+                    )
+                )  # fmt: skip
+    return result_table(rows)
+
+
+def _best_ranks(
+    lens: Lens, vectors: Sequence[torch.Tensor], layers: Sequence[int], tokens: list[list[list[int]]]
+) -> list[list[int]]:
+    """Of each item and each of its words that has a token, the best rank over layers and spellings."""
+    best: list[dict[int, int]] = [{} for _ in tokens]
+    for layer, h in zip(layers, vectors, strict=True):
+        logits = lens.logits(h, layer)
+        for row, (words, ranks) in enumerate(zip(tokens, best, strict=True)):
+            for number, ids in enumerate(words):
+                if ids:
+                    rank = int((logits[row] > logits[row, ids].max()).sum())
+                    ranks[number] = min(rank, ranks.get(number, rank))
+    return [list(ranks.values()) for ranks in best]

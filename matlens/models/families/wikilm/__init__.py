@@ -1,0 +1,1 @@
+"""WikiLM: adaptive input and softmax, fairseq checkpoints and dictionaries, the TransformerLens adapter."""

@@ -1,0 +1,369 @@
+"""fairseq's checkpoints of WikiLM, read without running what they hold, and written as fairseq reads them.
+
+A checkpoint is a pickle. torch reads it with ``weights_only``: tensors and plain values, and of other classes
+those alone that are named here. One is ``argparse.Namespace``, which holds settings; the others are meters of
+training, in whose place something inert is put. A checkpoint that names anything else is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from matlens.checks import checked, short
+from matlens.errors import InputError, printable
+from matlens.io.files import open_regular, system_errors, write_bytes
+from matlens.models.families.wikilm.dictionary import DICTIONARY, WordDictionary
+from matlens.models.families.wikilm.modelling import ACTIVATIONS, WikiLMConfig, WikiLMForCausalLM
+
+_METERS = ("AverageMeter", "TimeMeter", "StopwatchMeter", "MetersDict")
+_EXPECTED = (
+    "Expected a checkpoint of fairseq's transformer_lm with adaptive input and adaptive softmax, as "
+    "transformer_lm_wiki103 is."
+)
+_IGNORED = re.compile(
+    r"decoder\.(version|embed_positions\.(_float_tensor|weights)|embed_tokens\._float_tensor|"
+    r"adaptive_softmax\.(version|head\._float_tensor))"
+)
+_BLOCK = re.compile(r"decoder\.layers\.(\d{1,5})\.")
+_OLD_NORMS = {"layer_norms.0": "self_attn_layer_norm", "layer_norms.2": "final_layer_norm"}
+_NAMED = re.compile(r"GLOBAL ([\w.]+)|unsupported class ([\w.]+)")
+_MOST_BANDS = 32
+_SOFTMAX = "decoder.adaptive_softmax"
+
+
+class _Inert:
+    """Stands for a class whose objects are of no use here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+@checked
+def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
+    """Read a model and its dictionary: a checkpoint of fairseq with ``dict.txt`` beside it.
+
+    Parameters
+    ----------
+    path
+        The checkpoint, such as ``"wiki103/model.pt"``.
+
+    Returns
+    -------
+    model, dictionary
+        The model in float32, in evaluation mode, on the CPU.
+
+    Raises
+    ------
+    InputError
+        There is no such file; it is truncated, holds code or objects, or another model; or the dictionary is
+        not there or of another size.
+    """
+    path = Path(path)
+    content = _read(path)
+    settings = _settings(content, path)
+    tensors = content.get("model")
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise InputError(f"The checkpoint {path} holds no weights under 'model'. {_EXPECTED}")
+    tensors = _as_now({str(name): tensor for name, tensor in tensors.items()})
+    dictionary = WordDictionary.read(path.parent / DICTIONARY)
+    config = _config(settings, tensors, len(dictionary), path)
+    try:
+        with torch.device("meta"):
+            model = WikiLMForCausalLM(config)
+        weights = _weights(model, tensors, path)
+        model.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        reason = printable(" ".join(str(error).split()), most=400)
+        raise InputError(f"The weights of {path} do not fit their settings: {reason} {_EXPECTED}") from error
+    if config.tie_word_embeddings:
+        _check_tied(model, path)
+        model.lm_head.tie(model.embed_tokens, projections=config.tie_projections)
+    return model.float().eval(), dictionary
+
+
+@checked
+def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
+    """Write a model as fairseq would, with its dictionary beside it; gives the path of the checkpoint.
+
+    Parameters
+    ----------
+    model, dictionary
+        The model, and its words.
+    folder
+        Where ``checkpoint.pt`` and ``dict.txt`` are written.
+
+    Raises
+    ------
+    InputError
+        The dictionary is of another size than the model's vocabulary, or the folder cannot be written.
+    """
+    import io
+
+    folder, config = Path(folder), model.config
+    if len(dictionary) != config.vocab_size:
+        raise InputError(
+            f"The dictionary has {len(dictionary)} words, and the model {config.vocab_size}. Expected "
+            "as many."
+        )
+    cutoffs = ",".join(map(str, config.cutoffs))
+    args = argparse.Namespace(
+        arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_hidden_layers,
+        decoder_attention_heads=config.num_attention_heads, decoder_embed_dim=config.hidden_size,
+        decoder_input_dim=config.hidden_size, decoder_output_dim=config.hidden_size,
+        decoder_ffn_embed_dim=config.intermediate_size, decoder_normalize_before=True,
+        no_decoder_final_norm=not config.final_norm, adaptive_input=True, adaptive_input_cutoff=cutoffs,
+        adaptive_input_factor=config.adaptive_factor, adaptive_softmax_cutoff=cutoffs,
+        adaptive_softmax_factor=config.adaptive_factor, tie_adaptive_weights=config.tie_word_embeddings,
+        tie_adaptive_proj=config.tie_projections, activation_fn=config.hidden_act, add_bos_token=False,
+        no_scale_embedding=not config.scale_embedding, tokens_per_sample=config.max_position_embeddings,
+        max_target_positions=config.max_position_embeddings, decoder_learned_pos=False,
+        no_token_positional_embeddings=False, dropout=config.dropout,
+    )  # fmt: skip
+    names = _names(model)
+    ours = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    tensors = {
+        theirs: ours[name].T.contiguous() if turned else ours[name]
+        for theirs, (name, turned) in names.items()
+    }
+    if not config.tie_word_embeddings:
+        del tensors[f"{_SOFTMAX}.head.class_proj.weight"]
+        tensors[f"{_SOFTMAX}.head.weight"] = torch.cat([ours["lm_head.words.0"], ours["lm_head.classes"]])
+    tensors["decoder.version"] = torch.tensor([3.0])
+    tensors[f"{_SOFTMAX}.version"] = torch.tensor([1])
+    buffer = io.BytesIO()
+    torch.save({"args": args, "model": tensors, "optimizer_history": [], "extra_state": {}}, buffer)
+    with system_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        dictionary.write(folder / DICTIONARY)
+        write_bytes(folder / "checkpoint.pt", buffer.getbuffer())
+    return folder / "checkpoint.pt"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """What a checkpoint holds, with nothing in it run."""
+    allowed: list[Any] = [argparse.Namespace]
+    allowed += [
+        (_Inert, f"fairseq.{module}.{name}") for module in ("meters", "logging.meters") for name in _METERS
+    ]
+    try:
+        file = open_regular(path)
+    except (OSError, ValueError) as error:
+        reason = printable(str(getattr(error, "strerror", None) or error), most=200)
+        raise InputError(f"The checkpoint {path} cannot be read: {reason}.") from error
+    try:
+        with file, torch.serialization.safe_globals(allowed):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = _NAMED.search(str(error))
+        if named is not None:
+            raise InputError(
+                f"The checkpoint {path} names {printable(named[1] or named[2], most=80)}, which may be code, "
+                "so it is not read. Expected tensors and settings alone, as fairseq's own checkpoints hold."
+            ) from error
+        raise _damaged(path, error) from error
+    except Exception as error:  # readers of archives and pickles fail in too many ways to list
+        raise _damaged(path, error) from error
+    if not isinstance(content, Mapping):
+        raise InputError(f"The checkpoint {path} holds a {type(content).__name__}. {_EXPECTED}")
+    return content
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    reason = printable(" ".join(str(error).split()), most=200)
+    return InputError(
+        f"The checkpoint {path} is truncated or damaged, or no file of torch ({type(error).__name__}: "
+        f"{reason}). Get it anew."
+    )
+
+
+def _settings(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings of a checkpoint, which lie in ``args`` or, in newer ones, in ``cfg``."""
+    args, cfg = content.get("args"), content.get("cfg")
+    if isinstance(args, argparse.Namespace):
+        return dict(vars(args))
+    model = cfg.get("model") if isinstance(cfg, Mapping) else None
+    if isinstance(model, argparse.Namespace):
+        model = vars(model)
+    if not isinstance(model, Mapping):
+        raise InputError(f"The checkpoint {path} holds no settings under 'args' or 'cfg'. {_EXPECTED}")
+    settings = {str(key): value for key, value in model.items()}
+    return settings | {"arch": settings.get("_name", settings.get("arch"))}
+
+
+def _as_now(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under the names that fairseq gives them now."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for old, new in _OLD_NORMS.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        if name.endswith(("in_proj_weight", "in_proj_bias")) and tensor.ndim and len(tensor) % 3 == 0:
+            place, _, kind = name.rpartition(".in_proj_")[0], "", name.rpartition("_")[2]
+            parts = zip("qkv", tensor.chunk(3), strict=True)
+            renamed |= {f"{place}.{letter}_proj.{kind}": part for letter, part in parts}
+        else:
+            renamed[name] = tensor
+    return renamed
+
+
+def _config(
+    settings: Mapping[str, Any], tensors: Mapping[str, Tensor], n_words: int, path: Path
+) -> WikiLMConfig:
+    """What the model is made of, as its settings say it and its weights bear it out."""
+
+    def refuse(what: str) -> InputError:
+        return InputError(f"The checkpoint {path} is not of a WikiLM: {what}. {_EXPECTED}")
+
+    arch = settings.get("arch")
+    if not isinstance(arch, str) or not arch.startswith("transformer_lm"):
+        raise refuse(f"its architecture is {short(arch)}")
+    if not settings.get("adaptive_input") or settings.get("adaptive_softmax_cutoff") is None:
+        raise refuse("it has no adaptive input, or no adaptive softmax")
+    cutoffs = [_cutoffs(settings.get(f"adaptive_{side}_cutoff")) for side in ("input", "softmax")]
+    factors = [settings.get(f"adaptive_{side}_factor", 4) for side in ("input", "softmax")]
+    if cutoffs[0] is None or cutoffs[0] != cutoffs[1] or factors[0] != factors[1]:
+        raise refuse("the bands of its input and of its output differ")
+    others = [
+        name
+        for name in (
+            "character_embeddings", "decoder_learned_pos", "no_token_positional_embeddings", "base_layers",
+            "layernorm_embedding", "scale_fc", "scale_attn", "scale_heads", "scale_resids", "add_bos_token",
+        )
+        if settings.get(name)
+    ]  # fmt: skip
+    if others:
+        raise refuse(f"it is made with {', '.join(others)}, which is not read here")
+    if f"{_SOFTMAX}.version" not in tensors:
+        raise refuse("its adaptive softmax is of the first kind, whose bands stand elsewhere")
+    activation = settings.get("activation_fn", "relu")
+    if activation not in ACTIVATIONS:
+        raise refuse(f"its activation is {short(activation)}")
+    width: Any = settings.get("decoder_embed_dim")
+    layers = settings.get("decoder_layers")
+    if any(settings.get(f"decoder_{side}_dim", width) != width for side in ("input", "output")):
+        raise refuse("its input or output is of another width than its stream")
+    blocks = {int(block[1]) for block in map(_BLOCK.match, tensors) if block}
+    if not isinstance(layers, int) or layers != len(blocks) or blocks != set(range(len(blocks))):
+        raise refuse(f"its settings say {short(layers)} blocks, and it has weights of {len(blocks)}")
+    bands = len(
+        [name for name in tensors if re.fullmatch(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight", name)]
+    )
+    if bands > _MOST_BANDS:
+        raise refuse(f"it has {bands} bands of words")
+    sizes = [tensors.get(f"decoder.embed_tokens.embeddings.{band}.0.weight") for band in range(bands)]
+    known = sum(len(size) for size in sizes if size is not None and size.ndim == 2)
+    if known != n_words:
+        raise InputError(
+            f"The dictionary {path.parent / DICTIONARY} has {n_words} words, the special ones included, and "
+            f"the checkpoint {path.name} embeddings of {known}. Expected the dictionary of this checkpoint."
+        )
+    longest = settings.get("max_target_positions") or settings.get("tokens_per_sample") or 1024
+    heads: Any = settings.get("decoder_attention_heads")
+    inner: Any = settings.get("decoder_ffn_embed_dim")
+    try:
+        return WikiLMConfig(
+            vocab_size=n_words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+            intermediate_size=inner, max_position_embeddings=longest,
+            cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=activation,
+            tie_word_embeddings=bool(settings.get("tie_adaptive_weights")),
+            tie_projections=bool(settings.get("tie_adaptive_weights")) and _ties_projections(settings),
+            final_norm=not _lacks_final_norm(settings, tensors),
+            scale_embedding=not settings.get("no_scale_embedding", False),
+        )  # fmt: skip
+    except InputError as error:
+        raise refuse(printable(str(error))) from error
+
+
+def _ties_projections(settings: Mapping[str, Any]) -> bool:
+    """Old checkpoints say it the other way round."""
+    if settings.get("no_tie_adaptive_proj") is False:
+        return True
+    return bool(settings.get("tie_adaptive_proj", False))
+
+
+def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Old checkpoints never have it, whatever else they say, and those before version 3 neither."""
+    version = tensors.get("decoder.version")
+    if version is not None and version.numel() == 1 and float(version) <= 2:
+        return True
+    if "decoder_final_norm" in settings:
+        return not settings["decoder_final_norm"]
+    return "no_tie_adaptive_proj" in settings or bool(settings.get("no_decoder_final_norm", False))
+
+
+def _cutoffs(value: Any) -> list[int] | None:
+    """Cutoffs as they are written, ``"20000,60000"`` or a list."""
+    if isinstance(value, str):
+        parts = value.strip("[]() ").split(",")
+        value = [int(part) for part in parts if re.fullmatch(r"\s*\d{1,9}\s*", part)]
+        value = value if len(value) == len(parts) else None
+    if isinstance(value, list | tuple) and value and all(type(cutoff) is int for cutoff in value):
+        return list(value)
+    return None
+
+
+def _check_tied(model: WikiLMForCausalLM, path: Path) -> None:
+    """Refuse an output that is not the input's, where the settings say that it is."""
+    head, embeddings = model.lm_head, model.embed_tokens
+    pairs = list(zip(head.words, embeddings.words, strict=True))
+    if model.config.tie_projections:
+        pairs += zip(head.projections, list(embeddings.projections)[1:], strict=True)
+    if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
+        raise InputError(
+            f"The settings of {path} say that its output takes the embeddings of its input, and the "
+            "weights of both differ. The checkpoint is damaged, or is not fairseq's: get it anew."
+        )
+
+
+def _names(model: WikiLMForCausalLM) -> dict[str, tuple[str, bool]]:
+    """For each tensor that fairseq has, what it is called here, and whether it is turned."""
+    config, n_bands = model.config, len(model.lm_head.bands)
+    ties = config.tie_word_embeddings and config.tie_projections
+    names: dict[str, tuple[str, bool]] = {f"{_SOFTMAX}.head.class_proj.weight": ("lm_head.classes", False)}
+    for band in range(n_bands):
+        names[f"decoder.embed_tokens.embeddings.{band}.0.weight"] = (f"embed_tokens.words.{band}", False)
+        names[f"decoder.embed_tokens.embeddings.{band}.1.weight"] = (
+            f"embed_tokens.projections.{band}",
+            False,
+        )
+    for band in range(1, n_bands):
+        tail = f"{_SOFTMAX}.tail.{band - 1}"
+        names[f"{tail}.0.weight"] = (f"lm_head.projections.{band - 1}", not ties)
+        names[f"{tail}.2.weight"] = (f"lm_head.words.{band}", False)
+    if config.tie_word_embeddings:
+        names[f"{_SOFTMAX}.head.word_proj.weight"] = ("lm_head.words.0", False)
+    for name in model.state_dict():
+        if name.startswith(("layers.", "layer_norm.")):
+            names[f"decoder.{name.replace('.mlp.', '.')}"] = (name, False)
+    return names
+
+
+def _weights(model: WikiLMForCausalLM, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """A checkpoint's tensors by the names of the model, none left over and none lacking."""
+    tensors = {name: tensor for name, tensor in tensors.items() if not _IGNORED.fullmatch(name)}
+    names, weights = _names(model), {}
+    if not model.config.tie_word_embeddings and f"{_SOFTMAX}.head.weight" in tensors:
+        # Words of the first band and classes in one matrix.
+        first = model.lm_head.bands[0][1]
+        head = tensors.pop(f"{_SOFTMAX}.head.weight")
+        weights["lm_head.words.0"], weights["lm_head.classes"] = head[:first], head[first:]
+        del names[f"{_SOFTMAX}.head.class_proj.weight"]
+    lacking, more = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
+    if lacking or more:
+        what = f"lacks {lacking[0]}" if lacking else f"has {more[0]}, which is of no use"
+        raise InputError(
+            f"The checkpoint {path} is not of a WikiLM: it {printable(what, most=120)}. {_EXPECTED}"
+        )
+    for theirs, (ours, turned) in names.items():
+        weights[ours] = tensors[theirs].T.contiguous() if turned else tensors[theirs]
+    return weights

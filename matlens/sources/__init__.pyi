@@ -1,2 +1,0 @@
-from .sources import SAMPLES as SAMPLES
-from .sources import Source as Source

@@ -1,0 +1,181 @@
+"""Sentences are counted, kept once and split at random, and a corpus says what was left out."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corpus_files import FIRST, SECOND, THIRD, counts, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matlens.data.corpus import MIN_WORDS, Corpus, _select_sentences, load_corpus
+from matlens.errors import InputError
+
+
+def made_up(n: int) -> Corpus:
+    return Corpus("made up", tuple(f"This is sentence number {i}." for i in range(n)), n, 0, 0, 0)
+
+
+# Reading
+
+
+def test_text_file_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    again = "The  first\tsentence has six\u00a0words. "
+    text = f"  {FIRST}\n\nToo short a one\n{SECOND}\r\n \t \n{again}\n{FIRST}\n{THIRD}"
+    corpus = load_corpus(write(tmp_path / "mine.txt", text))
+    assert corpus.sentences == (FIRST, SECOND, THIRD)
+    assert counts(corpus) == (8, 2, 1, 2)
+    assert len(corpus) == 3
+
+
+def test_the_shortest_sentence_kept_has_min_words(tmp_path: Path) -> None:
+    words = ["word"] * MIN_WORDS
+    corpus = load_corpus(write(tmp_path / "a", " ".join(words) + "\n" + " ".join(words[1:])))
+    assert corpus.sentences == (" ".join(words),)
+    assert corpus.n_short == 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "left_out"),
+    [
+        ("今天天气很好，我们去公园。", "今天天气很好。"),
+        ("今日は天気がいいので公園へ行った。", "いい天気だ。"),
+        ("ฉันไปตลาดวันนี้", "ฉันไป"),
+        ("我们 去 公园 散步 了", "我们 去 公园"),  # somebody has put spaces
+    ],
+)
+def test_scripts_without_spaces_are_counted_by_their_characters(kept: str, left_out: str) -> None:
+    corpus = load_corpus([kept, left_out, "The city of 東京都 is"])
+    assert corpus.sentences == (kept, "The city of 東京都 is")
+    assert corpus.n_short == 1
+    with pytest.raises(InputError, match="2 shorter than 5 words"):
+        load_corpus([left_out, "Tokyo (東京都) is big"])
+
+
+def test_limit_counts_kept_sentences_and_reads_no_further(tmp_path: Path) -> None:
+    # The last line is not UTF-8, so that reading on would fail.
+    source = write(tmp_path / "a.txt", f"{FIRST}\n{FIRST}\n{SECOND}\n{THIRD}\n".encode() + b"\xff\n")
+    corpus = load_corpus(source, limit=2)
+    assert corpus.sentences == (FIRST, SECOND)
+    assert counts(corpus) == (3, 0, 0, 1)
+
+
+@given(st.lists(st.text(alphabet="ab \t", max_size=14), max_size=30))
+def test_counts_add_up_and_sentences_are_normal_and_different(lines: list[str]) -> None:
+    corpus = _select_sentences("made up", lines, None)
+    assert len(corpus) + corpus.n_empty + corpus.n_short + corpus.n_duplicate == corpus.n_read == len(lines)
+    assert len(set(corpus.sentences)) == len(corpus)
+    assert all(s == " ".join(s.split()) and len(s.split()) >= MIN_WORDS for s in corpus.sentences)
+    assert set(corpus.sentences) == {" ".join(s.split()) for s in lines if len(s.split()) >= MIN_WORDS}
+
+
+# What a corpus says of itself
+
+
+def test_report_is_one_line_with_every_count() -> None:
+    report = Corpus("mine.txt", (FIRST,) * 1200, 12345, 12, 34, 56).report()
+    assert report == (
+        "1,200 sentences of mine.txt (read 12,345; left out: "
+        "12 empty, 34 shorter than 5 words, 56 duplicates)"
+    )
+
+
+def test_fingerprint_follows_sentences_and_their_order_only() -> None:
+    corpus = Corpus("a", (FIRST, SECOND), 2, 0, 0, 0)
+    assert corpus.fingerprint == Corpus("b", (FIRST, SECOND), 9, 1, 2, 4).fingerprint
+    others = [(SECOND, FIRST), (FIRST,), (FIRST, SECOND, THIRD), (f"{FIRST} {SECOND}",)]
+    assert len({Corpus("a", s, 2, 0, 0, 0).fingerprint for s in others} | {corpus.fingerprint}) == 5
+    assert corpus.fingerprint == "bc323f55377f96bf"  # the same on every machine
+
+
+# Splitting
+
+
+@given(data=st.data(), n=st.integers(3, 60), seed=st.integers(0, 2**32))
+def test_split_parts_are_disjoint_sized_and_repeatable(data: st.DataObject, n: int, seed: int) -> None:
+    n_validation = data.draw(st.integers(2, n - 1))
+    n_train = data.draw(st.integers(1, n - n_validation))
+    corpus = made_up(n)
+    train, validation = corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
+    assert (len(train), len(validation)) == (n_train, n_validation)
+    drawn = set(train.sentences) | set(validation.sentences)
+    assert len(drawn) == n_train + n_validation
+    assert drawn <= set(corpus.sentences)
+    assert (train, validation) == corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
+
+
+def test_a_split_of_everything_covers_everything() -> None:
+    corpus = made_up(50)
+    train, validation = corpus.split(n_train=40, n_validation=10)
+    assert sorted(train.sentences + validation.sentences) == sorted(corpus.sentences)
+
+
+def test_seed_decides_the_split_and_nothing_else_does() -> None:
+    corpus = made_up(200)
+    random.seed(1)
+    first = corpus.split(n_train=100, n_validation=50)
+    random.seed(2)
+    assert first == corpus.split(n_train=100, n_validation=50, seed=0)
+    other = corpus.split(n_train=100, n_validation=50, seed=1)
+    assert set(first[0].sentences) != set(other[0].sentences)
+    assert set(first[1].sentences) != set(other[1].sentences)
+
+
+def test_every_sentence_can_be_drawn() -> None:
+    corpus = made_up(10)
+    parts = [corpus.split(n_train=1, n_validation=2, seed=seed) for seed in range(100)]
+    assert {s for train, _ in parts for s in train.sentences} == set(corpus.sentences)
+    assert {s for _, validation in parts for s in validation.sentences} == set(corpus.sentences)
+
+
+def test_validation_does_not_depend_on_the_size_of_training() -> None:
+    corpus = made_up(100)
+    small_train, small = corpus.split(n_train=10, n_validation=20, seed=3)
+    large_train, large = corpus.split(n_train=80, n_validation=20, seed=3)
+    assert small.sentences == large.sentences
+    assert large_train.sentences[:10] == small_train.sentences
+
+
+def test_parts_are_named_for_their_role() -> None:
+    train, validation = made_up(3).split(n_train=1, n_validation=2)
+    assert (train.name, validation.name) == ("made up (train)", "made up (validation)")
+
+
+def test_split_asks_for_no_more_than_there_is(tmp_path: Path) -> None:
+    single = load_corpus(write(tmp_path / "one.txt", FIRST))
+    assert len(single) == 1
+    with pytest.raises(
+        InputError, match=r"4000\+1000 .* were asked for, and .*one\.txt has 1\. Ask for fewer"
+    ):
+        single.split(n_train=4000, n_validation=1000)
+    with pytest.raises(InputError, match="at least 1 and at least 2"):
+        made_up(9).split(n_train=0, n_validation=2)
+    with pytest.raises(InputError, match="at least 1 and at least 2"):
+        made_up(9).split(n_train=1, n_validation=1)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_empty_file(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"nothing\.txt' is empty"):
+        load_corpus(write(tmp_path / "nothing.txt", text))
+
+
+def test_file_of_short_lines_only(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no sentence to use.*2 shorter than 5 words"):
+        load_corpus(write(tmp_path / "a.txt", "Yes.\nNo.\n"))
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_limit_below_one(limit: int) -> None:
+    with pytest.raises(InputError, match=r"^limit must be"):
+        load_corpus("news-sample", limit=limit)
+
+
+def test_sentences_are_read_without_torch() -> None:
+    code = "import sys, matlens.data; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

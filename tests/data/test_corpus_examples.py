@@ -1,0 +1,159 @@
+"""Positions depend on the seed and the sentence alone and are uniform; tokens are the tokenizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import N_CTX, WORDS, make_tokenizer
+from scipy.stats import chi2
+from sentences import corpus_of, many
+
+import matlens
+from matlens import InputError, make_examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
+
+
+def positions(examples: Examples, corpus: Corpus) -> dict[str, int]:
+    return dict(zip(corpus.sentences, examples.positions.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_position_does_not_depend_on_the_corpus_around_the_sentence(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    model = small_model(name)
+    whole = positions(make_examples(model, sentences, seed=3), sentences)
+    backwards = corpus_of(list(sentences.sentences[::-1]))
+    parts = sentences.split(n_train=20, n_validation=15, seed=1)
+    alone = [corpus_of([text]) for text in sentences.sentences[:5]]
+    renamed = replace(sentences, name="another name")
+    for part in (backwards, *parts, *alone, renamed):
+        drawn = positions(make_examples(model, part, seed=3), part)
+        assert drawn == {text: whole[text] for text in part.sentences}
+
+
+def test_position_depends_on_seed_and_sentence(small_model: Callable[[str], Any]) -> None:
+    """With another seed a position is the same as often as chance has it, one time in ten."""
+    corpus = corpus_of(many(2000, 10))
+    first, other, again = (
+        make_examples(small_model("llama"), corpus, seed=seed).positions for seed in (0, 1, 0)
+    )
+    assert np.array_equal(first, again)
+    same = float((first == other).mean())
+    assert abs(same - 0.1) < 4 * (0.1 * 0.9 / 2000) ** 0.5
+    assert len(set(first.tolist())) == 10  # not the same one for all
+
+
+@pytest.mark.parametrize(
+    ("name", "draw_special", "n_words"),
+    [("llama", True, 8), ("llama", False, 8), ("bert", True, 6), ("bert", False, 8)],
+)
+def test_positions_are_uniform(
+    name: str, draw_special: bool, n_words: int, small_model: Callable[[str], Any]
+) -> None:
+    """Chi-square over eight tokens; for BERT with the special ones they are among the eight."""
+    corpus = corpus_of(many(4000, n_words))
+    examples = make_examples(small_model(name), corpus, seed=5, draw_special=draw_special)
+    first = 1 if name == "bert" and not draw_special else 0
+    counts = np.bincount(examples.positions, minlength=first + 8)
+    assert counts[:first].sum() == counts[first + 8 :].sum() == 0
+    observed = counts[first : first + 8]
+    assert observed.sum() == 4000
+    statistic = float(((observed - 500) ** 2 / 500).sum())
+    assert chi2.ppf(1e-4, df=7) < statistic < chi2.ppf(1 - 1e-4, df=7)
+
+
+def test_positions_of_different_lengths_spread_over_the_whole_sentence(
+    small_model: Callable[[str], Any],
+) -> None:
+    for length in (1, 5, 17):
+        texts = many(500, length) if length > 1 else WORDS
+        drawn = make_examples(small_model("llama"), corpus_of(texts)).positions
+        assert set(drawn.tolist()) == set(range(length))
+
+
+def test_special_tokens_are_drawn_only_when_they_may_be(
+    small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    with_them = make_examples(small_model("bert"), sentences)
+    without = make_examples(small_model("bert"), sentences, draw_special=False)
+    ends = [{0, length - 1} for length in with_them.lengths]
+    assert any(p in e for p, e in zip(with_them.positions.tolist(), ends, strict=True))
+    assert not any(p in e for p, e in zip(without.positions.tolist(), ends, strict=True))
+    # They are read all the same.
+    assert np.array_equal(without.lengths, with_them.lengths)
+    assert without.provenance["position"] != with_them.provenance["position"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("draw_special", [True, False])
+def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
+    name: str, draw_special: bool, small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    tokenizer = make_tokenizer(bert=name == "bert")
+    examples = make_examples(small_model(name), sentences, seed=2, draw_special=draw_special)
+    assert len(examples) == len(examples.positions) == len(sentences)
+    assert examples.offsets[0] == 0
+    assert examples.offsets[-1] == len(examples.tokens)
+    for s, text in enumerate(sentences.sentences):
+        ids = tokenizer(text)["input_ids"]
+        if name == "bert":
+            assert tokenizer.mask_token_id not in ids
+            ids[examples.positions[s]] = tokenizer.mask_token_id
+        tokens = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
+        assert tokens.tolist() == ids
+        assert examples.lengths[s] == len(ids)
+        assert 0 <= examples.positions[s] < len(ids)
+    assert examples.provenance["masked"] == (name == "bert")
+    assert examples.n_truncated == examples.provenance["n_truncated"] == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_sentences_longer_than_the_context_are_cut_and_counted(
+    name: str, small_model: Callable[[str], Any]
+) -> None:
+    tokenizer = make_tokenizer(bert=name == "bert")
+    added = len(tokenizer("")["input_ids"])
+    lengths = [5, N_CTX - added - 1, N_CTX - added, N_CTX - added + 1, 3 * N_CTX]
+    corpus = corpus_of([many(1, length)[0] for length in lengths])
+    examples = make_examples(small_model(name), corpus, seed=1)
+    assert examples.n_truncated == examples.provenance["n_truncated"] == 2
+    assert examples.lengths.tolist() == [5 + added, N_CTX - 1, N_CTX, N_CTX, N_CTX]
+    for s, text in enumerate(corpus.sentences):
+        ids = tokenizer(text, truncation=True, max_length=N_CTX)["input_ids"]
+        if name == "bert":
+            ids[examples.positions[s]] = tokenizer.mask_token_id
+        assert examples.tokens[examples.offsets[s] : examples.offsets[s + 1]].tolist() == ids
+    # What is left of a long sentence can be run, and its positions spread over all that is left.
+    activations = matlens.collect(small_model(name), examples, [0], positions="all", progress=False)
+    assert activations.n_rows == examples.lengths.sum()
+    long = corpus_of(many(400, 2 * N_CTX))
+    drawn = make_examples(small_model(name), long).positions
+    assert drawn.max() >= N_CTX - 3
+    assert drawn.min() <= 2
+
+
+def test_an_empty_corpus_is_refused(small_model: Callable[[str], Any]) -> None:
+    with pytest.raises(InputError, match=r"words holds no sentences\. Expected at least one"):
+        make_examples(small_model("gpt2"), corpus_of([]))
+
+
+@pytest.mark.parametrize(("name", "draw_special"), [("gpt2", True), ("bert", False)])
+def test_a_sentence_without_a_token_to_draw_is_refused(
+    name: str, draw_special: bool, small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match="'' has no token whose position could be drawn"):
+        make_examples(small_model(name), corpus_of(["w1 w2", ""]), draw_special=draw_special)
+
+
+def test_a_masked_model_without_a_mask_token_is_refused(model_folder: Callable[[str], Path]) -> None:
+    model = matlens.load(str(model_folder("bert")), device="cpu")
+    model.tokenizer.mask_token = None
+    with pytest.raises(InputError, match="no mask token"):
+        make_examples(model, corpus_of(many(2, 5)))

@@ -1,0 +1,74 @@
+"""What is cut, and what is not the same, of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, assert_near, plain_vectors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentences import examples_of
+
+import matlens
+from matlens import make_examples
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
+
+
+@settings(derandomize=True)
+@given(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20))
+def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: list[int]) -> None:
+    drawn = np.array([data.draw(st.integers(0, length - 1)) for length in lengths])
+    examples = replace(examples_of(lengths), positions=drawn, provenance={"seed": 4})
+    cut = examples.up_to_positions()
+    whole = np.split(examples.tokens, examples.offsets[1:-1])
+    expected = [tokens[: position + 1].tolist() for tokens, position in zip(whole, drawn, strict=True)]
+    assert [tokens.tolist() for tokens in np.split(cut.tokens, cut.offsets[1:-1])] == expected
+    assert cut.offsets.tolist() == [0, *np.cumsum([len(tokens) for tokens in expected])]
+    assert cut.lengths.tolist() == [len(tokens) for tokens in expected]
+    assert cut.positions.tolist() == drawn.tolist()
+    drawn_tokens = [tokens[position] for tokens, position in zip(whole, drawn, strict=True)]
+    assert cut.tokens[cut.offsets[1:] - 1].tolist() == drawn_tokens
+    assert cut.provenance == {"seed": 4}
+    assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_cutting_changes_nothing_that_a_decoder_reads_and_would_change_bert(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    """Against the plain model over whole sentences; a masked model reads both sides of the position."""
+    model, examples = small_model(name), make_examples(small_model(name), sentences, seed=1)
+    whole = np.split(examples.tokens, examples.offsets[1:-1])
+    alone = [plain_vectors(name, plain_model(name), torch.from_numpy(tokens)) for tokens in whole]
+    activations = matlens.collect(model, examples, progress=False)
+    cut = examples.up_to_positions()
+    over_cut = matlens.collect(model, cut, positions="all", progress=False)
+    for site in activations:
+        at = zip(alone, examples.positions, strict=True)
+        expected = torch.stack([vectors[site][0, position] for vectors, position in at])
+        assert_near(activations[site], expected)
+        from_cut = over_cut[site][torch.from_numpy(cut.offsets[1:] - 1)]
+        if name != "bert":
+            assert_near(from_cut, expected)
+        elif site != "h.0":
+            assert (from_cut - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
+    base = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]))
+    changed = [
+        replace(base, tokens=np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 10])),
+        replace(base, offsets=np.array([0, 5, 10])),
+        replace(base, positions=np.array([1, 3])),
+        replace(base, positions=np.array([2, 1])),
+    ]
+    fingerprints = {examples.fingerprint for examples in (base, *changed)}
+    assert len(fingerprints) == 5
+    same = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]), {"corpus": "another"})
+    assert same.fingerprint == base.fingerprint

@@ -1,0 +1,166 @@
+"""Vision transformers against the plain model, hooked and patched by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
+from patched_models import patched
+from torch import Tensor
+
+import matlens
+from matlens import InputError, LinearMap, MapSet, Readout
+from matlens.activations.activations import Activations
+from matlens.data import make_image_examples
+from matlens.ffn.updates import Updates
+from matlens.models.layout import ModelLayout
+
+IMAGES = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(5))
+PLACES = 10  # nine patches behind the class token
+# By hand, from the source of ViT.
+MODULES = {
+    "ln1": "layernorm_before", "attn": "attention", "ln2": "layernorm_after", "ffn": "mlp",
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def plain_vectors(plain: Any) -> dict[str, Tensor]:
+    """Vectors of every site, ``[image, place, d]``, and the logits."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+
+    def listen(site: str, module: Any, side: str) -> None:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[site] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            seen[site] = (output[0] if isinstance(output, tuple) else output).clone()
+
+        if side == "in":
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            handles.append(module.register_forward_hook(after))
+
+    for i, block in enumerate(plain.vit.layers):
+        listen(f"h.{i}", block, "in")
+        listen(f"mid.{i}", block.layernorm_after, "in")
+        listen(f"ffn_post.{i}", block.mlp.fc2, "in")
+        for kind, path in MODULES.items():
+            listen(f"{kind}_in.{i}", block.get_submodule(path), "in")
+            listen(f"{kind}_out.{i}", block.get_submodule(path), "out")
+    listen(f"h.{N_LAYERS}", plain.vit.layernorm, "in")
+    try:
+        seen["logits"] = plain(IMAGES).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def test_sites_are_the_plain_models_and_add_up(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, theirs = small_model("vit"), plain_vectors(plain_model("vit"))
+    known, examples = ModelLayout.from_model(model), make_image_examples(model, IMAGES)
+    assert (known.family.name, known.d_mlp) == ("pre-norm", 48)
+    assert {str(site) for site in known.sites} == set(theirs) - {"logits"}
+    ours = matlens.collect(model, examples, known.sites, positions="all", progress=False)
+    for site in known.sites:
+        assert_near(ours[site], theirs[str(site)].flatten(0, 1))
+    for layer in range(N_LAYERS):
+        assert_near(ours[f"mid.{layer}"], ours[f"h.{layer}"] + ours[f"attn_out.{layer}"])
+        assert_near(ours[f"h.{layer + 1}"], ours[f"mid.{layer}"] + ours[f"ffn_out.{layer}"])
+    at_class = matlens.collect(model, examples, progress=False)
+    assert_near(at_class["h.2"], theirs["h.2"][:, 0])
+    patch = make_image_examples(model, IMAGES, position=-1)
+    assert_near(matlens.collect(model, patch, batch_tokens=1, progress=False)["h.2"], theirs["h.2"][:, 9])
+
+
+def test_the_last_layer_reads_out_to_the_classes(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    theirs, readout = plain_vectors(plain_model("vit")), Readout(small_model("vit"))
+    assert readout.d_vocab == 5
+    assert_near(readout.logits(theirs[f"h.{N_LAYERS}"][:, 0]), theirs["logits"], 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("h.0", "h.2"), ("h.1", "h.3"), ("attn_in.1", "attn_out.1"), ("ffn_in.2", "ffn_out.2")],
+)
+def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
+    source: str, target: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, plain = small_model("vit"), plain_model("vit")
+    weight = torch.randn(D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(1)) / D_MODEL**0.5
+    linear, given = LinearMap(weight, None, source, target), []
+    (kind, first), (_, last) = source.split("."), target.split(".")
+    blocks = plain.vit.layers
+    entered = blocks[int(first)] if kind == "h" else blocks[int(first)].get_submodule(MODULES[kind[:-3]])
+    left = blocks[int(last) - 1] if kind == "h" else entered
+
+    def enter(_: Any, args: Any, kwargs: Any) -> None:
+        given[:] = [args[0] if args else kwargs["hidden_states"]]
+
+    def leave(_: Any, __: Any, output: Any) -> Any:
+        instead = linear(given[0])
+        return (instead, *output[1:]) if isinstance(output, tuple) else instead
+
+    handles = [entered.register_forward_pre_hook(enter, with_kwargs=True), left.register_forward_hook(leave)]
+    try:
+        expected = plain_vectors(plain)["logits"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    with torch.inference_mode():
+        before = model(IMAGES)
+        with patched(model, [linear]):
+            assert_near(model(IMAGES), expected)
+        assert torch.equal(model(IMAGES), before)
+    assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
+
+
+def test_sub_updates_add_up(small_model: Callable[[str], Any]) -> None:
+    model = small_model("vit")
+    updates = Updates.run(model, make_image_examples(model, IMAGES), progress=False)
+    for layer in range(N_LAYERS):
+        whole = updates.sub_updates(layer, 1).sum(0) + updates.values.bias(layer)
+        assert_near(whole, updates.outputs(layer)[1])
+
+
+def test_images_are_kept_in_folders_and_fitted(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = small_model("vit")
+    examples = make_image_examples(model, IMAGES, name="noise")
+    kept = matlens.collect(model, examples, folder=tmp_path / "kept", positions="all", progress=False)
+    stored = Activations.load(tmp_path / "kept").examples
+    assert stored.fingerprint == examples.fingerprint
+    assert torch.equal(torch.from_numpy(stored.head(2).images), IMAGES[:2])
+    assert examples.fingerprint != make_image_examples(model, IMAGES.flip(0)).fingerprint
+    maps = MapSet.fit(kept, pairs=[(0, 3)])
+    with patched(model, maps.values()):
+        assert model(IMAGES).shape == (4, 5)
+
+
+def test_what_is_no_image_is_refused(small_model: Callable[[str], Any]) -> None:
+    model = small_model("vit")
+    with pytest.raises(
+        InputError, match=r"images have the shape \(4, 3, 12, 8\)\. Expected \('n', 3, 12, 12\)"
+    ):
+        make_image_examples(model, IMAGES[..., :8])
+    with pytest.raises(InputError, match="not finite"):
+        make_image_examples(model, IMAGES / 0)
+    with pytest.raises(InputError, match="position"):
+        make_image_examples(model, IMAGES, position=PLACES)
+    with pytest.raises(InputError, match="reads text and no images"):
+        make_image_examples(small_model("gpt2"), IMAGES)
+    with pytest.raises(InputError, match="has no tokenizer"):
+        matlens.make_examples(model, make_sentences())
+    words = matlens.make_token_examples(small_model("gpt2"), [[3, 4, 5]])
+    with pytest.raises(
+        InputError, match=r"reads images of the shape \(3, 12, 12\), and the examples hold none"
+    ):
+        matlens.collect(model, words, progress=False)

@@ -1,0 +1,298 @@
+"""What is packed is read in pieces, to its checksum, within bounds; and nothing in it leads out of it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import random
+import tarfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from corpus_files import FIRST, SECOND, THIRD, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from matlens.data.corpus import load_corpus
+from matlens.errors import InputError
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": lambda text: gzip.compress(text, mtime=0), "bz2": bz2.compress, "xz": lzma.compress,
+}  # fmt: skip
+LINES = "".join(f"{FIRST} {random.Random(i).random()}\n" for i in range(300)).encode()
+LEIPZIG = f"1\t{FIRST}\n2\t{SECOND}\n".encode()
+
+
+def zipped(members: dict[str, bytes], *, modes: dict[str, int] | None = None, kind: int = 8) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", kind) as archive:
+        for name, data in members.items():
+            info = zipfile.ZipInfo(name)
+            info.compress_type = kind
+            info.external_attr = (modes or {}).get(name, 0o100644) << 16
+            archive.writestr(info, data)
+    return content.getvalue()
+
+
+def tarred(members: list[tuple[str, bytes, bytes]], mode: str = "w:gz", **headers: str) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=mode, format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+        for name, data, kind in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size, info.linkname = kind, len(data), "elsewhere"
+            info.pax_headers = headers
+            archive.addfile(info, io.BytesIO(data))
+    return content.getvalue()
+
+
+SENTENCES = ("eng-sentences.txt", LEIPZIG, tarfile.REGTYPE)
+
+
+# Every packing
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+@pytest.mark.parametrize("name", ["mine.txt", "mine.jsonl", "eng-sentences.txt", "mine"])
+def test_a_packed_file_is_read_as_what_is_in_it(packing: str, name: str, tmp_path: Path) -> None:
+    text = {"mine.jsonl": f'{{"text": "{FIRST}"}}\n{{"text": "{SECOND}"}}\n'.encode(),
+            "eng-sentences.txt": LEIPZIG}.get(name, f"{FIRST}\n{SECOND}\n".encode())  # fmt: skip
+    source = write(tmp_path / f"{name}.{packing}", PACKERS[packing](text))
+    assert load_corpus(source).sentences == (FIRST, SECOND)
+    # What a file is packed by is seen from its bytes, not from its name.
+    assert load_corpus(write(tmp_path / name, PACKERS[packing](text))).sentences == (FIRST, SECOND)
+
+
+@pytest.mark.parametrize(
+    "kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+)
+def test_a_zip_holds_the_sentences_of_leipzig_or_one_file(kind: int, tmp_path: Path) -> None:
+    leipzig = zipped(
+        {"eng/eng-words.txt": b"1\tthe\n", "eng/eng-sentences.txt": LEIPZIG, "eng/": b""}, kind=kind
+    )
+    assert load_corpus(write(tmp_path / "a.zip", leipzig)).sentences == (FIRST, SECOND)
+    single = zipped({"text.jsonl": f'{{"text": "{THIRD}"}}'.encode()}, kind=kind)
+    assert load_corpus(write(tmp_path / "b.zip", single)).sentences == (THIRD,)
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+def test_an_archive_of_leipzig_however_it_is_packed(mode: str, tmp_path: Path) -> None:
+    content = tarred([("a/", b"", tarfile.DIRTYPE), SENTENCES, ("x", b"1" * 5000, tarfile.REGTYPE)], mode)
+    assert load_corpus(write(tmp_path / "eng", content)).sentences == (FIRST, SECOND)
+
+
+def test_streams_that_follow_each_other_are_one(tmp_path: Path) -> None:
+    text = gzip.compress(f"{FIRST}\n".encode()) + gzip.compress(f"{SECOND}\n".encode()) + bytes(512)
+    assert load_corpus(write(tmp_path / "a.gz", text)).sentences == (FIRST, SECOND)
+
+
+# To the checksum
+
+
+@settings(max_examples=40)
+@given(packing=st.sampled_from(sorted(PACKERS)), share=st.floats(0, 0.999), limit=st.sampled_from([None, 2]))
+def test_what_is_cut_short_is_refused_wherever_that_is(
+    packing: str, share: float, limit: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    packed = PACKERS[packing](LINES)
+    cut = packed[: max(int(share * len(packed)), 40)]
+    with pytest.raises(InputError, match=r"a' could not be read .*damaged"):
+        load_corpus(write(tmp_path_factory.mktemp("cut") / "a", cut), limit=limit)
+
+
+@settings(max_examples=60)
+@given(packing=st.sampled_from(["gz", "bz2", "xz", "zip", "tar.gz"]), place=st.floats(0, 0.999),
+       bit=st.integers(0, 7), limit=st.sampled_from([None, 2]))  # fmt: skip
+def test_what_is_altered_is_refused_or_the_same(
+    packing: str, place: float, bit: int, limit: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    lines = LINES.replace(b"\n", b" \n")
+    made = {"zip": lambda text: zipped({"a.txt": text}),
+            "tar.gz": lambda text: tarred([("a-sentences.txt", b"1\t" + text.replace(b"\n", b"\n1\t")[:-2],
+                                            tarfile.REGTYPE)])}  # fmt: skip
+    packed = bytearray({**PACKERS, **made}[packing](lines))
+    path = tmp_path_factory.mktemp("altered") / f"a.{packing}"
+    whole = load_corpus(write(path, bytes(packed)), limit=limit)
+    packed[int(place * len(packed))] ^= 1 << bit
+    try:
+        corpus = load_corpus(write(path, bytes(packed)), limit=limit)
+    except InputError as error:
+        assert len(str(error)) < 800  # noqa: PT017
+    else:
+        assert corpus.sentences == whole.sentences
+
+
+@pytest.mark.parametrize(
+    "trailing", [b"x", b"PK\x03\x04", gzip.compress(b"no\n", mtime=0)[:-3]], ids=["x", "zip", "gzip"]
+)
+def test_what_follows_the_end_is_no_stream(trailing: bytes, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"could not be read .*damaged"):
+        load_corpus(write(tmp_path / "a.gz", gzip.compress(LINES) + trailing))
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_an_archive_whose_later_header_is_altered_is_no_shorter_one(
+    limit: int | None, tmp_path: Path
+) -> None:
+    content = bytearray(tarred([SENTENCES, ("b", b"x" * 600, tarfile.REGTYPE)], "w"))
+    content[content.rindex(b"ustar") + 200] ^= 1
+    with pytest.raises(InputError, match="ends in the middle"):
+        load_corpus(write(tmp_path / "a.tar.gz", gzip.compress(bytes(content))), limit=limit)
+
+
+@pytest.mark.parametrize("end", [512, 1024, 1536, 2048])
+def test_an_archive_that_ends_between_its_files_is_cut_short(end: int, tmp_path: Path) -> None:
+    content = tarred([SENTENCES, ("b", b"x" * 600, tarfile.REGTYPE)], "w")[:end]
+    with pytest.raises(InputError, match="could not be read"):
+        load_corpus(write(tmp_path / "a.tar", content))
+
+
+# No way out
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        tarfile.SYMTYPE,
+        tarfile.LNKTYPE,
+        tarfile.CHRTYPE,
+        tarfile.BLKTYPE,
+        tarfile.FIFOTYPE,
+        tarfile.GNUTYPE_SPARSE,
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_links_and_devices_are_refused_wherever_they_stand(kind: bytes, first: bool, tmp_path: Path) -> None:
+    odd = ("odd-sentences.txt" if first else "odd", b"", kind)
+    members = [odd, SENTENCES] if first else [SENTENCES, odd]
+    with pytest.raises(InputError, match=r"a link, a device or the like in it: 'odd|could not be read"):
+        load_corpus(write(tmp_path / "a.tgz", tarred(members)))
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/eng-sentences.txt", "../eng-sentences.txt", "a/../../b", "C:\\x", "\\\\h\\x"]
+)
+def test_paths_that_lead_out_are_refused(name: str, tmp_path: Path) -> None:
+    for content in (tarred([(name, LEIPZIG, tarfile.REGTYPE)]), zipped({name: LEIPZIG})):
+        with pytest.raises(InputError, match="leads out of it"):
+            load_corpus(write(tmp_path / "a.zip", content))
+
+
+@pytest.mark.parametrize("mode", [0o120777, 0o020666, 0o060666, 0o010666])
+def test_links_and_devices_in_a_zip_are_refused(mode: int, tmp_path: Path) -> None:
+    content = zipped({"a-sentences.txt": LEIPZIG, "odd": b"/etc/passwd"}, modes={"odd": mode})
+    with pytest.raises(InputError, match="a link, a device or the like in it: 'odd'"):
+        load_corpus(write(tmp_path / "a.zip", content))
+
+
+def test_several_texts_in_an_archive_are_no_corpus(tmp_path: Path) -> None:
+    other = ("deu-sentences.txt", LEIPZIG, tarfile.REGTYPE)
+    members = {"eng-sentences.txt": LEIPZIG, "deu-sentences.txt": LEIPZIG}
+    for content in (tarred([SENTENCES, other]), zipped(members), zipped({"a.txt": b"x", "b.txt": b"y"})):
+        with pytest.raises(InputError, match="not one file that ends in"):
+            load_corpus(write(tmp_path / "a.tar", content))
+    with pytest.raises(InputError, match="packed twice: there is gzip inside"):
+        load_corpus(write(tmp_path / "a.gz", gzip.compress(gzip.compress(LINES))))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "device", "loop"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    elif kind == "loop":
+        path.symlink_to(path)
+    source = "/dev/zero" if kind == "device" else str(path)
+    with pytest.raises(InputError):
+        load_corpus(source)
+
+
+# Bounds
+
+
+def bomb(line: bytes = b"\0" * 2**16, n: int = 600) -> bytes:
+    packer = io.BytesIO()
+    with gzip.open(packer, "wb") as stream:
+        for _ in range(n):
+            stream.write(line)
+    return packer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (b"a" * 2**16, "MATLENS_MAX_LINE_MIB"),
+        ((100 * FIRST.encode() + b"\n") * 20, "MATLENS_MAX_RATIO"),
+    ],
+)
+def test_what_grows_out_of_all_proportion_takes_no_memory(
+    line: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if named == "MATLENS_MAX_RATIO":
+        monkeypatch.setattr("matlens.data.packing._RATIO_FROM", 2**20)
+    source = write(tmp_path / "a.txt.gz", bomb(line))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=named):
+            load_corpus(source)
+        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_headers_of_an_archive_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATLENS_MAX_HEADER_MIB", "1")
+    huge = tarred([SENTENCES], comment="x" * 2**21)
+    long_name = io.BytesIO()
+    with tarfile.open(fileobj=long_name, mode="w:gz", format=tarfile.GNU_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("n" * 2**21))
+    directory = zipped({f"{i:08}{'n' * 100}": b"" for i in range(9000)})
+    for content in (huge, long_name.getvalue(), directory):
+        with pytest.raises(InputError, match=r"MiB of names and headers.*MATLENS_MAX_HEADER_MIB"):
+            load_corpus(write(tmp_path / "a.tar.gz", content))
+
+
+def test_members_lines_sizes_and_sentences_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(variable: str, content: bytes, name: str = "a", most: str = "1") -> None:
+        source = write(tmp_path / name, content)
+        load_corpus(source)
+        monkeypatch.setenv(variable, most)
+        with pytest.raises(InputError, match=variable):
+            load_corpus(source)
+        monkeypatch.delenv(variable)
+
+    members = [(f"m{i}", b"", tarfile.REGTYPE) for i in range(3)]
+    refused("MATLENS_MAX_MEMBERS", tarred([*members, SENTENCES]), most="3")
+    refused("MATLENS_MAX_MEMBERS", zipped({"m": b"", "a-sentences.txt": LEIPZIG}), most="1")
+    distinct = "".join(f"{FIRST} {i} {random.Random(i).random()}\n" for i in range(30_000)).encode()
+    refused("MATLENS_MAX_UNPACKED_MIB", gzip.compress(distinct))
+    refused("MATLENS_MAX_CORPUS_MIB", distinct)
+    refused("MATLENS_MAX_SENTENCES", distinct, most="29999")
+    refused("MATLENS_MAX_LINE_MIB", b"w " * 600_000)
+
+
+def test_a_dictionary_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 2**29}]
+    packer = lzma.LZMACompressor(lzma.FORMAT_XZ, filters=filters)
+    source = write(tmp_path / "a.xz", packer.compress(LINES) + packer.flush())
+    with pytest.raises(InputError, match=r"could not be read .*[Mm]emory"):
+        load_corpus(source)
+
+
+def test_a_packed_file_of_which_little_is_read_is_read_to_its_checksum(tmp_path: Path) -> None:
+    packed = gzip.compress("".join(f"{FIRST} {i}\n" for i in range(20_000)).encode())
+    source = write(tmp_path / "a.gz", packed)
+    assert len(load_corpus(source, limit=3)) == 3
+    source = write(tmp_path / "b.gz", packed[:-8] + b"\0\0\0\0" + packed[-4:])
+    with pytest.raises(InputError, match="damaged"):
+        load_corpus(source, limit=3)

@@ -1,0 +1,204 @@
+"""Prompts are read as they stand in their files, and what is wrong with a line is told with its number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import N_CTX
+
+from matlens import InputError, make_prompts
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
+from matlens.data.prompts import make_windows, read_prompts
+from matlens.models.tokenization import TextTokens, token_policy
+
+Models = Callable[[str], Any]
+
+ROWS = [
+    {"filename": "a.txt", "prompt": {"text": "You are such a", "toxicity": 0.2}, "challenging": True},
+    {"prompt": {"text": " My neighbour is "}, "challenging": False},
+    {"prompt": {"text": ""}, "challenging": True},
+    {"prompt": {"text": None}, "challenging": False},
+    {"prompt": "plain text", "challenging": True, "question": "Why?"},
+]
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_prompts_of_json_lines_are_in_their_field_or_in_its_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "prompts.jsonl", [*ROWS, "", "  "])
+    assert read_prompts(path) == ["You are such a", "My neighbour is", "plain text"]
+    assert read_prompts(str(path), challenging=True) == ["You are such a", "plain text"]
+    other = written(tmp_path / "others.JSONL", [{"question": "Why?"}, {"question": "How?"}])
+    assert read_prompts(other, field="question") == ["Why?", "How?"]
+
+
+def test_a_text_has_a_prompt_in_every_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text('\ufeffYou are such a \n\n\t\n{"prompt": 1}\r\nYou are such a', encoding="utf-8")
+    assert read_prompts(path) == ["You are such a", '{"prompt": 1}', "You are such a"]
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", ['{"prompt": "a \\ud83d b"}'])
+    assert read_prompts(path) == ["a \ufffd b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([ROWS[0], "{"], {}, r"There is no JSON in line 2 of .*p\.jsonl'"),
+        ([ROWS[0], "", "[1]"], {}, r"There is a JSON list in line 3 of .* Expected one JSON object a line"),
+        ([ROWS[0], "null"], {}, r"There is a JSON NoneType in line 2 of "),
+        ([ROWS[0], {"text": "x"}], {}, r"no field 'prompt' in line 2 of .*, it has text\..*--field"),
+        ([ROWS[0], {"prompt": {"toxicity": 1}}], {}, r"no field 'text' in 'prompt' in line 2 of "),
+        ([ROWS[0], {"prompt": 7}], {}, r"The field 'prompt' in line 2 of .* holds int\. Expected text"),
+        ([ROWS[0], {"prompt": {"text": ["x"]}}], {}, r"'text' in 'prompt' in line 2 of .* holds list"),
+        ([ROWS[0], {"prompt": "x"}], {"challenging": True}, r"'challenging' in line 2 of .* holds None"),
+        ([{"prompt": "x", "challenging": 1}], {"challenging": True}, "holds 1. Expected true or false"),
+        ([{"prompt": " "}], {}, "has no prompt in its 1 lines"),
+        ([ROWS[1]], {"challenging": True}, "has no challenging prompt in its 1 lines"),
+        ([], {}, "has no prompt in its 0 lines"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_told(
+    rows: list[Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "p.jsonl", rows)
+    with pytest.raises(InputError, match=message):
+        read_prompts(path, **options)
+
+
+def test_files_that_hold_no_prompts_are_told(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.txt", tmp_path):
+        with pytest.raises(InputError, match=r"There is no file .* Expected prompts: a text with one a line"):
+            read_prompts(path)
+    text = tmp_path / "p.txt"
+    text.write_text("hello")
+    with pytest.raises(InputError, match="is a text, which marks no prompt as challenging"):
+        read_prompts(text, challenging=True)
+    text.write_bytes(b"hello\n\xff")
+    with pytest.raises(InputError, match="is not UTF-8: line 2, byte 6"):
+        read_prompts(text)
+
+
+def test_the_prompts_that_come_along_are_many_and_different() -> None:
+    folder = Path(__file__).parents[2] / "analyses" / "prompts"
+    prompts = read_prompts(folder / "provocations.txt")
+    assert len(prompts) == len(set(prompts)) >= 100
+    banned = read_prompts(folder / "banned.txt")
+    assert len(banned) == len(set(banned))
+
+
+# Windows of running text
+
+
+def sentences_of(examples: Examples) -> list[list[int]]:
+    return [tokens.tolist() for tokens in np.split(examples.tokens, examples.offsets[1:-1])]
+
+
+def positions_of(examples: Examples) -> list[list[int]]:
+    return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]
+
+
+def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(
+    small_model: Models, sentences: Corpus, tmp_path: Path
+) -> None:
+    model = small_model("gpt2")
+    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
+    windows = make_windows(model, sentences, size=20)
+    assert sentences_of(windows) == [ids[start : start + 20] for start in range(0, len(ids), 20)]
+    assert positions_of(windows) == [[len(window) - 1] for window in sentences_of(windows)]
+    assert windows.provenance["corpus"] == "words"
+    assert windows.provenance["window"] == 20
+    assert make_windows(model, sentences).lengths.max() == N_CTX, "no longer than the context"
+    path = tmp_path / "text.txt"
+    path.write_text(text := "\n".join(sentences.sentences) + "\n\nw1")
+    from_file = make_windows(model, path, size=20)
+    assert sentences_of(from_file)[0] == sentences_of(windows)[0], (
+        "a line end is white space to this tokenizer"
+    )
+    assert from_file.provenance["corpus"] == "text.txt"
+    assert from_file.provenance["corpus_fingerprint"] == sha256(text.encode()).hexdigest()[:16], (
+        "line ends too"
+    )
+
+
+def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("llama")
+    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
+    around = TextTokens([58, *ids, 59], [True, *[False] * len(ids), True])  # a BOS, and an EOS behind all
+    monkeypatch.setattr("matlens.data.prompts.encode_text", lambda *_: around)
+    windows = sentences_of(make_windows(model, sentences, size=20))
+    assert {window[0] for window in windows} == {58}
+    assert [token for window in windows for token in window[1:]] == ids
+    assert max(map(len, windows)) == 20
+
+
+def test_a_window_that_what_stands_in_front_fills_is_refused(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = TextTokens([57, 58, 5, 6], [True, True, False, False])
+    monkeypatch.setattr("matlens.data.prompts.encode_text", lambda *_: front)
+    with pytest.raises(InputError, match=r"of 2 tokens has no room for text.* Expected a size of 3 at least"):
+        make_windows(small_model("llama"), sentences, size=2)
+    assert sentences_of(make_windows(small_model("llama"), sentences, size=3)) == [[57, 58, 5], [57, 58, 6]]
+
+
+def test_windows_know_how_their_text_became_tokens(small_model: Models, sentences: Corpus) -> None:
+    windows = make_windows(small_model("llama"), sentences, size=20)
+    assert windows.provenance["tokenization"] == token_policy(small_model("llama")).digest
+
+
+def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("llama")
+    every = sentences_of(make_windows(model, sentences, size=16))
+    whole = [window for window in every if len(window) == 16]
+    assert len(whole) < len(every), "the last one is shorter"
+    assert sentences_of(make_windows(model, sentences, size=16, most=3)) == [
+        whole[0], whole[round((len(whole) - 1) / 2)], whole[-1]
+    ]  # fmt: skip
+    assert sentences_of(make_windows(model, sentences, size=16, most=999)) == every
+    one_too_many = replace(sentences, sentences=(" ".join(["w1"] * 33),))
+    assert len(make_windows(model, one_too_many, size=16)) == 2, "a window of one token predicts nothing"
+
+
+def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus, tmp_path: Path) -> None:
+    model = small_model("llama")
+    for text, n in (("", 0), ("w1", 1)):
+        (tmp_path / "short.txt").write_text(text)
+        with pytest.raises(InputError, match=rf"has {n} tokens. Expected two at least|is empty"):
+            make_windows(model, tmp_path / "short.txt")
+    with pytest.raises(InputError, match=r"There is no file .*absent.txt"):
+        make_windows(model, tmp_path / "absent.txt")
+    with pytest.raises(InputError, match=r"^size must be"):
+        make_windows(model, sentences, size=1)
+    with pytest.raises(InputError, match=r"^most must be"):
+        make_windows(model, sentences, most=0)
+    with pytest.raises(InputError, match="predicts masked tokens"):
+        make_windows(small_model("bert"), sentences)
+
+
+@pytest.mark.refused
+def test_a_prompt_that_is_in_no_list_is_refused(small_model: Models) -> None:
+    """A text would otherwise be read letter by letter."""
+    with pytest.raises(InputError, match=r"^prompts must be"):
+        make_prompts(small_model("gpt2"), "w1 w2")
+
+
+def test_the_sentences_of_a_corpus_are_prompts(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("gpt2")
+    made = make_prompts(model, sentences)
+    assert made.fingerprint == make_prompts(model, list(sentences.sentences)).fingerprint

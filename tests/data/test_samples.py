@@ -1,0 +1,208 @@
+"""The bundled samples: how many sentences, and that nothing of the wikitext is left in them."""
+
+import bz2
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from matlens.data import samples
+from matlens.data.samples import _paragraphs, _plain_article, _sentences, news_sample, wikipedia_sample
+from matlens.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def wikipedia() -> list[str]:
+    return list(wikipedia_sample())
+
+
+@pytest.fixture(scope="module")
+def news() -> list[str]:
+    return list(news_sample())
+
+
+def prose(wikitext: str) -> list[str]:
+    return [s for paragraph in _paragraphs(_plain_article(wikitext)) for s in _sentences(paragraph)]
+
+
+# The whole samples
+
+
+def test_wikipedia_has_the_expected_size(wikipedia: list[str]) -> None:
+    assert 15_000 < len(wikipedia) < 20_000
+    assert len(set(wikipedia)) > 0.99 * len(wikipedia)
+    words = [len(s.split()) for s in wikipedia]
+    assert 18 < sum(words) / len(words) < 27
+    assert max(words) <= 150
+
+
+def test_news_has_the_expected_size(news: list[str]) -> None:
+    assert 2_400 < len(news) < 2_700
+    assert len(set(news)) > 0.95 * len(news)
+
+
+# Written apart from the patterns that the module uses to clean.
+RESIDUE = {
+    "brackets of links and templates": r"\[\[|\]\]|\{|\}",
+    "quotes for bold and italic": r"''",
+    "tags": r"<|>",
+    "table cells and link parts": r"\|",
+    "headings": r"==",
+    "addresses": r"https?:|www\.|\.html?\b",
+    "image options": r"\bthumb\b.*\d+px|\d+ ?px\b|upright=",
+    "entities": r"&[a-z]+;|&#\d+",
+    "magic words": r"__[A-Z]+__",
+    "empty brackets": r"\(\s*\)|\[\s*\]|\(\s*[;,:]|[;,]\s*\)",
+    "gaps before punctuation": r"\w [,;:](\s|$)|\w \.$",
+    "doubled punctuation": r",,|;;|, ;",
+    "private-use and control characters": r"[\ue000-\uf8ff\x00-\x1f\x7f-\x9f\u200b-\u200f\ufeff]",
+    "white space": r"^\s|\s$|\s\s|[^\S ]",
+    "namespaces": r"\b(File|Image|Category|Template|wikt):",
+    "footnotes": r"\bRetrieved (on )?\d|\bISBN\b.*\bISBN\b|^\^",
+}
+
+
+@pytest.mark.parametrize("kind", RESIDUE)
+def test_no_sentence_has_markup(wikipedia: list[str], news: list[str], kind: str) -> None:
+    found = [s for s in wikipedia + news if re.search(RESIDUE[kind], s)]
+    assert found == []
+
+
+def test_every_sentence_begins_and_ends_as_one(wikipedia: list[str], news: list[str]) -> None:
+    for sentence in wikipedia + news:
+        begins = sentence.lstrip("\"'“‘")
+        assert not begins[0].islower(), sentence
+        assert begins[0].isalnum(), sentence
+        assert sentence.rstrip("\"'”’)]")[-1] in ".!?", sentence
+        assert sentence.count("(") == sentence.count(")"), sentence
+        assert sentence.count("[") == sentence.count("]"), sentence
+
+
+def test_known_sentences_come_out_whole(wikipedia: list[str], news: list[str]) -> None:
+    """Sentences with links, italics, footnotes, pronunciations and entities in the source."""
+    for sentence in (
+        "These are often described as stateless societies, although several authors have defined them more "
+        "specifically as institutions based on non-hierarchical free associations.",
+        "Atemi (当て身) are strikes (or feints) employed during an aikido technique.",
+        "The median lethal dose (LD50) value for caesium chloride in mice is 2.3 g per kilogram, which is "
+        "comparable to the LD50 values of potassium chloride and sodium chloride.",
+        "A study following the burning of the Kuwaiti oil fields during Iraqi occupation showed that "
+        "temperatures under the burning oil fires were as much as 10 °C colder than temperatures several "
+        "miles away under clear skies.",
+    ):
+        assert sentence in wikipedia
+    assert any("£3,000" in s for s in news)
+
+
+def test_articles_that_are_redirects_or_in_other_namespaces_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "<page><ns>{}</ns>{}<revision><text>{}</text></revision></page>"
+    pages = (
+        page.format(0, "", "An article is what we want here.")
+        + page.format(0, '<redirect title="B"/>', "A redirect is not an article.")
+        + page.format(4, "", "A project page is not an article.")
+        + page.format(0, "", "")
+    )
+    dump = tmp_path / "dump.bz2"
+    dump.write_bytes(bz2.compress(f'<mediawiki xmlns="http://x/export-0.10/">{pages}</mediawiki>'.encode()))
+    monkeypatch.setattr(samples, "_file_in_wheel", lambda name: dump)
+    assert list(wikipedia_sample()) == ["An article is what we want here."]
+
+
+def test_samples_are_the_same_every_time_and_lazy(wikipedia: list[str], news: list[str]) -> None:
+    again = wikipedia_sample()
+    assert [next(again) for _ in range(500)] == wikipedia[:500]
+    assert list(news_sample()) == news
+
+
+# One piece of wikitext at a time
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "expected"),
+    [
+        ("'''Cats''' are ''small'' [[animal]]s of [[A|a family]].", "Cats are small animals of a family."),
+        ("Cats sleep.<ref>{{cite|title=''Cats}} See p. 3. Yes.</ref>Dogs bark.", "Cats sleep.|Dogs bark."),
+        ('Cats sleep<ref name="a" /> a lot.{{citation needed|date=May 2010}}', "Cats sleep a lot."),
+        ("Cats ({{IPAc-en|k|æ|t}}) are small.", "Cats are small."),
+        ("Cats (; or {{lang|la|felis}}) are small.", "Cats (or felis) are small."),
+        ("Cats ({{lang-la|felis}}; old) are small.", "Cats are small."),
+        ("Cats&nbsp;are &mdash; mostly &mdash; small.<!-- No! -->", "Cats are — mostly — small."),
+        ("The 4<sup>th</sup> cat drinks H<sub>2</sub>O.", "The 4th cat drinks H2O."),
+        ("[[File:Cat.jpg|thumb|200px|A [[cat]]. It sleeps.]]Cats are small.", "Cats are small."),
+        ("{{Infobox\n|a=A cat is here. It is.\n}}\nCats are small.", "Cats are small."),
+        ("{|\n| A cell ends here. Yes.\n|}\nCats are small.", "Cats are small."),
+        ("Cats [http://cats.org sleep] now.", "Cats sleep now."),
+        ("Cats are\nsmall.\nThey sleep.", "Cats are small.|They sleep."),
+        (
+            "== Life ==\nCats eat.\n== See also ==\nDogs bark.\n=== More ===\nYes, so.\n== B ==\nIt is so.",
+            "Cats eat.|It is so.",
+        ),
+        ("[[Category:Cats]]\n[[Image:A.png|A cat sleeps.]]\nCats are small.", "Cats are small."),
+        ("Some cats ended the year at no. 1.", "Some cats ended the year at no. 1."),
+        ("<gallery>\nFile:A.png|A cat sleeps.\n</gallery>\nCats are small.", "Cats are small."),
+        ("He said \"cats are small.\"", "He said \"cats are small.\""),
+    ],
+)  # fmt: skip
+def test_wikitext_becomes_prose(wikitext: str, expected: str) -> None:
+    assert prose(wikitext) == expected.split("|")
+
+
+@pytest.mark.parametrize(
+    "wikitext",
+    [
+        "A cat weighs {{convert|4|kg|lb}} or so.",
+        "The area is <math>x^2</math> here.",
+        "There are 10<sup>5</sup> cats.",
+        "See [http://cats.org] for more.",
+        "See [[Cat#Life]] for more.",
+        "* A list item is not prose.",
+        "# Nor is a numbered one.",
+        ": An indented line neither.",
+        " Preformatted = code. It is.",
+        "Cats are:",
+        "and cats are small.",
+        "Cats (small are here.",
+        "Cats ''are {{broken small. Cats are.",
+        "== Cats are small. ==",
+        "Cats have uses: 1. to sleep; 2. to eat; and 3. to purr",
+        "<source>Cats = small. Yes.</source>",
+    ],
+)
+def test_what_is_not_whole_prose_is_left_out(wikitext: str) -> None:
+    assert prose(wikitext) == []
+
+
+# Without the wheel
+
+
+@pytest.mark.parametrize("sample", [wikipedia_sample, news_sample])
+def test_missing_wheel_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, sample: Callable[[], Iterator[str]]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'matlens\[samples\]'"):
+        next(sample())
+
+
+def test_wheel_without_test_data_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gensim").mkdir()
+    (tmp_path / "gensim" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"lee_background\.cor.*pip install 'matlens\[samples\]'"):
+        next(news_sample())
+
+
+def test_the_wheel_is_located_without_importing_it() -> None:
+    code = (
+        "import sys; from matlens.data.samples import news_sample; next(news_sample());"
+        "sys.exit('gensim' in sys.modules or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

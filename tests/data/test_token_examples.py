@@ -1,0 +1,311 @@
+"""Tokens that the user already has: read as they are, at any positions, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from breaking import batches_noted, break_off_at
+from conftest import ARCHITECTURES, N_CTX, assert_near, load_plain, plain_vectors
+from patched_models import LENGTHS, SENTENCES, padded, run_variants
+from transformers import BatchEncoding
+
+import matlens
+from matlens import InputError, LinearMap, Readout, make_token_examples
+from matlens.activations import Activations, stream
+from matlens.data.examples import Examples
+from matlens.ffn import Trace
+from matlens.lens import prompt_texts
+from matlens.patching import Replacement, Variant
+
+Models = Callable[[str], Any]
+ANSWERS = [[3, 4, 9], [0], [0], [2, 6]]
+
+
+def sentences_of(examples: Examples) -> list[list[int]]:
+    return [tokens.tolist() for tokens in np.split(examples.tokens, examples.offsets[1:-1])]
+
+
+def positions_of(examples: Examples) -> list[list[int]]:
+    return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]
+
+
+def marks(side: str) -> torch.Tensor:
+    """The answers as a mask over the padded batch."""
+    _, real = padded(SENTENCES, side)
+    mask = torch.zeros_like(real, dtype=torch.bool)
+    for s, positions in enumerate(ANSWERS):
+        mask[s, real[s].nonzero()[:, 0][torch.tensor(positions)]] = True
+    return mask
+
+
+def ways() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The same sentences with the same positions, as users have them."""
+    right, left = padded(SENTENCES, "right"), padded(SENTENCES, "left")
+    ragged = [[p in at for p in range(n)] for n, at in zip(LENGTHS, ANSWERS, strict=True)]
+    negative = [[p - n for p in at] for n, at in zip(LENGTHS, ANSWERS, strict=True)]
+    return {
+        "lists": (SENTENCES, {"positions": ANSWERS}),
+        "lists from the end": (SENTENCES, {"positions": negative}),
+        "lists with marks": (SENTENCES, {"positions": ragged}),
+        "arrays": ([np.array(s, dtype=np.int32) for s in SENTENCES], {"positions": map(np.array, ANSWERS)}),
+        "tensors": (list(map(torch.tensor, SENTENCES)), {"positions": list(map(torch.tensor, ANSWERS))}),
+        "right": (right[0], {"attention_mask": right[1], "positions": ANSWERS}),
+        "left": (left[0], {"attention_mask": left[1].bool(), "positions": ANSWERS}),
+        "right with marks": (
+            right[0].numpy(), {"attention_mask": right[1].numpy(), "positions": marks("right")},
+        ),
+        "left with marks": (left[0], {"attention_mask": left[1].tolist(), "positions": marks("left")}),
+        "encoding": (
+            BatchEncoding({"input_ids": left[0], "attention_mask": left[1], "length": LENGTHS}),
+            {"positions": marks("left").numpy()},
+        ),
+        "encoding of lists": (
+            {"input_ids": SENTENCES, "attention_mask": [[1] * n for n in LENGTHS]}, {"positions": ragged},
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ways())
+def test_all_ways_give_the_same_sentences_and_positions(way: str, small_model: Models) -> None:
+    tokens, options = ways()[way]
+    examples = make_token_examples(small_model("gpt2"), tokens, name="answers", **options)
+    assert sentences_of(examples) == SENTENCES
+    assert positions_of(examples) == ANSWERS
+    assert (len(examples), examples.n_positions) == (4, 7)
+    assert examples.provenance["given_as"] == "tokens"
+    assert (examples.provenance["corpus"], examples.provenance["n_positions"]) == ("answers", 7)
+    expected = make_token_examples(small_model("gpt2"), SENTENCES, positions=ANSWERS)
+    assert examples.fingerprint == expected.fingerprint
+
+
+def test_one_position_each_and_the_last(small_model: Models) -> None:
+    model, (tokens, mask) = small_model("gpt2"), padded(SENTENCES, "left")
+    last = make_token_examples(model, tokens, attention_mask=mask)
+    assert positions_of(last) == [[n - 1] for n in LENGTHS]
+    one = make_token_examples(model, SENTENCES, positions=[1, -1, 0, torch.tensor(-7)])
+    assert positions_of(one) == [[1], [3], [0], [0]]
+    assert positions_of(make_token_examples(model, SENTENCES, positions=torch.tensor([1, -1, 0, 2]))) == [
+        [1], [3], [0], [2],
+    ]  # fmt: skip
+    assert one.fingerprint != last.fingerprint
+    several = make_token_examples(model, SENTENCES, positions=[[1, 0], [0], [0], [0]])
+    shifted = make_token_examples(model, SENTENCES, positions=[[0], [0, 1], [0], [0]])
+    assert positions_of(several)[0] == [1, 0]  # rows stand in the order that was asked for
+    assert several.fingerprint != shifted.fingerprint
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rows_of_a_mask_are_those_of_hugging_face(
+    name: str, small_model: Models, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In memory, streamed, on disk and read back; against a pass of the plain model over each sentence."""
+    model, plain = small_model(name), load_plain(name, model_folder(name))
+    tokens, mask = padded(SENTENCES, "left")
+    examples = make_token_examples(model, tokens, attention_mask=mask, positions=marks("left"))
+    alone = [plain_vectors(name, plain, torch.tensor(sentence)) for sentence in SENTENCES]
+    kept = matlens.collect(model, examples, batch_tokens=12, progress=False)
+    on_disk = matlens.collect(model, examples, batch_tokens=12, folder=tmp_path / "rows", progress=False)
+    loaded = Activations.load(tmp_path / "rows")
+    for site in kept:
+        expected = torch.cat([alone[s][site][0, at] for s, at in enumerate(ANSWERS)])
+        assert kept[site].shape == (7, 32)
+        assert_near(kept[site], expected)
+        streamed = torch.empty_like(kept[site])
+        for rows in stream(model, examples, [site], batch_tokens=12, progress=False):
+            streamed[torch.from_numpy(rows.index)] = rows.vectors[site]
+            assert rows.places.tolist() == examples.positions[rows.index].tolist()
+        for other in (on_disk, loaded):
+            assert torch.equal(other[site], kept[site])
+        assert_near(streamed, expected)
+    assert positions_of(loaded.examples) == ANSWERS
+    assert loaded.examples.fingerprint == examples.fingerprint
+    assert loaded.provenance.data is not None
+    assert loaded.provenance.data["given_as"] == "tokens"
+    head = loaded.head(2)
+    assert (head.n_rows, positions_of(head.examples)) == (4, ANSWERS[:2])
+    assert head.places.tolist() == [3, 4, 9, 0]
+
+
+def test_a_killed_collection_goes_on(
+    small_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("llama")
+    examples = make_token_examples(model, SENTENCES * 3, positions=ANSWERS * 3)
+    whole = matlens.collect(model, examples, [1], batch_tokens=10, progress=False)
+    with monkeypatch.context() as patch:
+        break_off_at(patch, 4, after=True)
+        with pytest.raises(KeyboardInterrupt):
+            matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
+    assert 0 < batches_noted(tmp_path / "x") <= 5
+    again = matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
+    assert torch.equal(again[1], whole[1])
+    other = make_token_examples(model, SENTENCES * 3)
+    with pytest.raises(InputError, match="position: given there, last token now"):
+        matlens.collect(model, other, [1], folder=tmp_path / "x", progress=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_traces_and_variants_have_a_row_for_each_position(name: str, small_model: Models) -> None:
+    """As many sentences with one position each would have them."""
+    model = small_model(name)
+    several = make_token_examples(model, SENTENCES, positions=ANSWERS)
+    alone = [(sentence, p) for sentence, at in zip(SENTENCES, ANSWERS, strict=True) for p in at]
+    single = make_token_examples(model, [s for s, _ in alone], positions=[p for _, p in alone])
+    linear = LinearMap(torch.eye(32).flip(0), None, "h.1", "h.2")
+    traces, finals, texts = [], [], []
+    for examples in (several, single):
+        traces.append(Trace.run(model, examples, k=3, progress=False))
+        variants = {"mapped": Variant(1, [Replacement.from_map(linear)])}
+        finals.append(run_variants(model, examples, variants, batch_tokens=12, progress=False)["mapped"])
+        texts.append(prompt_texts(Readout(model), matlens.collect(model, examples, [0], progress=False)))
+    assert len(traces[0]) == 7
+    assert torch.equal(traces[0].after, traces[1].after)
+    assert torch.equal(traces[0].index["random"], traces[1].index["random"])
+    assert_near(traces[0].norm, traces[1].norm)
+    assert_near(finals[0], finals[1])
+    assert texts[0] == texts[1]
+
+
+def test_a_masked_model_reads_its_masks_where_they_stand(small_model: Models) -> None:
+    mask = small_model("bert").tokenizer.mask_token_id
+    tokens = [[7, mask, 12, mask, 9], [mask, 8]]
+    examples = make_token_examples(small_model("bert"), tokens, positions=[[1, 3], [0]])
+    assert sentences_of(examples) == tokens
+    with pytest.raises(InputError, match="masked-LM model, which predicts nothing at the last token"):
+        make_token_examples(small_model("bert"), tokens)
+
+
+RAGGED = [[1, 2], [3]]
+BATCH = torch.tensor([[5, 6], [7, 8]])
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "past the vocabulary": ([[1, 60]], {}, "Token 1 of sentence 0 is 60, and.* 0 to 59"),
+    "negative": ([[1], [2, -1]], {}, "Token 1 of sentence 1 is -1"),
+    "huge": ([[2**63 + 1]], {}, "Token 0 of sentence 0 is 9223372036854775809"),
+    "past all kinds": ([[2**70]], {}, "tokens of sentence 0 are no whole numbers"),
+    "empty row": ([[1], []], {}, "Sentence 1 is empty"),
+    "nothing": ([], {}, "There are no tokens"),
+    "empty batch": (torch.zeros(0, 4, dtype=torch.long), {}, "There are no tokens"),
+    "floats": (BATCH.float(), {}, "sentence 0 are no whole numbers"),
+    "truth values": (BATCH > 5, {}, "no whole numbers"),
+    "mixed": ([[True, 2]], {}, "no whole numbers"),
+    "one sentence": (torch.tensor([1, 2]), {}, r"the shape \(2,\).*tokens\[None\]"),
+    "one list": ([1, 2], {}, r"Sentence 0 is 1\. Expected a list of token ids"),
+    "a cube": (BATCH[None], {}, r"the shape \(1, 2, 2\)"),
+    "lists of lists of lists": ([[[1]]], {}, "Sentence 0 has the shape"),
+    "a text": ("w1 w2", {}, "The tokens are 'w1 w2'.*make_prompts"),
+    "texts": (["w1 w2"], {}, "Sentence 0 is 'w1 w2'"),
+    "words": ([["w1", "w2"]], {}, "no whole numbers.*make_prompts"),
+    "a number": (3, {}, "The tokens are 3"),
+    "none": (None, {}, "The tokens are None"),
+    "too long": ([[1] * (N_CTX + 1)], {}, f"has {N_CTX + 1} tokens, and the model's context {N_CTX}"),
+    "padded without a mask": (torch.tensor([[5, 6], [7, 1]]), {}, "Sentence 1 .*begins or ends with 1"),
+    "padded on the left": ([[5, 6], [1, 7]], {}, "begins or ends with 1, the token for padding"),
+    "empty by its mask": (BATCH, {"attention_mask": [[1, 1], [0, 0]]}, "Sentence 1 is empty: its attention"),
+    "a mask with a hole": ([[1, 2, 3]], {"attention_mask": [[1, 0, 1]]}, "padding between its tokens"),
+    "a mask of another shape": (BATCH, {"attention_mask": torch.ones(2, 3)}, r"another shape.*\(2, 3\)"),
+    "a mask of fewer rows": (BATCH, {"attention_mask": torch.ones(1, 2)}, "another shape"),
+    "a mask of three dimensions": (BATCH, {"attention_mask": torch.ones(2, 2, 2).long()}, "another shape"),
+    "a mask of other values": (BATCH, {"attention_mask": BATCH}, "other values than 0 and 1"),
+    "a mask that is a number": (BATCH, {"attention_mask": 1}, "another shape"),
+    "two masks": (
+        {"input_ids": BATCH, "attention_mask": BATCH * 0 + 1}, {"attention_mask": BATCH * 0 + 1},
+        "two attention masks",
+    ),
+    "no ids": ({"attention_mask": BATCH}, {}, "Expected 'input_ids'"),
+    "segments": ({"input_ids": BATCH, "token_type_ids": BATCH * 0 + 1}, {}, "token_type_ids other than 0"),
+    "positions of its own": ({"input_ids": BATCH, "position_ids": BATCH}, {}, "hold 'position_ids'"),
+    "outside": (RAGGED, {"positions": [1, 1]}, "The position 1 lies outside of sentence 1.*0 to 0"),
+    "outside from the end": (RAGGED, {"positions": [[-3], [0]]}, "The position -3 lies outside"),
+    "twice": (RAGGED, {"positions": [[1, -1], [0]]}, r"sentence 0 is given twice: \[1, -1\]"),
+    "too few": (RAGGED, {"positions": [0]}, "positions for 1 sentences, and 2 sentences"),
+    "too many": (RAGGED, {"positions": torch.tensor([0, 0, 0])}, "positions for 3 sentences"),
+    "no position": (RAGGED, {"positions": [[0], []]}, "Sentence 1|positions of sentence 1"),
+    "one number": (RAGGED, {"positions": 0}, "The positions are 0"),
+    "a scalar": (RAGGED, {"positions": torch.tensor(0)}, "The positions are"),
+    "a word": (RAGGED, {"positions": "first"}, "The positions are 'first'. Expected 'last'"),
+    "floats as positions": (RAGGED, {"positions": [0.0, 0.0]}, "positions of sentence 0 are no whole"),
+    "mixed positions": (RAGGED, {"positions": [[True, 0], [0]]}, "positions of sentence 0 are no whole"),
+    "nothing as positions": (RAGGED, {"positions": None}, "The positions are None"),
+    "marks of another shape": (RAGGED, {"positions": [[True], [True]]}, "positions has another shape"),
+    "marks and numbers": (RAGGED, {"positions": [[True, False], [0]]}, "sentence 1 holds no truth values"),
+    "marks at padding": (
+        BATCH, {"attention_mask": [[1, 1], [1, 0]], "positions": [[True, False], [False, True]]},
+        "marks padding in sentence 1",
+    ),
+    "no marks": (RAGGED, {"positions": [[False, False], [True]]}, "marks no token of sentence 0"),
+    "partly masked": (np.ma.masked_equal(BATCH.numpy(), int(BATCH[1, 1])), {}, "masked"),
+    "masked positions": (BATCH, {"positions": np.ma.array([[0], [1]], mask=[[0], [1]])}, "masked"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "i1", ">i4"])
+def test_whole_numbers_of_any_size_are_ids_and_positions(kind: str, small_model: Models) -> None:
+    ids, places = np.array([[5, 6, 7], [8, 9, 5]]), np.array([[2], [1]])
+    expected = make_token_examples(small_model("gpt2"), ids, positions=places)
+    made = make_token_examples(small_model("gpt2"), ids.astype(kind), positions=places.astype(kind))
+    assert made.fingerprint == expected.fingerprint
+    assert made.positions.dtype == np.int64
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused(case: str, small_model: Models) -> None:
+    tokens, options, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        make_token_examples(small_model("gpt2"), tokens, **options)
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("examples", [["a text"], "a text", BATCH, {"input_ids": BATCH}, None, 3], ids=str)
+def test_collecting_says_how_examples_are_made(examples: Any, small_model: Models, sentences: Any) -> None:
+    model = small_model("gpt2")
+    for given in (examples, sentences):
+        for read in (matlens.collect, lambda *given: next(stream(*given, [0]))):
+            with pytest.raises(InputError, match=r"^examples must be"):
+                read(model, given)
+
+
+@pytest.mark.refused
+def test_what_is_no_model_or_no_corpus_is_refused(small_model: Models) -> None:
+    for model in ("gpt2", None, small_model("gpt2").original_model):
+        for call in (
+            lambda model: make_token_examples(model, RAGGED),
+            lambda model: matlens.make_examples(model, RAGGED),
+            lambda model: matlens.make_prompts(model, ["a"]),
+        ):
+            with pytest.raises(InputError, match=r"^model must be|^The model is a"):
+                call(model)
+    wrong: Any
+    for wrong in (RAGGED, BATCH, "w1", None):
+        with pytest.raises(InputError, match=r"corpus|make_token_examples"):
+            matlens.make_examples(small_model("gpt2"), wrong)
+    for wrong in (BATCH, [1, 2], 3, None, b"w1"):
+        with pytest.raises(InputError, match=r"^prompts must be"):
+            matlens.make_prompts(small_model("gpt2"), wrong)
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offsets": np.array([0, 3, 2, 6])}, "offsets of examples do not divide"),
+        ({"offsets": np.array([0, 3, 7])}, "offsets of examples do not divide"),
+        ({"positions": np.array([0, 3])}, "The position 3 lies outside of sentence 1"),
+        ({"positions": np.array([-1, 0])}, "The position -1 lies outside of sentence 0"),
+        ({"positions": np.array([0])}, "positions of examples"),
+        ({"sentences": np.array([1, 0])}, "never falling"),
+        ({"sentences": np.array([0, 2])}, "Expected one position or more in each"),
+        ({"sentences": np.array([1, 1])}, "Expected one position or more in each"),
+    ],
+    ids=str,
+)
+def test_arrays_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
+    arrays = {"tokens": np.arange(6), "offsets": np.array([0, 3, 6]), "positions": np.array([0, 1])}
+    Examples(**arrays)
+    with pytest.raises(InputError, match=message):
+        Examples(**arrays | change)

@@ -1,0 +1,166 @@
+"""Self-Debiasing is its formula, computed token by token, and WordFilter leaves no banned word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from self_debiasing import debiased_probabilities
+from torch import Tensor
+
+from matlens import InputError
+from matlens.ffn.baselines import SelfDebiasing, announced_tokens, word_filter
+from matlens.ffn.graders import ATTRIBUTES
+
+NAMES = st.lists(st.sampled_from(list(ATTRIBUTES)), min_size=1, max_size=6, unique=True)
+
+
+@settings(derandomize=True, max_examples=60)
+@given(
+    names=NAMES, n=st.integers(1, 3), seed=st.integers(0, 10**6),
+    decay=st.sampled_from([0.0, 10.0, 50.0, 100.0]), floor=st.sampled_from([0.01, 0.2, 1.0]),
+)  # fmt: skip
+def test_every_row_has_the_probabilities_of_the_formula(
+    names: list[str], n: int, seed: int, decay: float, floor: float
+) -> None:
+    """Prompts first, then all of them after each announcement in turn; rows of one prompt go on alike."""
+    one = SelfDebiasing(names, decay=decay, floor=floor)
+    scores = 3 * torch.randn((1 + len(names)) * n, 7, generator=torch.Generator().manual_seed(seed))
+    probabilities = one(torch.zeros(len(scores), 1, dtype=torch.long), scores).softmax(-1)
+    for row in range(n):
+        announced = [scores[row + n * (1 + i)].tolist() for i in range(len(names))]
+        expected = torch.tensor(debiased_probabilities(scores[row].tolist(), announced, decay, floor))
+        for variant in range(1 + len(names)):
+            torch.testing.assert_close(probabilities[row + n * variant], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_least_delta_of_all_attributes_counts() -> None:
+    """The first announcement raises token 0 and the second token 1: both lose, and the third token gains."""
+    plain = torch.zeros(3)
+    announced = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    probabilities = SelfDebiasing(["threat", "profanity"]).log_probs(plain, announced).exp()
+    assert probabilities[0] == pytest.approx(float(probabilities[1]))
+    assert float(probabilities[2]) > 0.95
+
+
+def test_without_a_difference_nothing_changes_and_the_floor_is_the_least_factor() -> None:
+    plain = torch.tensor([1.0, 2.0, 3.0])
+    same = SelfDebiasing(["threat"]).log_probs(plain, plain[None])
+    torch.testing.assert_close(same.exp(), plain.softmax(-1))
+    certain = torch.tensor([[-50.0, 50.0, -50.0]])
+    log_p = SelfDebiasing(["threat"], floor=0.25).log_probs(plain, certain)
+    p = plain.softmax(-1)
+    assert float((log_p[1] - log_p[0]).exp()) == pytest.approx(0.25 * float(p[1] / p[0]), rel=1e-4)
+
+
+def test_by_default_all_six_attributes_are_announced_with_the_authors_constants() -> None:
+    one = SelfDebiasing()
+    assert (one.decay, one.floor, len(one.prefixes)) == (50, 0.01, 6)
+    assert one.prefixes[3] == "The following text contains a threat:\n"
+    assert len(set(one.prefixes)) == 6
+
+
+def test_masked_logits_stay_impossible() -> None:
+    scores = torch.tensor([[1.0, -math.inf, 2.0], [3.0, -math.inf, 0.0]])
+    log_probs = SelfDebiasing(["threat"])(torch.zeros(2, 1, dtype=torch.long), scores)
+    assert not log_probs.isnan().any()
+    assert (log_probs[:, 1] == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attributes": []}, "Nothing.*cannot be announced. Expected some of toxicity, severe_toxicity"),
+        ({"attributes": ["threat", "wine"]}, "'wine' cannot be announced"),
+        ({"decay": -1.0}, "decay -1.0 and floor 0.01: expected a decay of at least 0"),
+        ({"floor": 0.0}, "floor 0.0"),
+        ({"floor": 1.5}, "floor 1.5"),
+        ({"decay": math.nan}, "decay.*nan"),
+    ],
+)
+def test_what_is_no_self_debiasing_is_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SelfDebiasing(**given)
+
+
+def test_an_announcement_stands_before_the_text_and_after_what_begins_every_text() -> None:
+    tokenizer = make_tokenizer()
+    w3, w4, w9 = tokenizer.convert_tokens_to_ids(["w3", "w4", "w9"])
+    assert announced_tokens(tokenizer, "w3 w4:\n", [w9]) == [w3, tokenizer.unk_token_id, w9]
+    tokenizer.bos_token = "[PAD]"
+    assert announced_tokens(tokenizer, "w3 w4", [1, w9]) == [1, w3, w4, w9]
+    assert announced_tokens(tokenizer, "w3 w4", [w9, 1]) == [w3, w4, w9, 1]
+
+
+# WordFilter
+
+
+def last_banned(processor: Any, before: list[int], n_vocab: int) -> list[int]:
+    """Tokens that cannot follow."""
+    scores: Tensor = processor(torch.tensor([before]), torch.zeros(1, n_vocab))
+    return (scores[0] == -math.inf).nonzero()[:, 0].tolist()
+
+
+def test_single_tokens_cannot_follow_and_phrases_cannot_be_completed() -> None:
+    tokenizer = make_tokenizer()
+    w1, w2, w3, w4 = tokenizer.convert_tokens_to_ids(["w1", "w2", "w3", "w4"])
+    processor = word_filter(tokenizer, ["w1", " w2 w3 "])
+    assert last_banned(processor, [w4, w4], 60) == [w1]
+    assert last_banned(processor, [w4, w2], 60) == sorted([w1, w3])
+
+
+class Spelled:
+    """A tokenizer that has a token for each of a few texts and knows no others."""
+
+    unk_token_id = 0
+    known = ("damn", " damn", "Damn", " Damn", "DAMN", " oaf")
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [self.known.index(text) + 1 if text in self.known else 0]}
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, tokens: list[int]) -> str:
+        raise NotImplementedError
+
+
+def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_them() -> None:
+    assert last_banned(word_filter(Spelled(), ["damn"]), [9], 10) == [1, 2, 3, 4, 5]
+    assert last_banned(word_filter(Spelled(), ["Damn"]), [9], 10) == [1, 2, 3, 4, 5]
+    assert last_banned(word_filter(Spelled(), ["oaf"]), [9], 10) == [6]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "^words must have at least one"),
+        ("damn", "list"),
+        (["damn", "fool"], "The word 'fool' cannot be banned: the tokenizer makes no tokens of it"),
+        (["  "], "The word '  ' cannot be banned"),
+    ],
+)
+def test_words_that_cannot_be_banned_are_told(words: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        word_filter(Spelled(), words)
+
+
+def test_no_continuation_has_a_banned_word(small_model: Callable[[str], Any]) -> None:
+    from matlens.ffn.generation import continue_prompts
+
+    model = small_model("llama")
+    free = continue_prompts(model, ["w3 w14", "w5"], n_tokens=12, progress=False)
+    said = {word for text in free["text"] for word in text.split() if word.startswith("w")}
+    assert said
+    processor = word_filter(model.tokenizer, sorted(said))
+    continuations = continue_prompts(
+        model, ["w3 w14", "w5"], n_tokens=12, processor=processor, progress=False
+    )
+    assert not said & {word for text in continuations["text"] for word in text.split()}

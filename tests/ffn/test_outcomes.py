@@ -1,0 +1,89 @@
+"""Splits, leaving and judging by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from matlens import InputError
+from matlens.ffn.outcomes import JudgedExits, first_exit, judge_exits, split_examples, summarize_exits
+
+
+@pytest.mark.parametrize("n", [10, 11, 19, 20, 57, 2000])
+def test_parts_are_disjoint_and_complete(n: int) -> None:
+    split = split_examples(n, seed=3)
+    assert sorted(np.concatenate(split)) == list(range(n))
+    assert (len(split.test), len(split.calibration)) == (n // 10, n // 10)
+    assert all((one == two).all() for one, two in zip(split, split_examples(n, seed=3), strict=True))
+    assert any((one != two).any() for one, two in zip(split, split_examples(n, seed=4), strict=True))
+
+
+@pytest.mark.parametrize("n", [0, 9])
+def test_too_few_examples_are_refused(n: int) -> None:
+    with pytest.raises(InputError, match=rf"{n} examples cannot be split .* Expected 10 or more"):
+        split_examples(n)
+
+
+def test_an_example_leaves_at_its_first_signal_and_at_the_last_layer_without_one() -> None:
+    said = np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=bool)
+    assert first_exit(said).tolist() == [1, 0, 3, 3]
+
+
+def test_layers_saved_are_those_of_right_examples() -> None:
+    right = np.array([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)
+    exits = judge_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
+    assert (exits.accuracy, exits.left) == (0.75, 0.75)
+    assert exits.saved == pytest.approx((2 + 3 + 0) / 3)
+    nobody = judge_exits(np.array([0, 1]), right[:2])
+    assert nobody.accuracy == 0
+    assert np.isnan(nobody.saved)
+
+
+def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers() -> None:
+    generator = np.random.default_rng(0)
+    right = generator.random((5, 4)) < 0.5
+    right[:, -1] = True
+    leaves = np.array([0, 3, 1, 1, 2])
+    dealt = [judge_exits(np.array(order), right) for order in itertools.permutations(leaves)]
+    accuracies = [one.accuracy for one in dealt]
+    assert len(set(accuracies)) > 2
+    for one in dealt:
+        assert one.chance == pytest.approx(np.mean(accuracies))
+        assert one.chance_sd == pytest.approx(np.std(accuracies))
+    assert judge_exits(np.array([1]), np.array([[False, True]])).chance_sd == 0
+
+
+def test_the_summary_is_mean_and_deviation_over_seeds() -> None:
+    judged = {
+        "a": [JudgedExits(0.8, 3, 0.5, 0.6, 0), JudgedExits(0.9, 5, 0.7, 0.5, 0)],
+        "b": [JudgedExits(1, 0, 0, 1, 0)],
+    }
+    a, b = summarize_exits(judged, 16).to_dict("records")
+    assert a == {
+        "method": "a", "accuracy": pytest.approx(0.85), "accuracy_sd": pytest.approx(0.1 / 2**0.5),
+        "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "left": pytest.approx(0.6),
+        "chance": pytest.approx(0.55), "above": pytest.approx(0.3), "above_sd": pytest.approx(0.02**0.5),
+        "left_right": pytest.approx(0.45 / 0.6), "left_chance": pytest.approx(0.15 / 0.6), "seeds": 2,
+    }  # fmt: skip
+    assert (b["accuracy"], b["saved"], b["saved_share"], b["seeds"]) == (1, 0, 0, 1)
+    assert np.isnan(b["left_right"])
+    assert np.isnan(b["accuracy_sd"])
+    assert np.isnan(b["saved_sd"])
+
+
+def test_a_seed_without_a_right_example_has_no_layers_saved() -> None:
+    nothing = judge_exits(np.array([0]), np.array([[False, True]]))
+    (row,) = summarize_exits({"a": [nothing, JudgedExits(1, 1, 1, 1, 0)]}, 2).to_dict("records")
+    assert (row["accuracy"], row["saved"]) == (0.5, 1)
+
+
+def test_nothing_to_sum_up_is_refused() -> None:
+    judged = {"a": [JudgedExits(1, 1, 1, 1, 0)]}
+    for n_layers in (0, -1, 2.0):
+        with pytest.raises(InputError, match=r"^n_layers must be"):
+            summarize_exits(judged, n_layers)  # type: ignore[arg-type]
+    for nothing, message in (({}, "Nothing was judged"), (judged | {"b": []}, "b was judged on no seed")):
+        with pytest.raises(InputError, match=message):
+            summarize_exits(nothing, 2)

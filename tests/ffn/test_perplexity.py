@@ -1,0 +1,210 @@
+"""Perplexity is the exponential of Hugging Face's own loss, sentence by sentence, changed models included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, MASKED, N_CTX, assert_near
+from hand_controlled import CHOSEN, controlled_by_hand
+from scipy import stats
+from self_debiasing import debiased_probabilities
+
+import matlens
+from matlens import InputError
+from matlens.data.corpus import Corpus
+from matlens.data.prompts import make_windows
+from matlens.ffn.baselines import SelfDebiasing
+from matlens.ffn.control import controlled
+from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
+
+Models = Callable[[str], Any]
+DECODERS = [name for name in ARCHITECTURES if name not in MASKED]
+
+
+@torch.inference_mode()
+def plain_losses(plain: Any, tokenizer: Any, corpus: Corpus) -> TextLosses:
+    """From the loss that Hugging Face gives for labels, one sentence at a time."""
+    lost, counted = [], []
+    for sentence in corpus.sentences:
+        ids = torch.tensor([tokenizer(sentence)["input_ids"]])
+        counted.append(ids.shape[1] - 1)
+        lost.append(float(plain(ids, labels=ids).loss) * counted[-1])
+    return TextLosses(np.array(lost), np.array(counted))
+
+
+def assert_alike(ours: TextLosses, theirs: TextLosses) -> None:
+    np.testing.assert_array_equal(ours.n_tokens, theirs.n_tokens)
+    np.testing.assert_allclose(ours.total, theirs.total, rtol=2e-5)
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["unchanged", "controlled"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_it_is_hugging_faces_loss(
+    name: str, control: bool, small_model: Models, plain_model: Models, sentences: Corpus
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    with controlled_by_hand(name, plain, CHOSEN if control else {}):
+        expected = plain_losses(plain, model.tokenizer, sentences)
+    with controlled(model, CHOSEN, CHOSEN) if control else nullcontext():
+        by_batch_size = [
+            text_losses(model, sentences, batch_tokens=n, progress=False) for n in (1, 70, 10_000)
+        ]
+    for ours in by_batch_size:
+        assert_alike(ours, expected)
+    total = math.exp(expected.total.sum() / expected.n_tokens.sum())
+    assert perplexity_estimate(by_batch_size[0]).value == pytest.approx(total, rel=1e-4)
+    assert perplexity_estimate(by_batch_size[0]).n == 40
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_under_self_debiasing_it_is_that_of_the_formulas_probabilities(
+    name: str, small_model: Models, plain_model: Models, sentences: Corpus
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    few = Corpus("few", sentences.sentences[:4], 4, 0, 0, 0)
+    debiasing = SelfDebiasing(["threat", "profanity"], decay=2000.0)
+    lost = []
+    for sentence in few.sentences:
+        ids = model.tokenizer(sentence)["input_ids"]
+        total = 0.0
+        for place in range(1, len(ids)):
+            rows = []
+            for prefix in ("", *debiasing.prefixes):
+                read = [*model.tokenizer(prefix)["input_ids"], *ids[:place]]
+                with torch.inference_mode():
+                    rows.append(plain(torch.tensor([read])).logits[0, -1].double().tolist())
+            total -= math.log(debiased_probabilities(rows[0], rows[1:], 2000.0, 0.01)[ids[place]])
+        lost.append(total)
+    for batch_tokens in (1, 1000):
+        ours = text_losses(model, few, debiasing=debiasing, batch_tokens=batch_tokens, progress=False)
+        np.testing.assert_allclose(ours.total, lost, rtol=1e-4)
+    unchanged = text_losses(model, few, progress=False)
+    assert not np.allclose(unchanged.total, lost, rtol=1e-3)
+
+
+def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("neox")
+    losses = text_losses(model, sentences, progress=False)
+    debiased = text_losses(model, sentences, debiasing=SelfDebiasing(decay=0.0), progress=False)
+    np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
+
+
+def test_running_text_is_read_in_windows_each_for_itself(
+    small_model: Models, plain_model: Models, sentences: Corpus
+) -> None:
+    """As Hugging Face gives the loss of every window."""
+    model, plain = small_model("llama"), plain_model("llama")
+    ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
+    expected = []
+    for start in range(0, len(ids), 20):
+        window = torch.tensor([ids[start : start + 20]])
+        with torch.inference_mode():
+            expected.append(float(plain(window, labels=window).loss) * (window.shape[1] - 1))
+    losses = text_losses(model, make_windows(model, sentences, size=20), progress=False)
+    np.testing.assert_allclose(losses.total, expected, rtol=2e-5)
+    assert losses.n_tokens.sum() == len(ids) - len(expected)
+
+
+def test_places_that_are_done_apart_change_nothing(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"], decay=2000.0)
+    windows = make_windows(model, sentences, size=30, most=4)
+    losses = []
+    for places in (128, 7):
+        monkeypatch.setattr("matlens.ffn.perplexity._PLACES", places)
+        losses += [text_losses(model, windows, debiasing=each, progress=False) for each in (None, debiasing)]
+    np.testing.assert_allclose(losses[0].total, losses[2].total, rtol=1e-6)
+    np.testing.assert_allclose(losses[1].total, losses[3].total, rtol=1e-6)
+    assert not np.allclose(losses[0].total, losses[1].total, rtol=1e-3)
+
+
+def test_a_window_with_an_announcement_has_to_fit(small_model: Models, sentences: Corpus) -> None:
+    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"])
+    assert debiasing.room(model) == N_CTX - len(model.tokenizer(debiasing.prefixes[0])["input_ids"])
+    fitting = make_windows(model, sentences, size=debiasing.room(model), most=1)
+    assert text_losses(model, fitting, debiasing=debiasing, progress=False).total > 0
+    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and beside an announcement"):
+        text_losses(model, make_windows(model, sentences), debiasing=debiasing, progress=False)
+
+
+# Intervals
+
+
+def test_the_interval_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
+    rng = np.random.default_rng(0)
+    hits, n = 0, 400
+    for _ in range(n):
+        counted = rng.integers(5, 40, 60)
+        lost = rng.normal(3 * counted, 2 * np.sqrt(counted) + 0.2 * counted)
+        estimate = perplexity_estimate(TextLosses(lost, counted))
+        hits += estimate.low < math.exp(3) < estimate.high
+    assert stats.binomtest(hits, n, 0.95).pvalue > 0.01
+
+
+def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums() -> None:
+    """The delta method for a ratio of two means, by sample variances and covariance (Cochran 1977, 6.4)."""
+    lost, counted = np.array([7.0, 3.0, 11.0, 4.0]), np.array([3, 1, 4, 2])
+    r, ((of_lost, both), (_, of_counted)) = lost.sum() / counted.sum(), np.cov(lost, counted)
+    error = math.sqrt((of_lost + r**2 * of_counted - 2 * r * both) / 4) / counted.mean()
+    half = stats.t.ppf(0.975, 3) * error
+    estimate = perplexity_estimate(TextLosses(lost, counted))
+    expected = math.exp(r), math.exp(r - half), math.exp(r + half)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected)
+
+
+def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
+    rng = np.random.default_rng(1)
+    counted = rng.integers(5, 40, 50)
+    base = TextLosses(rng.normal(3, 1, 50) * counted, counted)
+    changed = TextLosses(base.total + rng.normal(0.3, 0.05, 50) * counted, counted)
+    ratio = perplexity_ratio(changed, base)
+    assert ratio.value == pytest.approx(perplexity_estimate(changed).value / perplexity_estimate(base).value)
+    assert ratio.low < ratio.value < ratio.high
+    assert ratio.high / ratio.low < perplexity_estimate(base).high / perplexity_estimate(base).low
+    same = perplexity_ratio(base, base)
+    assert (same.value, same.low, same.high) == (1, 1, 1)
+    lost = TextLosses(np.array([9e3, 2e3]), np.array([2, 2]))  # nats: no final norm bounds logits
+    assert perplexity_estimate(lost).value == perplexity_estimate(lost).high == math.inf
+    assert perplexity_ratio(base, TextLosses(base.total + 800 * counted, counted)).value < 1e-300
+    lonely = perplexity_estimate(TextLosses(np.array([3.0]), np.array([2])))
+    assert lonely.value == pytest.approx(math.exp(1.5))
+    assert math.isnan(lonely.low)
+
+
+# What cannot be read
+
+
+def test_what_has_no_perplexity_is_told(
+    small_model: Models, sentences: Corpus, model_folder: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match="predicts masked tokens, not the next one, so it has no perplexity"):
+        text_losses(small_model("bert"), sentences)
+    with pytest.raises(InputError, match="No text has two tokens"):
+        text_losses(small_model("llama"), Corpus("one", ("w1",), 1, 0, 0, 0))
+    broken = matlens.load(str(model_folder("llama")), device="cpu")
+    with torch.no_grad():
+        broken.original_model.get_output_embeddings().weight.fill_(math.nan)
+    with pytest.raises(InputError, match="not finite"):
+        text_losses(broken, sentences)
+
+
+def test_half_precision_is_read_in_full(
+    model_folder: Callable[[str], Any], plain_model: Models, sentences: Corpus
+) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.bfloat16)
+    losses = text_losses(model, sentences, progress=False)
+    expected = plain_losses(plain_model("gpt2"), model.tokenizer, sentences)
+    assert_near(torch.from_numpy(losses.total), torch.from_numpy(expected.total), 1e-2)
+
+
+@pytest.mark.parametrize("batch_tokens", [0, -1, 1.5, True])
+def test_a_batch_holds_a_token_at_least(batch_tokens: Any, small_model: Models, sentences: Corpus) -> None:
+    with pytest.raises(InputError, match=r"^batch_tokens must be"):
+        text_losses(small_model("llama"), sentences, batch_tokens=batch_tokens)

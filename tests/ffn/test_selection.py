@@ -1,0 +1,88 @@
+"""Value vectors are chosen by what a grader says of their top tokens, and chance is the seed's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import N_LAYERS, make_tokenizer
+from plain_values import plain_values
+
+from matlens import InputError
+from matlens.ffn.projection import Projection, TopTokens, top_tokens_of_all
+from matlens.ffn.selection import draw_harmless, grade_values, most_harmless
+from matlens.ffn.values import ValueVectors
+
+
+class EvenWords:
+    """A grader to which words with an even number are toxic."""
+
+    name, attributes = "even", ("toxicity",)
+
+    def grade(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+        return {"toxicity": np.array([share_of_even_words(text) for text in texts])}
+
+
+def share_of_even_words(text: str) -> float:
+    return sum(word[-1] in "02468" for word in text.split()) / len(text.split())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_the_top_tokens_of_every_value_vector_are_graded_together(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    values = ValueVectors(model)
+    graded = grade_values(
+        values,
+        top_tokens_of_all(values, Projection.from_model(model), k=5, progress=False),
+        model.tokenizer,
+        EvenWords(),
+    )
+    assert len(graded) == len(values)
+    tokenizer, e = make_tokenizer(bert=name == "bert"), plain.get_output_embeddings().weight.detach()
+    assert list(graded) == ["value", "layer", "index", "text", "score"]
+    for layer in range(N_LAYERS):
+        of_layer = graded[graded["layer"] == layer]
+        for row, v in zip(of_layer.itertuples(), plain_values(name, plain, layer), strict=True):
+            words = [tokenizer.decode([t]) or f"<{t}>" for t in (e @ v).topk(5).indices.tolist()]
+            assert row.value == f"L{layer}D{row[3]}"
+            assert row.text == " ".join(words)
+            assert row.score == share_of_even_words(row.text)
+
+
+@pytest.fixture
+def graded() -> pd.DataFrame:
+    return pd.DataFrame({"value": [f"L0D{i}" for i in range(100)], "score": [i / 100 for i in range(100)]})
+
+
+def test_the_harmless_are_drawn_below_the_threshold_by_the_seed(graded: pd.DataFrame) -> None:
+    shuffled = graded.sample(frac=1, random_state=1)
+    chosen = [draw_harmless(shuffled, 5, seed=seed)["value"].tolist() for seed in range(40)]
+    assert chosen[0] == draw_harmless(shuffled, 5, seed=0)["value"].tolist()
+    assert all(len(set(one)) == 5 for one in chosen)
+    assert {value for one in chosen for value in one} == {f"L0D{i}" for i in range(10)}
+    assert set(draw_harmless(graded, 30, below=0.3)["value"]) == {f"L0D{i}" for i in range(30)}
+
+
+def test_the_most_harmless_come_in_their_order(graded: pd.DataFrame) -> None:
+    chosen = most_harmless(graded.sample(frac=1, random_state=2), 3)
+    assert chosen["value"].tolist() == ["L0D0", "L0D1", "L0D2"]
+
+
+def test_more_than_there_are_cannot_be_chosen(
+    graded: pd.DataFrame, small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match=r"^The number of value vectors with a score below 0\.1 must be"):
+        draw_harmless(graded, 11)
+    for n in (0, 101):
+        with pytest.raises(InputError, match=r"^The number of value vectors with a score must be"):
+            most_harmless(graded, n)
+    few = TopTokens(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
+    model = small_model("llama")
+    with pytest.raises(InputError, match="Top tokens of 4 vectors for 144 value vectors"):
+        grade_values(ValueVectors(model), few, model.tokenizer, EvenWords())

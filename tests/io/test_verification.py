@@ -1,0 +1,170 @@
+"""What `verify` says of folders as they were written, and of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from command_lines import run_command
+from damage import harmed
+from small_maps import ORIGIN, PAIRS, linear
+
+from matlens import InputError, MapSet
+from matlens.io.rows import Column, keep_rows
+from matlens.io.tables import write_results
+from matlens.io.verification import verify
+from matlens.linear.mapsets import write_maps
+
+
+def numbers(seed: int, *, broken_off: bool = False) -> Any:
+    def batches(skip: int) -> Any:
+        for number in range(skip, 3):
+            if broken_off and number == 2:
+                raise KeyboardInterrupt
+            rows = torch.arange(6.0).view(2, 3) + number + seed
+            yield np.arange(2) + 2 * number, {"h.0": rows, "h.1": -rows}
+
+    return batches
+
+
+def write_rows(folder: Path, *, broken_off: bool = False) -> None:
+    keep_rows(
+        "activations", {"seed": 0}, dict.fromkeys(("h.0", "h.1"), Column(3)), 6,
+        numbers(0, broken_off=broken_off), folder=folder, arrays={"tokens": np.arange(3)},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An output folder with everything in it, and with files of others."""
+    folder = tmp_path / "out"
+    write_rows(folder / "train")
+    MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN).save(folder / "maps")
+    write_results(folder, "results", pd.DataFrame({"value": [0.25, 0.5]}), {"seed": 0})
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(folder / "validation", broken_off=True)
+
+    def fit(pairs: Any) -> Any:
+        for pair in pairs:
+            if pair[0] == "h.1":
+                raise KeyboardInterrupt
+            yield linear(*pair)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_maps(folder / "more-maps", PAIRS, fit, ORIGIN)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (folder / "model" / "tokenizer.json").write_text("{no JSON")
+    (folder / "model" / "vocab.json").write_text('{"a": 0}')
+    (folder / "notes.txt").write_text("mine")
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+WHATS = {
+    "maps": "maps, 3 files",
+    "more-maps": "unfinished maps",
+    "results.csv": "table of results",
+    "train": "activations, 3 files",
+    "validation": "unfinished activations",
+}
+
+
+def test_all_that_is_as_it_was_written_is_said_to_be(out: Path) -> None:
+    verdicts = list(verify(out))
+    assert {v.path.name: v.what for v in verdicts} == WHATS
+    assert [v.damage for v in verdicts] == [None] * 5
+    assert [v.what for v in verify(str(out / "maps"))] == ["maps, 3 files"]
+
+
+def test_every_damage_to_every_file_is_found_and_named(out: Path) -> None:
+    files = [path for name in ("maps", "more-maps", "train", "validation") for path in (out / name).iterdir()]
+    checked = 0
+    for path in [*files, out / "results.csv", out / "results.json"]:
+        place = path.parent if path.parent != out else out / "results.csv"
+        for harm in harmed(path, 12, seed=3):
+            if (path.parent.name == "validation" and path.suffix == ".npy") or path.name == "progress.jsonl":
+                continue  # what was not noted is made again: see below
+            verdicts = {verdict.path: verdict.damage for verdict in verify(out)}
+            damage = verdicts.pop(place)
+            checked += 1
+            if damage is None:  # a blank in JSON that is no part of what it says
+                assert path.suffix == ".json", harm
+                continue
+            assert path.name in damage or path.parent.name in damage, harm
+            assert set(verdicts.values()) == {None}, harm
+    assert checked > 120
+    assert [verdict.damage for verdict in verify(out)] == [None] * 5
+
+
+def test_rows_that_were_noted_are_checked_in_unfinished_folders(out: Path) -> None:
+    path = out / "validation" / "h.1.npy"
+    whole = path.read_bytes()
+    for content in (whole[:128] + bytes(len(whole) - 128), whole[:100], whole[:130] + b"?" + whole[131:]):
+        path.write_bytes(content)
+        (damage,) = (verdict.damage for verdict in verify(out / "validation"))
+        assert damage is not None
+        assert str(path) in damage
+    path.write_bytes(whole[:-12] + b"not noted yet"[:12])
+    assert [verdict.damage for verdict in verify(out / "validation")] == [None]
+    note = out / "validation" / "progress.jsonl"
+    note.write_bytes(note.read_bytes().replace(b'"batches":2', b'"batches":3'))
+    (damage,) = (verdict.damage for verdict in verify(out / "validation"))
+    assert str(note) in str(damage)
+
+
+@pytest.mark.parametrize("gone", ["train/h.1.npy", "maps/h.0.safetensors", "results.csv"])
+def test_what_is_gone_is_named(gone: str, out: Path) -> None:
+    (out / gone).unlink()
+    damages = [verdict.damage for verdict in verify(out) if verdict.damage]
+    assert len(damages) == 1
+    assert str(out / gone) in damages[0]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="There is no folder"):
+        list(verify(tmp_path / "absent"))
+
+
+def test_the_command_says_a_line_each_and_exits_with_2_on_damage(
+    out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    done = run_command(["verify", out], capsys)
+    assert done.code == 0
+    assert [line.endswith("  ok") for line in done.out.splitlines()] == [True] * 5
+    path = out / "train" / "h.0.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    done = run_command(["verify", out], capsys)
+    assert done.code == 2
+    assert len(done.out.splitlines()) == 5
+    (line,) = (line for line in done.out.splitlines() if "DAMAGED" in line)
+    assert str(path) in line
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "absent"):
+        done = run_command(["verify", folder], capsys)
+        assert done.code == 2
+        assert str(folder) in done.err
+
+
+def test_counts_that_cannot_be_are_no_work(out: Path) -> None:
+    """A record of a million files is refused at the first of them."""
+    path = out / "train" / "config.json"
+    config = json.loads(path.read_text())
+    config["files"] |= {f"h.{n}.npy": {} for n in range(10**4)}
+    path.write_text(json.dumps(config))
+    (damage,) = (verdict.damage for verdict in verify(out / "train"))
+    assert str(path) in str(damage)
+
+
+def test_a_folder_in_the_place_of_a_record_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "matlens.json").mkdir()
+    (verdict,) = verify(tmp_path)
+    assert verdict.damage is not None
+    assert "matlens.json is a folder" in verdict.damage

@@ -1,0 +1,128 @@
+"""Evaluations are read in their protocol, and scored as a loop over items, words and layers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matlens import InputError, Lens
+from matlens.lens.evaluations import KS, EvaluationItem, evaluate_lenses, read_evaluations, word_tokens
+
+Models = Callable[[str], Any]
+
+
+def write(folder: Path, name: str, items: list[dict[str, Any]]) -> Path:
+    path = folder / f"lens-eval-{name}.json"
+    path.write_text(json.dumps({"items": items}))
+    return path
+
+
+def test_each_evaluation_is_read_at_its_own_token(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "multihop",
+        [{"name": "a", "prompt": "The river of tulips is ", "intermediates": ["W"], "target": "R"}],
+    )
+    write(tmp_path, "poetry", [{"prompt": "First line,\nsecond", "intermediates": ["rhyme"]}])
+    write(
+        tmp_path, "order-ops", [{"prompt": "(2 + 3) * 4 = ", "intermediates": ["5", "multiplication", "77"]}]
+    )
+    items = read_evaluations(tmp_path)
+    assert list(items) == ["multihop", "order-ops", "poetry"]
+    assert items["multihop"] == [EvaluationItem("a", "The river of tulips is", (("W",),))]
+    assert items["poetry"][0].text == "First line,\n"
+    assert items["order-ops"][0].words == (
+        ("5", "five"), ("multiplication", "*", "times", "multiply", "product"), ("77",)
+    )  # fmt: skip
+    assert list(read_evaluations(tmp_path, ["poetry"])) == ["poetry"]
+
+
+def test_words_are_tokens_where_one_of_their_spellings_is(small_model: Models) -> None:
+    model = small_model("gpt2")
+    w7 = model.tokenizer.convert_tokens_to_ids("w7")
+    assert word_tokens(model, ["W7"]) == [w7]
+    assert word_tokens(model, ["w7", "w8"]) == [w7, w7 + 1]
+    assert word_tokens(model, ["tulip", "w1 w2"]) == []
+
+
+def test_scores_are_those_of_a_loop(small_model: Models) -> None:
+    model = small_model("llama")
+    lens = Lens.identity(model)
+    texts = ["w1 w2 w3", "w9 w8", "w4 w5 w6 w7", "w3"]
+    words = [(("w10",), ("w11", "w12")), (("w13",),), (("tulip",),), (("tulip",), ("w14",))]
+    items = [EvaluationItem(str(i), text, of) for i, (text, of) in enumerate(zip(texts, words, strict=True))]
+    table = evaluate_lenses({"id": lens}, {"own": items}, layers=[1, 2], progress=False)
+    shares: dict[int, list[float]] = {1: [], 5: [], 10: []}
+    for text, of in zip(texts, words, strict=True):
+        trajectory = lens.trajectory(text)
+        best = []
+        for spellings in of:
+            ranks = []
+            for layer in (1, 2):
+                logits = lens.logits(trajectory._vectors[layer], layer)[-1]
+                for spelling in spellings:
+                    token = model.tokenizer.convert_tokens_to_ids(spelling)
+                    if spelling != "tulip":
+                        ranks.append(int((logits > logits[token]).sum()))
+            if ranks:
+                best.append(min(ranks))
+        for k in shares:
+            if best:
+                shares[k].append(sum(rank < k for rank in best) / len(best))
+    rows = table.set_index("k")
+    for k, values in shares.items():
+        assert rows.loc[k, "value"] == pytest.approx(sum(values) / 3)
+        assert rows.loc[k, "n"] == 3
+    assert (table["metric"] == "pass").all()
+    assert table["corpus"].unique().tolist() == ["own"]
+
+
+def test_a_word_that_a_layer_puts_first_passes_and_another_does_not(small_model: Models) -> None:
+    model = small_model("gpt2")
+    lens = Lens.identity(model)
+    first = lens.top_tokens("w1 w2 w3", 12, layers=[1])[1][-1]
+    known = {i: word for i, word in enumerate(first) if word.startswith("w")}
+    for place, word in known.items():  # from 0: the fifth of all does not pass at k=4
+        item = EvaluationItem("a", "w1 w2 w3", ((word,),))
+        passed = evaluate_lenses({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
+        assert passed["value"].to_dict() == {k: float(place < k) for k in KS}
+    assert known.keys() & {*KS}, "a word just past one of the k"
+    last = [
+        w for w in (f"w{i}" for i in range(50)) if w not in lens.top_tokens("w1 w2 w3", 12, layers=[1])[1][-1]
+    ]
+    other = EvaluationItem("a", "w1 w2 w3", ((last[0],),))
+    failed = evaluate_lenses({"id": lens}, {"own": [other]}, layers=[1], progress=False).set_index("k")
+    assert failed.loc[10, "value"] == 0
+
+
+@pytest.mark.refused
+def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model: Models) -> None:
+    with pytest.raises(InputError, match=r"lens-eval-multihop\.json"):
+        read_evaluations(tmp_path)
+    write(tmp_path, "typo", [{"prompt": "a", "intermediates": []}])
+    with pytest.raises(InputError, match="no words under 'intermediates'"):
+        read_evaluations(tmp_path)
+    with pytest.raises(InputError, match=r"lens-eval-poetry\.json"):
+        read_evaluations(tmp_path, ["poetry", "typo"])
+    with pytest.raises(InputError, match="The name of an evaluation"):
+        read_evaluations(tmp_path, ["chess"])
+    write(tmp_path, "typo", [{"prompt": 3, "intermediates": ["a"]}])
+    with pytest.raises(InputError, match=r"Item 1 .* has no text"):
+        read_evaluations(tmp_path)
+    write(tmp_path, "typo", [])
+    with pytest.raises(InputError, match="no items"):
+        read_evaluations(tmp_path)
+    (tmp_path / "lens-eval-typo.json").write_text("[1, 2")
+    with pytest.raises(InputError, match="JSON"):
+        read_evaluations(tmp_path)
+    write(tmp_path, "typo", [{"prompt": "x", "intermediates": ["a"]}])
+    write(tmp_path, "poetry", [{"prompt": "one line", "intermediates": ["a"]}])
+    with pytest.raises(InputError, match="end of a line"):
+        read_evaluations(tmp_path)
+    lens = Lens.identity(small_model("gpt2"))
+    with pytest.raises(InputError, match="nothing to evaluate"):
+        evaluate_lenses({"id": lens}, {})

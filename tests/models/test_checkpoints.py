@@ -1,0 +1,334 @@
+"""Weights and tokenizers are those of the files; files that are damaged or lack a part are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import N_CTX, WORDS, assert_near, load_plain, make_tokenizer
+from safetensors.torch import load_file, save_file
+from transformer_lens.model_bridge import TransformerBridge
+
+import matlens
+from matlens import InputError
+from matlens.models.identity import ModelIdentity
+from matlens.models.places import locate
+
+TEXT = " ".join(WORDS[3:15])
+
+
+def sized_writer(path: Path, architecture: str, config: Any) -> gguf.GGUFWriter:
+    """The writer of a GGUF file that holds the sizes of a model already."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(N_CTX)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    return writer
+
+
+@pytest.fixture(scope="module")
+def gguf_file(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Llama as a GGUF file in float32, with a byte-level tokenizer of a few words."""
+    folder = model_folder("llama")
+    weights, config = load_file(folder / "model.safetensors"), load_plain("llama", folder).config
+    path = tmp_path_factory.mktemp("alone") / "small.gguf"
+    writer = sized_writer(path, "llama", config)
+    writer.add_rope_dimension_count(config.head_dim)
+    characters = [chr(ord("a") + i) for i in range(26)] + [chr(ord("A") + i) for i in range(26)]
+    tokens = ["<s>", "</s>", "Ġ", *characters, "th", "the", "Ġthe", "in", "er"]
+    assert len(tokens) == config.vocab_size
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["t h", "th e", "Ġ the", "i n", "e r"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+    def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
+        """Order the rows of queries and keys as llama.cpp does, which rotates neighbours."""
+        half = weight.shape[0] // heads // 2
+        return weight.view(heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
+
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(config.num_hidden_layers):
+        for theirs, ours in names.items():
+            weight = weights[f"model.layers.{i}.{theirs}.weight"]
+            if ours in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if ours == "attn_q" else config.num_key_value_heads
+                weight = turned(weight, heads)
+            writer.add_tensor(f"blk.{i}.{ours}.weight", weight.numpy().astype(np.float32))
+    for theirs, ours in {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    }.items():  # fmt: skip
+        writer.add_tensor(f"{ours}.weight", weights[f"{theirs}.weight"].numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+GGUF_TOKENS = ["the", "Ġ", "in"]
+
+
+def test_a_gguf_file_gives_the_logits_of_the_weights_in_it_without_network(
+    gguf_file: Path, plain_model: Callable[[str], Any], no_network: list[str]
+) -> None:
+    model = matlens.load(str(gguf_file), device="cpu")
+    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model("llama")(tokens).logits)
+    assert no_network == []
+    assert not model.training
+    assert model.tokenizer.convert_ids_to_tokens(model.tokenizer("the in")["input_ids"]) == GGUF_TOKENS
+    matlens.Readout(model)
+
+
+def test_a_gguf_file_keeps_its_own_tokenizer_beside_another_models(
+    gguf_file: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    path = shutil.copy(gguf_file, tmp_path / "model" / "small.gguf")
+    tokenizer = matlens.load(str(path), device="cpu").tokenizer
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the in")["input_ids"]) == GGUF_TOKENS
+
+
+@pytest.fixture(scope="module")
+def gemma3_gguf(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Gemma 3 as a GGUF file in float32, whose SentencePiece tokenizer puts a BOS in front."""
+    folder = model_folder("gemma3")
+    weights, config = load_file(folder / "model.safetensors"), load_plain("gemma3", folder).config
+    path = tmp_path_factory.mktemp("gemma") / "gemma.gguf"
+    writer = sized_writer(path, "gemma3", config)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    characters = [chr(ord("a") + i) for i in range(26)] + [chr(ord("A") + i) for i in range(25)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *characters, "th", "the", "▁the", "in"]
+    assert len(tokens) == config.vocab_size
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([3, 3, 3, 2] + [1] * (len(tokens) - 4))
+    for i, add in enumerate((writer.add_pad_token_id, writer.add_eos_token_id, writer.add_bos_token_id)):
+        add(i)
+    writer.add_unk_token_id(3)
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    }  # fmt: skip
+    places = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"} | {
+        f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
+        for i in range(config.num_hidden_layers)
+        for theirs, ours in names.items()
+    }
+    for theirs, ours in places.items():
+        # The file holds what a norm multiplies by, and Gemma's weights are that less one.
+        weight = weights[f"{theirs}.weight"] + ("norm" in theirs)
+        writer.add_tensor(f"{ours}.weight", weight.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_of_a_kind_that_transformers_names_no_class_for_is_loaded(
+    gemma3_gguf: Path, plain_model: Callable[[str], Any]
+) -> None:
+    model = matlens.load(gemma3_gguf, device="cpu")
+    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model("gemma3")(tokens).logits)
+    assert model.cfg.architecture == "Gemma3ForCausalLM"
+    assert matlens.models.token_policy(model).words == "'<bos>' in front"
+    matlens.Readout(model)
+
+
+@pytest.mark.parametrize("file", ["gguf_file", "gemma3_gguf"])
+def test_a_gguf_file_is_the_same_model_wherever_it_lies(
+    file: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    path = request.getfixturevalue(file)
+    elsewhere = shutil.copy(path, tmp_path / "renamed.GGUF")
+    first, second = (
+        ModelIdentity.from_model(matlens.load(place, device="cpu")) for place in (path, elsewhere)
+    )
+    assert first.key == second.key
+    assert (first.rounded, first.unembed_hash) == (second.rounded, second.unembed_hash)
+    assert first.name != second.name
+
+
+@pytest.mark.parametrize("kind", ["truncated", "garbage", "empty"])
+def test_a_corrupt_gguf_file_is_refused(kind: str, gguf_file: Path, tmp_path: Path) -> None:
+    whole = gguf_file.read_bytes()
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(
+        {"truncated": whole[: len(whole) * 2 // 3], "garbage": b"GGUF" + b"\x07" * 999, "empty": b""}[kind]
+    )
+    with pytest.raises(InputError, match=r"broken\.gguf.*could not be loaded.*\n.*Is the file whole"):
+        matlens.load(str(path), device="cpu")
+
+
+def test_a_name_is_known_without_loading(
+    model_folder: Callable[[str], Path],
+    gguf_file: Path,
+    no_network: list[str],
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", None)
+    for name in (model_folder("gpt2"), str(model_folder("bert")), gguf_file):
+        locate(name, None)
+    assert no_network == []
+    with pytest.raises(InputError, match="hub cannot be reached"):
+        locate("someone/no-such-model", None)
+    assert len(no_network) <= 2
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _drop_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 500),
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "config.json").write_text("{"),
+        lambda folder: (folder / "config.json").write_text('{"model_type": "no-such-model"}'),
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        _drop_a_tensor,
+    ],
+    ids=["truncated", "garbage", "no weights", "broken config", "unknown type", "tokenizer", "incomplete"],
+)
+def test_a_damaged_folder_is_refused(
+    damage: Callable[[Path], Any], model_folder: Callable[[str], Path], tmp_path: Path, no_network: list[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), folder)
+    damage(folder)
+    with pytest.raises(InputError, match=rf"{folder}.*(could not be loaded|lack 1 tensors)"):
+        matlens.load(str(folder), device="cpu")
+    assert no_network == []
+
+
+def test_a_checkpoint_without_its_head_is_refused(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """An encoder saved alone would get a head of random numbers."""
+    load_plain("bert", model_folder("bert")).bert.save_pretrained(tmp_path)
+    make_tokenizer(bert=True).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"cls\.predictions.*Expected a complete checkpoint"):
+        matlens.load(str(tmp_path), device="cpu")
+
+
+def _without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def _with_config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def _with_weight(value: float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.1.mlp.down_proj.weight"][3, 4] = value
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def _with_pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+CAUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no tokenizer": (_without_tokenizer, r"has no tokenizer: no vocabulary lies beside its weights"),
+    "NaN": (_with_weight(float("nan")), r"not finite: model\.layers\.1\.mlp\.down_proj.* holds NaN"),
+    "infinity": (_with_weight(float("inf")), r"not finite: .* holds infinity\. The checkpoint is damaged"),
+    "no layers": (_with_config(num_hidden_layers=0), r"says 0 layers\. Expected 1 to \d+"),
+    "less than none": (_with_config(num_hidden_layers=-3), r"says -3 layers\. Expected 1 to \d+"),
+    "a million layers": (_with_config(num_hidden_layers=10**6), r"says 1000000 layers.*ations\.MOST_LAYERS"),
+    "fewer layers": (_with_config(num_hidden_layers=2), r"hold 9 tensors of blocks that its configuration"),
+    "more layers": (_with_config(num_hidden_layers=4), r"weights lack 9 tensors, model\.layers\.3\."),
+    "layers in letters": (_with_config(num_hidden_layers="3"), r"configuration is not usable.*expected int"),
+    "no context": (_with_config(max_position_embeddings=0), r"its context is 0 tokens long"),
+    "unknown kind": (_with_config(model_type="no-such-kind"), "its configuration is not usable"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "its configuration is not usable"),
+    "too deep": (lambda folder: (folder / "config.json").write_text("[" * 10**5), "its configuration is not"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "its tokenizer is not usable"),
+    "a pipe": (_with_pipe, r"model\.safetensors is a pipe or a device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_a_damaged_folder_is_refused_for_its_true_cause(
+    case: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    damage, cause = CAUSES[case]
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(InputError, match=cause) as caught:
+        matlens.load(str(tmp_path / "model"), device="cpu")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_tokenizer_of_nothing_is_named_for_families_that_make_one(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers makes a GPT-2 tokenizer without a vocabulary where there are no files of one."""
+    for name in ("gpt2", "bert"):
+        shutil.copytree(model_folder(name), tmp_path / name)
+        _without_tokenizer(tmp_path / name)
+        with pytest.raises(InputError, match="has no tokenizer"):
+            matlens.load(str(tmp_path / name), device="cpu")
+
+
+def test_weights_that_overflow_in_float16_are_named(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    _with_weight(1e6)(tmp_path / "model")
+    assert matlens.load(str(tmp_path / "model"), device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(
+        InputError, match="In float16 weights overflow past 65504: load the model in bfloat16"
+    ):
+        matlens.load(str(tmp_path / "model"), device="cpu", dtype=torch.float16)

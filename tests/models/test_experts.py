@@ -1,0 +1,218 @@
+"""What experts write is a sum over value vectors, with the router's weights in the coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
+from torch import Tensor
+
+import matlens
+from matlens import InputError
+from matlens.activations.collecting import collect
+from matlens.data.corpus import Corpus
+from matlens.data.corpus_examples import make_examples
+from matlens.ffn.control import controlled
+from matlens.ffn.updates import Updates
+from matlens.ffn.values import ValueVector, ValueVectors
+from matlens.models.changes import changes_of
+from matlens.models.layout import ModelLayout, mixture
+
+MIXTURES = ("olmoe", "qwen2-moe")
+WIDTHS = {"olmoe": (48, 0), "qwen2-moe": (16, 24)}  # of a routed expert, and of the shared one
+TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17, 2, 50]])
+
+
+@torch.inference_mode()
+def experts_by_hand(name: str, plain: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients ``[n, columns]`` and value vectors ``[columns, d]``, from the weights alone.
+
+    Written from the papers: softmax over the experts, the two greatest kept (and not normalised again in
+    these configurations), gated SiLU experts; Qwen's shared expert times the sigmoid of its gate.
+    """
+    block = plain.model.layers[layer].mlp
+    width, shared_width = WIDTHS[name]
+    chance = torch.softmax(x @ block.gate.weight.T, -1)
+    assert not plain.config.norm_topk_prob
+    kept = torch.where(chance >= chance.topk(2).values[:, 1:], chance, torch.zeros(()))
+    coefficients, rows = [], []
+    for expert in range(4):
+        both = x @ block.experts.gate_up_proj[expert].T
+        gate, up = both[:, :width], both[:, width:]
+        coefficients.append(kept[:, expert, None] * gate * torch.sigmoid(gate) * up)
+        rows.append(block.experts.down_proj[expert].T)
+    if shared_width:
+        gate, up = x @ block.shared_expert.gate_proj.weight.T, x @ block.shared_expert.up_proj.weight.T
+        weight = torch.sigmoid(x @ block.shared_expert_gate.weight.T)
+        coefficients.append(weight * gate * torch.sigmoid(gate) * up)
+        rows.append(block.shared_expert.down_proj.weight.T)
+    return torch.cat(coefficients, 1), torch.cat(rows)
+
+
+def block_ends(plain: Any, layer: int, tokens: Tensor = TOKENS) -> tuple[Tensor, Tensor]:
+    """What the FFN of a block reads and writes, by hooks on the plain module."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = plain.model.layers[layer].mlp.register_forward_hook(
+        lambda _, args, output: seen.append((args[0][0].clone(), output[0].clone()))
+    )
+    try:
+        with torch.inference_mode():
+            plain(tokens)
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_coefficients_and_value_vectors_are_those_of_the_weights(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    layout, values = ModelLayout.from_model(model), ValueVectors(model)
+    width, shared = WIDTHS[name]
+    assert (layout.family.name, layout.d_mlp) == ("pre-norm", 4 * width + shared)
+    examples = matlens.data.make_token_examples(model, TOKENS, positions=[[*range(TOKENS.shape[1])]])
+    sites = [f"{kind}.{layer}" for kind in ("ffn_post", "ffn_out") for layer in range(N_LAYERS)]
+    collected = collect(model, examples, sites, progress=False)
+    for layer in range(N_LAYERS):
+        x, written = block_ends(plain, layer)
+        m, rows = experts_by_hand(name, plain, layer, x)
+        assert_near(collected[f"ffn_post.{layer}"], m)
+        assert_near(values.layer(layer), rows, 1e-7)
+        assert_near(collected[f"ffn_out.{layer}"], written)
+        assert_near(m @ rows, written)
+        # Most coefficients are 0, and each token has those of two experts.
+        chosen = torch.stack([part.any(1) for part in m[:, : 4 * width].split(width, 1)])
+        assert chosen.sum(0).tolist() == [2] * len(m)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_sub_updates_add_up_to_what_the_ffn_writes_expert_by_expert(
+    name: str, small_model: Callable[[str], Any], sentences: Corpus
+) -> None:
+    model = small_model(name)
+    updates = Updates.run(model, make_examples(model, sentences).head(4), progress=False)
+    for layer in range(N_LAYERS):
+        for row in range(4):
+            assert_near(updates.sub_updates(layer, row).sum(0), updates.outputs(layer)[row])
+    dominant = updates.dominant(1, 3)
+    assert bool(updates.coefficients(1).gather(1, dominant).all())  # none of an expert that is not chosen
+
+
+def test_names_have_an_expert(small_model: Callable[[str], Any]) -> None:
+    values = ValueVectors(small_model("qwen2-moe"))
+    assert values.resolve("L1E2D5") == ValueVector(1, 5, 2)
+    assert str(values.resolve("l-1e0d15")) == "L2E0D15"
+    assert values.resolve("L1D37") == values.resolve((1, 37)) == ValueVector(1, 5, 2)
+    assert str(values.at(88 + 64)) == "L1E4D0"  # the expert that all share
+    names = [values.vector(1, column) for column in range(values.d_mlp)]
+    assert [values.column(name) for name in names] == list(range(88))
+    assert [ValueVector.parse(str(name)) for name in names] == names
+    assert torch.equal(values.vectors(names), values.layer(1))
+    for wrong in ("L1E2D16", "L1E4D24", "L1E5D0"):
+        with pytest.raises(InputError, match=r"0 to 3 has the value vectors 0 to 15, and expert 4 0 to 23"):
+            values.resolve(wrong)
+    with pytest.raises(InputError, match="no experts, and each layer the value vectors 0 to 47"):
+        ValueVectors(small_model("llama")).resolve("L1E0D3")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_coefficient_that_is_set_adds_its_value_vector(
+    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    """At every token, whether its expert is chosen or not; the shared expert too."""
+    model, plain = small_model(name), plain_model(name)
+    names = ["L1E2D5", "L1E0D3", *(["L1E4D7"] if WIDTHS[name][1] else [])]
+    values = ValueVectors(model)
+    columns = [values.column(vector) for vector in names]
+    x, _ = block_ends(plain, 1)
+    m, rows = experts_by_hand(name, plain, 1, x)
+    changed = m.clone()
+    changed[:, columns] = 2.0
+
+    def write(_: Any, __: Any, output: Tensor) -> Tensor:
+        return output + ((changed - m) @ rows).view(output.shape)
+
+    handle = plain.model.layers[1].mlp.register_forward_hook(write)
+    try:
+        expected = plain_vectors(name, plain, TOKENS)["logits"]
+    finally:
+        handle.remove()
+    with torch.inference_mode():
+        before = model(TOKENS)
+        with controlled(model, names, 2.0):
+            assert_near(model(TOKENS), expected)
+        assert torch.equal(model(TOKENS), before)
+    assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
+
+
+def test_the_hook_is_part_of_the_plain_model_and_changes_nothing(
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model = small_model("qwen2-moe")
+    known = ModelLayout.from_model(model)
+    assert changes_of(model) == ()
+    assert str(known.resolve("blocks.1.mlp.hook_coefficients")) == "ffn_post.1"
+    with torch.inference_mode():
+        plain = plain_model("qwen2-moe")(TOKENS).logits
+        before = model(TOKENS)
+        hooks = [(known.hook(f"ffn_post.{layer}"), lambda m, hook: m.clone()) for layer in range(N_LAYERS)]
+        with model.hooks(fwd_hooks=hooks):
+            assert torch.equal(model(TOKENS), before)
+    assert_near(before, plain)
+    experts = mixture(model, 1)
+    assert experts is not None
+    assert mixture(model, 1) is experts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_adds_up_and_a_missing_expert_does_not(
+    dtype: torch.dtype, model_folder: Callable[[str], Path]
+) -> None:
+    model = matlens.load(str(model_folder("qwen2-moe")), device="cpu", dtype=dtype)
+    known = ModelLayout.from_model(model)
+    assert known.d_mlp == 88
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        (known.hook(site), lambda value, hook, site=site: seen.update({site: value.clone()}))
+        for site in ("ffn_post.1", "ffn_out.1")
+    ]
+    with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
+        model(TOKENS)
+    assert seen["ffn_post.1"].dtype == dtype
+    experts = mixture(model, 1)
+    assert experts is not None
+    assert experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.0)
+    assert not experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.2)
+    for part in (slice(16, 32), slice(64, 88)):
+        m = seen["ffn_post.1"].clone()
+        m[..., part] = 0
+        assert not experts.adds_up(m, seen["ffn_out.1"], 1.0)
+
+
+def test_experts_with_output_biases_are_refused(small_model: Callable[[str], Any]) -> None:
+    """A bias times the router's weight is of no value vector."""
+    model = small_model("gpt-oss")
+    assert "ffn_out" in ModelLayout.from_model(model).kinds
+    with pytest.raises(InputError, match="GptOssForCausalLM have no value vectors that are known"):
+        ValueVectors(model)
+
+
+def test_a_model_with_experts_in_some_layers_says_so(small_model: Callable[[str], Any]) -> None:
+    model = small_model("qwen3-moe-mixed")
+    assert "ffn_out" in ModelLayout.from_model(model).kinds
+    with pytest.raises(InputError, match=r"some layers have experts and some a plain FFN \(layer 0\)"):
+        ValueVectors(model)
+
+
+def test_rows_are_those_of_the_matrix(small_model: Callable[[str], Any]) -> None:
+    for name in MIXTURES:
+        experts = mixture(small_model(name), 2)
+        assert experts is not None
+        columns = torch.tensor([0, len(experts) - 1, 17, 3])
+        assert torch.equal(experts.rows(columns), experts.matrix()[columns])
+        assert experts.matrix().shape == (len(experts), D_MODEL)

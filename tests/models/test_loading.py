@@ -1,0 +1,120 @@
+"""What `load` gives is the published model with its own tokenizer, and what it cannot load it names."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES, N_CTX, WORDS, assert_near, load_plain, make_tokenizer, save_model
+from tokenizers import processors
+
+import matlens
+from matlens import InputError
+
+TEXT = " ".join(WORDS[3:15])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_folder_gives_the_plain_models_logits_without_network(
+    name: str, model_folder: Callable[[str], Path], plain_model: Callable[[str], Any], no_network: list[str]
+) -> None:
+    model = matlens.load(str(model_folder(name)), device="cpu")
+    tokens = torch.randint(5, 55, (2, 16), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model(name)(tokens).logits)
+    assert no_network == []
+    assert not model.training
+    assert not any(module.training for module in model.original_model.modules())
+    assert model.cfg.model_name == str(model_folder(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_text_becomes_the_tokenizers_own_tokens(name: str, small_model: Callable[[str], Any]) -> None:
+    tokenizer = small_model(name).tokenizer
+    own = make_tokenizer(bert=name == "bert")
+    assert tokenizer(TEXT)["input_ids"] == own(TEXT)["input_ids"]
+    ends = (["[CLS]"], ["[SEP]"]) if name == "bert" else ([], [])
+    assert tokenizer.convert_ids_to_tokens(tokenizer(TEXT)["input_ids"]) == [
+        *ends[0],
+        *TEXT.split(),
+        *ends[1],
+    ]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_bos_that_the_tokenizer_has_is_put_in_front_only_if_it_does_so_itself(
+    adds: bool, tmp_path: Path
+) -> None:
+    save_model("llama", tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w48"})
+    bos = tokenizer.bos_token_id
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="w49 $A", special_tokens=[("w49", bos)]
+        )
+    tokenizer.save_pretrained(tmp_path)
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
+    assert own == ([bos] if adds else []) + make_tokenizer()(TEXT)["input_ids"]
+    model = matlens.load(str(tmp_path), device="cpu")
+    assert model.tokenizer(TEXT)["input_ids"] == own
+    corpus = matlens.data.Corpus("one", (TEXT,), 1, 0, 0, 0)
+    assert matlens.make_examples(model, corpus).tokens.tolist() == own
+
+
+def test_the_tokenizer_tells_the_truth_about_itself(model_folder: Callable[[str], Path]) -> None:
+    """The word that keeps the bridge from replacing the tokenizer is taken back."""
+    own = transformers.AutoTokenizer.from_pretrained(model_folder("llama"))
+    kept = matlens.load(str(model_folder("llama")), device="cpu").tokenizer
+    assert kept.init_kwargs.get("add_bos_token") == own.init_kwargs.get("add_bos_token")
+    assert kept.padding_side == own.padding_side
+    assert kept.model_max_length == own.model_max_length == N_CTX
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtype_is_the_one_asked_for(dtype: torch.dtype, model_folder: Callable[[str], Path]) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=dtype)
+    assert {parameter.dtype for parameter in model.original_model.parameters()} == {dtype}
+    plain = load_plain("gpt2", model_folder("gpt2"), dtype=dtype)
+    theirs = dict(plain.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+    ours = [p for p in model.original_model.parameters() if p.shape == theirs.shape]
+    assert any(torch.equal(p, theirs) for p in ours)
+
+
+@pytest.mark.parametrize("device", ["no-such-device", "cuda:99", ""])
+def test_a_device_that_is_not_there_is_refused(device: str, model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"device.*cannot be used here.*Expected cpu, cuda or mps"):
+        matlens.load(str(model_folder("gpt2")), device=device)
+
+
+def test_a_wrong_device_is_not_said_to_be_a_broken_file(model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError) as caught:
+        matlens.load(str(model_folder("gpt2")), device="no-such-device")
+    assert "Is the file whole" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int32, None, torch.complex64])
+def test_what_is_no_precision_is_refused(dtype: Any, model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"^dtype (must be|is)"):
+        matlens.load(str(model_folder("gpt2")), dtype=dtype)
+
+
+@pytest.mark.parametrize("bos", [None, "w50"])
+def test_the_bridge_reads_text_as_the_tokenizer_does(
+    bos: str | None, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A tokenizer may have a BOS that it does not put in front, as GPT-2's."""
+    shutil.copytree(model_folder("gpt2"), tmp_path / "model")
+    tokenizer = make_tokenizer()
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": "w0"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = matlens.load(str(tmp_path / "model"), device="cpu")
+    text = "w1 w2 w3 w4"
+    assert model.to_tokens(text).tolist() == [model.tokenizer(text)["input_ids"]]
+    assert model.to_tokens(text).shape == (1, 4)

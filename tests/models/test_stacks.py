@@ -1,0 +1,253 @@
+"""The two stacks of an encoder-decoder against the plain model, hooked and patched by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import D_MODEL, N_LAYERS, WORDS, assert_near, make_sentences
+from patched_models import patched
+from torch import Tensor
+
+import matlens
+from matlens import InputError, LinearMap, MapSet, Readout
+from matlens.data.examples import Examples
+from matlens.ffn.updates import Updates
+from matlens.models.layout import ModelLayout
+from matlens.patching.submodules import submodule_pairs
+
+SOURCES = [" ".join(WORDS[(3 * i + j) % 50] for j in range(4 + i)) for i in range(5)]
+TARGETS = [" ".join(WORDS[(7 * i + 2 * j) % 50] for j in range(8 - i)) for i in range(5)]
+LAYERS = {"encoder": N_LAYERS, "decoder": 2}
+
+
+def _ends(name: str, path: str) -> dict[str, tuple[str, str]]:
+    return {f"{name}_in": (path, "in"), f"{name}_out": (path, "out")}
+
+
+# By hand, from the source of T5: which module of a block has a site as its input or output.
+_SELF = _ends("ln1", "layer.0.layer_norm") | _ends("attn", "layer.0.SelfAttention")
+MODULES = {
+    "encoder": {
+        **_SELF, **_ends("ln2", "layer.1.layer_norm"), **_ends("ffn", "layer.1.DenseReluDense"),
+        "mid": ("layer.1.layer_norm", "in"), "ffn_post": ("layer.1.DenseReluDense.wo", "in"),
+    },
+    "decoder": {
+        **_SELF, **_ends("ln_cross", "layer.1.layer_norm"), **_ends("cross", "layer.1.EncDecAttention"),
+        **_ends("ln2", "layer.2.layer_norm"), **_ends("ffn", "layer.2.DenseReluDense"),
+        "mid_cross": ("layer.1.layer_norm", "in"), "mid": ("layer.2.layer_norm", "in"),
+        "ffn_post": ("layer.2.DenseReluDense.wo", "in"),
+    },
+}  # fmt: skip
+SUMS = {
+    "encoder": [("mid", "h", "attn_out"), ("next", "mid", "ffn_out")],
+    "decoder": [
+        ("mid_cross", "h", "attn_out"),
+        ("mid", "mid_cross", "cross_out"),
+        ("next", "mid", "ffn_out"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def stacks(model_folder: Callable[[str], Path]) -> dict[str, Any]:
+    return {name: matlens.load(str(model_folder("t5")), device="cpu", stack=name) for name in LAYERS}
+
+
+@pytest.fixture(scope="module")
+def plain(model_folder: Callable[[str], Path]) -> Any:
+    return transformers.T5ForConditionalGeneration.from_pretrained(model_folder("t5")).eval()
+
+
+def examples_of(name: str, model: Any) -> Examples:
+    if name == "encoder":
+        return matlens.make_prompts(model, SOURCES)
+    return matlens.data.make_pairs(model, SOURCES, TARGETS)
+
+
+def sentence_of(examples: Examples, number: int) -> tuple[Tensor, Tensor]:
+    """The source and what the decoder reads; of an encoder's examples the text and the start token."""
+    tokens = torch.from_numpy(examples.tokens[examples.offsets[number] : examples.offsets[number + 1]])[None]
+    if not examples.has_sources:
+        return tokens, torch.zeros(1, 1, dtype=torch.long)
+    start, end = examples.source_offsets[number : number + 2]
+    return torch.from_numpy(examples.source_tokens[start:end])[None], tokens
+
+
+@torch.inference_mode()
+def plain_vectors(name: str, plain: Any, source: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Vectors of every site, ``[length, d]``, and the logits, of one sentence without padding."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+
+    def listen(site: str, module: Any, side: str) -> None:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[site] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            seen[site] = (output[0] if isinstance(output, tuple) else output)[0].clone()
+
+        if side == "in":
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            handles.append(module.register_forward_hook(after))
+
+    stack = getattr(plain, name)
+    for i, block in enumerate(stack.block):
+        listen(f"h.{i}", block, "in")
+        for kind, (path, side) in MODULES[name].items():
+            listen(f"{kind}.{i}", block.get_submodule(path), side)
+    listen(f"h.{len(stack.block)}", stack.final_layer_norm, "in")
+    try:
+        seen["logits"] = plain(source, decoder_input_ids=target).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any], plain: Any) -> None:
+    """In padded batches of sources and targets of different lengths, as in each pair alone."""
+    model = stacks[name]
+    known, examples = ModelLayout.from_model(model), examples_of(name, model)
+    assert known.family.name == {"encoder": "pre-norm", "decoder": "cross-attention"}[name]
+    assert (known.n_layers, set(known.kinds), known.d_mlp) == (LAYERS[name], set(MODULES[name]), 48)
+    collected = matlens.collect(model, examples, known.sites, positions="all", progress=False)
+    for number in range(len(examples)):
+        theirs = plain_vectors(name, plain, *sentence_of(examples, number))
+        for site in known.sites:
+            ours = collected[site][examples.offsets[number] : examples.offsets[number + 1]]
+            assert_near(ours, theirs[str(site)])
+    for layer in range(known.n_layers):
+        block = {kind: collected[f"{kind}.{layer}"] for kind in ("h", *known.kinds)}
+        block["next"] = collected[f"h.{layer + 1}"]
+        for total, *parts in SUMS[name]:
+            assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_positions_are_read_as_in_the_whole_sentence(name: str, stacks: dict[str, Any]) -> None:
+    """An encoder's vectors depend on what stands behind them, a decoder's do not."""
+    model = stacks[name]
+    examples = examples_of(name, model)
+    drawn = matlens.collect(model, examples, progress=False)
+    every = matlens.collect(model, examples, positions="all", progress=False)
+    for site in drawn:
+        assert_near(drawn[site], every[site][examples.offsets[:-1] + examples.positions])
+
+
+@contextmanager
+def patched_by_hand(name: str, plain: Any, linear: LinearMap) -> Iterator[None]:
+    """Blocks run and are overwritten, so that the first still says how far tokens lie apart."""
+    (kind, first), (other, last) = (site.split(".") for site in (linear.source, linear.target))
+    blocks = getattr(plain, name).block
+    given: list[Tensor] = []
+    handles = []
+
+    def enter(_: Any, args: Any, kwargs: Any) -> None:
+        given[:] = [args[0] if args else kwargs["hidden_states"]]
+
+    def leave(_: Any, __: Any, output: Any) -> Any:
+        instead = linear(given[0])
+        return (instead, *output[1:]) if isinstance(output, tuple) else instead
+
+    if kind == "h":
+        entered, left = blocks[int(first)], blocks[int(last) - 1]
+    else:
+        entered, left = (
+            blocks[int(layer)].get_submodule(MODULES[name][end][0])
+            for end, layer in ((kind, first), (other, last))
+        )
+    handles.append(entered.register_forward_pre_hook(enter, with_kwargs=True))
+    handles.append(left.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def random_map(source: str, target: str) -> LinearMap:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(D_MODEL, D_MODEL, generator=generator) / D_MODEL**0.5
+    return LinearMap(weight, torch.randn(D_MODEL, generator=generator), source, target)
+
+
+def pairs_to_patch(name: str, model: Any) -> Sequence[tuple[str, str]]:
+    cross = [("cross_in.1", "cross_out.1"), ("ln_cross_in.0", "ln_cross_out.0")] if name == "decoder" else []
+    return [
+        ("h.0", "h.1"), ("h.0", f"h.{LAYERS[name]}"), ("h.1", "h.2"), *cross,
+        *submodule_pairs(ModelLayout.from_model(model))[:4],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
+    name: str, stacks: dict[str, Any], plain: Any
+) -> None:
+    model = stacks[name]
+    examples = examples_of(name, model)
+    last = f"h.{LAYERS[name]}"
+    before = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
+    for source, target in pairs_to_patch(name, model):
+        linear = random_map(source, target)
+        with patched(model, [linear]):
+            ours = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
+            with patched_by_hand(name, plain, linear):
+                for number in range(len(examples)):
+                    theirs = plain_vectors(name, plain, *sentence_of(examples, number))[last]
+                    assert_near(ours[examples.offsets[number] : examples.offsets[number + 1]], theirs)
+        assert float((ours - before).abs().max()) > 1e-3 * float(before.abs().max())
+    after = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
+    assert torch.equal(after, before)
+
+
+def test_the_decoders_last_layer_reads_out_to_the_models_logits(stacks: dict[str, Any], plain: Any) -> None:
+    model = stacks["decoder"]
+    examples, readout = examples_of("decoder", model), Readout(model)
+    collected = matlens.collect(model, examples, ["h.2"], positions="all", progress=False)
+    for number in range(len(examples)):
+        theirs = plain_vectors("decoder", plain, *sentence_of(examples, number))["logits"]
+        ours = readout.logits(collected["h.2"][examples.offsets[number] : examples.offsets[number + 1]])
+        assert_near(ours, theirs, 2e-6)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sub_updates_add_up_in_both_stacks(name: str, stacks: dict[str, Any]) -> None:
+    updates = Updates.run(stacks[name], examples_of(name, stacks[name]), progress=False)
+    for layer in range(LAYERS[name]):
+        for row in range(len(SOURCES)):
+            assert_near(updates.sub_updates(layer, row).sum(0), updates.outputs(layer)[row])
+
+
+def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_folder: Any) -> None:
+    encoder, decoder = stacks["encoder"], stacks["decoder"]
+    folder = str(model_folder("t5"))
+    with pytest.raises(InputError, match=r"t5 is an encoder-decoder.*stack='encoder' or stack='decoder'"):
+        matlens.load(folder, device="cpu")
+    with pytest.raises(InputError, match="has one stack"):
+        matlens.load(str(model_folder("gpt2")), device="cpu", stack="encoder")
+    with pytest.raises(InputError, match="An encoder has no read-out"):
+        Readout(encoder)
+    with pytest.raises(
+        InputError, match=r"holds no sources for it\. Make examples of both with matlens.data.make_pa"
+    ):
+        matlens.make_examples(decoder, make_sentences())
+    with pytest.raises(InputError, match="the examples hold no source for it"):
+        matlens.collect(decoder, matlens.make_token_examples(decoder, [[0, 4, 5]]), progress=False)
+    with pytest.raises(InputError, match="There are 1 sources for 2 sentences"):
+        matlens.make_token_examples(decoder, [[0, 4], [0, 5]], sources=[[7, 8]])
+    with pytest.raises(InputError, match="Sources are for the decoder"):
+        matlens.make_token_examples(encoder, [[0, 4]], sources=[[7, 8]])
+    collected = matlens.collect(encoder, examples_of("encoder", encoder), progress=False)
+    maps = MapSet.fit(collected, pairs=[(0, 2)])
+    with pytest.raises(InputError, match="The maps and this model do not belong together"):
+        patched(decoder, maps.values()).__enter__()
+    with pytest.raises(InputError, match="This bridge stands for the encoder already"):
+        matlens.wrap(encoder, stack="decoder")

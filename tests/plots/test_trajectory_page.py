@@ -1,0 +1,317 @@
+"""The page of a prompt in a browser: made-up numbers shown by mouse, by keys and by its address."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browsing import Visit, numbers, visiting
+from injections import INJECTIONS
+
+from matlens.plots.page_trajectory import LensCells, UpdateCells, trajectory_page
+
+LAYERS, TOKENS, FOLLOWED, VOCABULARY = 4, 5, 3, 100
+
+
+def made_up(
+    prompt: str = "a prompt", texts: dict[int, str] | None = None, n: int = TOKENS, n_layers: int = LAYERS
+) -> dict[str, Any]:
+    """Arguments of a page with made-up numbers, the same each time."""
+    random = np.random.default_rng(0)
+
+    def cells() -> LensCells:
+        top = np.argsort(random.random((n_layers, n, VOCABULARY)))[..., :10]
+        log_probs = -np.sort(random.exponential(2, (n_layers, n, 10)))
+        spread = random.random((2, n_layers, n)) * 9
+        ranks = random.integers(1, VOCABULARY, (n_layers, n, 1 + FOLLOWED))
+        of_followed = -random.random((n_layers, n, FOLLOWED)) * 9
+        return LensCells(top, log_probs, *spread, ranks[..., 0], ranks[..., 1:], of_followed)
+
+    ways = 12
+    updates = UpdateCells(
+        random.integers(0, ways, (n_layers - 1, n, 4)),
+        *(random.standard_normal((n_layers - 1, n, 4)), random.random((n_layers - 1, n, 4)) / 5),
+        *(random.random((n_layers - 1, n)) + 0.5, random.standard_normal((n_layers - 1, n, FOLLOWED))),
+        *(random.standard_normal((n_layers - 1, FOLLOWED)), random.integers(0, 3, ways)),
+        *(random.integers(0, 48, ways), random.integers(0, 2, ways)),
+        *(random.integers(0, VOCABULARY, (ways, 5)), random.standard_normal((ways, FOLLOWED)), 48),
+    )
+    return {
+        "model": "made-up", "prompt": prompt, "tokens": random.integers(0, VOCABULARY, n),
+        "layers": list(range(n_layers)), "lenses": {"id": cells(), "mat": cells()},
+        "followed": np.array([3, 17, 60]), "updates": updates, "pinned": [17, 3],
+        "texts": {i: f"␣w{i}" for i in range(VOCABULARY)} | (texts or {}), "notes": ["A note."],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pages") / "page.html"
+    path.write_text(trajectory_page(**made_up()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def visit(browser: Any, page: Path) -> Iterator[Visit]:
+    with visiting(browser, page) as visit:
+        yield visit
+        assert visit.requests == []
+        assert visit.errors == []
+
+
+def chosen(visit: Visit) -> str:
+    return visit.page.inner_text("#cell-title")
+
+
+def test_a_page_opens_at_what_the_model_predicts_in_the_end(visit: Visit) -> None:
+    tokens = made_up()["tokens"]
+    assert chosen(visit) == f"Layer 3, token 4 ␣w{tokens[-1]}"
+    assert visit.page.inner_text("#prompt") == "a prompt"
+    assert [row[0] for row in visit.rows("[role=grid]")] == ["3", "2", "1", "0"]
+    assert visit.page.evaluate("[...document.querySelectorAll('#pins .token')].map(e => e.textContent)") == [
+        "␣w17",
+        "␣w3",
+    ]
+
+
+@pytest.mark.parametrize("colour", ["probability", "entropy", "kl", "rank", "pin17"])
+def test_cells_have_the_top_token_its_rank_and_a_colour_that_grows(visit: Visit, colour: str) -> None:
+    cells = made_up()["lenses"]["id"]
+    visit.page.select_option("#colour", colour)
+    shown = visit.page.evaluate(
+        "[...document.querySelectorAll('[role=grid] td')].map(e => [e.firstChild.data,"
+        " e.lastChild.textContent, Number(e.className.match(/step([0-9]+)/)[1])])"
+    )
+    order = [(row, column) for row in range(LAYERS - 1, -1, -1) for column in range(TOKENS)]
+    assert [cell[:2] for cell in shown] == [
+        [f"␣w{cells.ids[place][0]}", str(cells.rank[place])] for place in order
+    ]
+    measures = {
+        "probability": np.exp(cells.log_probs[..., 0]), "entropy": cells.entropy, "kl": cells.kl,
+        "rank": -cells.rank, "pin17": -cells.followed_ranks[..., 1],
+    }  # fmt: skip
+    values = [measures[colour][place] for place in order]
+    steps = [step for *_, step in shown]
+    assert len(set(steps)) > 4
+    assert all(np.diff(np.array(steps)[np.argsort(values)]) >= 0)
+
+
+def test_keys_go_from_cell_to_cell_pin_and_change_the_lens(visit: Visit) -> None:
+    visit.page.focus("[role=grid] td[tabindex='0']")
+    places = []
+    for key in (
+        "ArrowDown",
+        "ArrowLeft",
+        "Home",
+        "PageDown",
+        "ArrowRight",
+        "ArrowUp",
+        "End",
+        "PageUp",
+        "ArrowUp",
+    ):
+        visit.page.keyboard.press(key)
+        places.append(chosen(visit).split(" ␣")[0])
+    moves = [(2, 4), (2, 3), (2, 0), (0, 0), (0, 1), (1, 1), (1, 4), (3, 4), (3, 4)]
+    assert places == [f"Layer {layer}, token {token}" for layer, token in moves]
+    visit.page.keyboard.press("p")
+    top = made_up()["lenses"]["id"].ids[3, 4, 0]
+    assert visit.page.locator("#pins .token").last.inner_text() == f"␣w{top}"
+    visit.page.keyboard.press("l")
+    assert visit.page.inner_text("#grids h2") == "mat"
+    visit.page.keyboard.press("ArrowLeft")
+    assert chosen(visit).startswith("Layer 3, token 3")
+
+
+def test_everything_can_be_reached_with_the_tabulator_alone(visit: Visit) -> None:
+    visit.page.evaluate("document.activeElement.blur()")
+    wanted = set(
+        visit.page.evaluate(
+            "[...document.querySelectorAll('select, button, summary, [role=grid] td[tabindex=\"0\"]')]"
+            ".filter(e => e.checkVisibility()).map((e, i) => e.dataset.stop = String(i))"
+        )
+    )
+    reached = set()
+    for _ in range(len(wanted) + 10):
+        visit.page.keyboard.press("Tab")
+        reached.add(visit.page.evaluate("document.activeElement.dataset.stop"))
+    assert len(wanted) > 15
+    assert wanted <= reached
+
+
+def test_the_address_says_what_is_shown_and_brings_it_back(browser: Any, page: Path, visit: Visit) -> None:
+    visit.page.select_option("#other", label="mat")
+    visit.page.select_option("#view", "difference")
+    visit.page.select_option("#colour", "kl")
+    visit.page.click("[role=grid] td[data-row='1'][data-column='2']")
+    visit.page.select_option("#add", label="␣w60")
+    address = visit.page.url
+    assert address.endswith("#lens=id&beside=mat&view=difference&colour=kl&cell=1%2C2&pins=17%2C3%2C60")
+    with visiting(browser, page, fragment=address.partition("#")[1] + address.partition("#")[2]) as other:
+        assert other.page.inner_text("#stage") == visit.page.inner_text("#stage")
+        assert other.page.inner_text("#pins") == visit.page.inner_text("#pins")
+        other.page.evaluate(
+            "location.hash = 'lens=nobody&cell=77,-1&pins=x,5000000,3&colour=__proto__&view=no'"
+        )
+        other.page.wait_for_function("document.querySelectorAll('#pins li').length === 1")
+        assert other.errors == []
+
+
+def test_two_lenses_stand_side_by_side_with_their_differences(visit: Visit) -> None:
+    visit.page.select_option("#other", label="mat")
+    first, second = (made_up()["lenses"][name] for name in ("id", "mat"))
+    assert visit.page.locator("[role=grid]").count() == 2
+    assert visit.page.locator("td.differs").count() == 2 * int(
+        (first.ids[..., 0] != second.ids[..., 0]).sum()
+    )
+    rows = {row[0]: row[1:] for row in visit.rows(".comparison")}
+    for name, key in (("entropy (nats)", "entropy"), ("KL to the end (nats)", "kl")):
+        a, b = getattr(first, key)[3, 4], getattr(second, key)[3, 4]
+        shown = [numbers(cell)[0] for cell in rows[name]]
+        np.testing.assert_allclose(shown, [a, b, b - a], rtol=1e-3)
+    np.testing.assert_allclose(
+        [numbers(cell)[0] for cell in rows["rank of ␣w17"]],
+        [first.followed_ranks[3, 4, 1], second.followed_ranks[3, 4, 1],
+         second.followed_ranks[3, 4, 1] - first.followed_ranks[3, 4, 1]],
+    )  # fmt: skip
+    visit.page.select_option("#colour", "entropy")
+    visit.page.select_option("#view", "difference")
+    cells = visit.page.evaluate(
+        "[...document.querySelectorAll('[role=grid] td')].map(e => [e.lastChild.textContent, e.className])"
+    )
+    differences = (second.entropy - first.entropy)[::-1].ravel()
+    np.testing.assert_allclose([numbers(text)[0] for text, _ in cells], differences, rtol=1e-3)
+    assert all(
+        name.startswith("less" if value < 0 else "more")
+        for (_, name), value in zip(cells, differences, strict=True)
+    )
+
+
+def test_curves_have_the_ranks_of_pinned_tokens(visit: Visit) -> None:
+    paths = visit.page.evaluate(
+        "[...document.querySelectorAll('#curves path')].map(e => e.getAttribute('d'))"
+    )
+    heights = [[float(part.split(" ")[1]) for part in path[1:].split("L")] for path in paths]
+    ranks = made_up()["lenses"]["id"].followed_ranks
+    expected = [ranks[:, 4, 1], ranks[:, 4, 0], ranks[3, :, 1], ranks[3, :, 0]]
+    for curve, of_token in zip(heights, expected, strict=True):
+        slope, start = np.polyfit(np.log10(of_token), curve, 1)
+        np.testing.assert_allclose(start + slope * np.log10(of_token), curve, atol=0.11)
+        assert slope > 10
+
+
+def test_no_fault_is_seen_by_axe(browser: Any, page: Path) -> None:
+    for scheme, fragment in (("light", "#lens=id&beside=mat&view=grid"), ("dark", "#lens=id&view=table")):
+        options = {"color_scheme": scheme, "viewport": {"width": 1200, "height": 900}}
+        with visiting(browser, page, fragment=fragment, **options) as visit:
+            assert visit.faults() == []
+
+
+def test_a_phone_scrolls_the_grid_and_not_the_page(browser: Any, page: Path) -> None:
+    with visiting(browser, page, viewport={"width": 360, "height": 700}) as visit:
+        wide, shown = visit.page.evaluate(
+            "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
+        assert wide <= shown == 360
+
+
+def test_a_wide_grid_opens_at_its_first_column_unless_the_address_names_a_cell(
+    browser: Any, tmp_path: Path
+) -> None:
+    wide = tmp_path / "wide.html"
+    wide.write_text(trajectory_page(**made_up(n=40)), encoding="utf-8")
+    for fragment, at_the_left in (("", True), ("#lens=id&cell=2,39", False)):
+        with visiting(browser, wide, fragment=fragment, viewport={"width": 360, "height": 700}) as visit:
+            scrolled = visit.page.evaluate("document.querySelector('#grids .scroll').scrollLeft")
+            assert (scrolled == 0) is at_the_left
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of what a browser says of a colour."""
+    parts = [float(part) for part in re.findall(r"-?[\d.]+(?:e-?\d+)?", colour)[:3]]
+    scaled = np.array(parts) / (255 if colour.startswith("rgb") else 1)
+    linear = np.where(scaled <= 0.04045, scaled / 12.92, ((scaled + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(a: float, b: float) -> float:
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["step", "more", "less"])
+def test_colours_use_the_whole_range_and_text_is_legible_on_each(
+    browser: Any, page: Path, scheme: str, kind: str
+) -> None:
+    with visiting(browser, page, color_scheme=scheme) as visit:
+        colours = visit.page.evaluate(
+            "kind => [...Array(16).keys()].map(i => {"
+            "  const made = document.body.appendChild(document.createElement('p'));"
+            "  made.className = kind + i;"
+            "  const style = getComputedStyle(made);"
+            "  return [style.backgroundColor, style.color]; })",
+            kind,
+        )
+    cells, texts = ([luminance(colour) for colour in column] for column in zip(*colours, strict=True))
+    assert all(contrast(cell, text) >= 4.5 for cell, text in zip(cells, texts, strict=True))
+    assert np.all(np.diff(cells) < 0) if scheme == "light" else np.all(np.diff(cells) > 0)
+    assert contrast(cells[0], cells[-1]) > 7
+    assert contrast(cells[1], cells[6]) > 1.5  # probabilities of 5% and of 40%
+
+
+def test_without_pins_the_page_says_how_to_pin(visit: Visit) -> None:
+    while visit.page.locator("#pins button").count():
+        visit.page.locator("#pins button").first.click()
+    assert visit.page.locator("#curves svg").count() == 0
+    assert "press p" in visit.page.inner_text("#curves")
+
+
+class _Tags(html.parser.HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[Any] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, [pair for pair in attributes if pair[0] != "content"]))
+
+
+@pytest.mark.parametrize("text", INJECTIONS, ids=ascii)
+def test_texts_of_others_add_no_element(text: str) -> None:
+    texts = dict.fromkeys(range(VOCABULARY), text)
+    harmless = trajectory_page(**made_up())
+    page = trajectory_page(**made_up(prompt=text, texts=texts) | {"model": text, "notes": [text]})
+    assert _Tags(page).tags == _Tags(harmless).tags
+    assert page.encode()  # halves of surrogate pairs are written by their numbers
+
+
+def test_texts_of_others_are_shown_and_not_obeyed(browser: Any, tmp_path: Path) -> None:
+    assert len(INJECTIONS) >= 60
+    texts = {token: INJECTIONS[token % len(INJECTIONS)] for token in range(VOCABULARY)}
+    arguments = made_up("".join(INJECTIONS), texts, n=16, n_layers=9) | {"model": INJECTIONS[0]}
+    path = tmp_path / "page.html"
+    path.write_text(trajectory_page(**arguments), encoding="utf-8")
+    with visiting(browser, path) as visit:
+        shown = visit.page.evaluate(
+            "[...document.querySelectorAll('[role=grid] td')].map(e => e.firstChild.data)"
+        )
+        expected = [texts[token] for token in arguments["lenses"]["id"].ids[::-1, :, 0].ravel()]
+        # Halves of pairs do not come through the driver.
+        pairs = [(a, b) for a, b in zip(shown, expected, strict=True) if not b.startswith("\ud800")]
+        assert [a for a, _ in pairs] == [b for _, b in pairs]
+        assert visit.page.evaluate("window.obeyed") is None
+        assert visit.page.evaluate("document.querySelectorAll('img, iframe, object, a, form').length") == 1
+        assert (visit.requests, visit.errors) == ([], [])
+
+
+def test_a_page_of_a_long_prompt_is_small_and_whole(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(trajectory_page(**made_up(n=128, n_layers=31)), encoding="utf-8")
+    assert path.stat().st_size < 3e6
+    with visiting(browser, path) as visit:
+        assert visit.page.locator("[role=grid] td").count() == 128 * 31

@@ -1,0 +1,167 @@
+"""Methods side by side give what each gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import WORDS
+
+from matlens import InputError, pruning
+from matlens.data import Corpus, make_windows
+from matlens.pruning.calibration import Calibration
+from matlens.pruning.choices import Choice, Method
+from matlens.pruning.evaluation import read_text
+from matlens.pruning.streams import whole_windows
+
+METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
+
+
+@pytest.fixture(scope="module")
+def texts(small_model: Callable[[str], Any]) -> list[Any]:
+    generator = np.random.default_rng(5)
+    return [
+        make_windows(
+            small_model("gpt2"), Corpus(name, (" ".join(generator.choice(WORDS, 400)),), 1, 0, 0, 0), size=20
+        )
+        for name in ("fitted", "a", "b")
+    ]
+
+
+@pytest.fixture(scope="module")
+def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
+    judged = {"a": texts[1], "b": texts[2]}
+    return pruning.pruning_table(
+        small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES, progress=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "choice", "method"), [(1, "angle", "replaceme"), (1, "loss", "refit"), (2, "loss", "out")]
+)
+def test_a_row_is_what_pruning_alone_gives(
+    n: int, choice: str, method: str, table: pd.DataFrame, small_model: Callable[[str], Any], texts: list[Any]
+) -> None:
+    model = small_model("gpt2")
+    pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
+    for name, judged in (("a", texts[1]), ("b", texts[2])):
+        rows = table[(table["n_left_out"] == n) & (table["choice"] == choice) & (table["method"] == method)]
+        ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("gone")
+        assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
+        alone = pruning.compare_pruned(model, pruned, judged, progress=False)
+        expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
+        pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
+        whole = table[(table["method"] == "whole") & (table["corpus"] == name)]["value"].item()
+        assert whole == pytest.approx(alone[alone["method"] == "whole"]["value"].item())
+
+
+def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
+    """Blocks go one after the other; the model that is healed is another than the folded one."""
+    model = small_model("gpt2")
+    table = pruning.pruning_table(
+        model, texts[0], {"a": texts[1]}, [1, 2], methods=["chain", "out"], choices=["greedy", "angle"],
+        heal=60, progress=False,
+    )  # fmt: skip
+    calibration = Calibration.run(model, texts[0], fold=True, progress=False)
+    tokens, perplexities = whole_windows(texts[1]), list[float]()
+    for n in (1, 2):
+        blocks = calibration.choose(n, Choice.greedy, progress=False)
+        rows = table[(table["n_left_out"] == n) & (table["choice"] == "greedy")]
+        assert set(rows["blocks"]) == {" ".join(map(str, blocks))}
+        assert list(dict.fromkeys(rows["method"])) == ["chain", "out", "chain, healed"]
+        for method in ("chain", "out", "chain, healed"):
+            pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
+            if method == "chain, healed":
+                calibration.heal(pruned, blocks, Method.chain, 60, progress=False)
+            losses = read_text(pruned, tokens, desc="", progress=False).losses
+            of_method = rows[rows["method"] == method].set_index("metric")["value"]
+            perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
+            assert of_method["perplexity"] == pytest.approx(perplexities[-1], rel=1e-6)
+    assert len({round(value, 6) for value in perplexities}) == 6
+    assert "chain, healed" not in set(table[table["choice"] == "angle"]["method"])
+    assert "gone" not in set(table["metric"])
+
+
+def test_each_size_is_timed_once_beside_the_whole(
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+    texts: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = list[int]()
+
+    def written(model: Any, _: Any, n_tokens: int) -> tuple[float, int]:
+        turns.append(len(model.transformer.h))
+        slow = 10.0 if len(turns) % 5 == 0 else 1.0
+        return n_tokens * slow * turns[-1], 40 * 1000 * turns[-1]
+
+    monkeypatch.setattr("matlens.pruning.timing._written", written)
+    table = pruning.pruning_table(
+        small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=["out"], choices=["angle", "loss"],
+        progress=False,
+    )  # fmt: skip
+    assert turns == [3, 1] * 7 + [3, 2] * 7
+    costs = table[table["corpus"] == ""]
+    values = {(row.method, row.n_left_out, row.metric): row.value for row in costs.itertuples()}
+    sizes = {0: ("whole", 3), 1: ("pruned", 2), 2: ("pruned", 1)}
+    assert {key[:2] for key in values} == {(method, n) for n, (method, _) in sizes.items()}
+    for n, (method, n_blocks) in sizes.items():
+        assert values[method, n, "seconds"] == n_blocks
+        assert values[method, n, "cache"] == 1000 * n_blocks
+    weights = [values[method, n, "weights"] for n, (method, _) in sizes.items()]
+    whole = sum(weight.numel() * 4 for weight in plain_model("gpt2").parameters())
+    assert weights[0] == whole
+    assert weights[0] - weights[1] == weights[1] - weights[2] > 0
+    assert ("whole", 0, "seconds ratio") not in values
+    assert [values["pruned", n, "seconds ratio"] for n in (1, 2)] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
+    gone = pruning.added_perplexity(table)
+    assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2
+    rows = table[table["metric"] == "gone"]
+    assert np.allclose(rows["value"], gone["gone"])
+    published = gone[(gone["method"] == "replaceme") & (gone["choice"] == "angle")]
+    assert (published[["gone", "low", "high"]] == 0).all().all()
+    others = gone[gone["method"] != "replaceme"]
+    assert (others["low"] < others["gone"]).all()
+    assert (others["gone"] < others["high"]).all()
+
+
+def test_nothing_to_compare_is_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
+    with pytest.raises(InputError, match="nothing to compare"):
+        pruning.pruning_table(small_model("gpt2"), texts[0], {}, [1], progress=False)
+    with pytest.raises(InputError, match="from 1 to 2"):
+        pruning.pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [3], progress=False)
+
+
+def test_one_window_alone_is_refused_before_the_work(
+    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("gpt2")
+    corpus = Corpus("few", (" ".join(WORDS[:30]),), 1, 0, 0, 0)
+    one, two = make_windows(model, corpus, size=20), make_windows(model, corpus, size=15)
+    pruned = pruning.prune(model, texts[0], 1, method="out", progress=False)
+    monkeypatch.delattr("matlens.pruning.calibration.Calibration.run")
+    for judge in (
+        lambda: pruning.compare_pruned(model, pruned, one, progress=False),
+        lambda: pruning.pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1], progress=False),
+    ):
+        with pytest.raises(InputError, match=r"one whole window of 20 tokens.*two at least"):
+            judge()
+    table = pruning.compare_pruned(model, pruned, two, progress=False)
+    assert not table["low"].isna().any()
+
+
+def test_what_cannot_be_folded_into_is_left_out_alone(small_model: Callable[[str], Any]) -> None:
+    model = small_model("granite")
+    text = Corpus("text", (" ".join(np.random.default_rng(5).choice(WORDS, 300)),), 1, 0, 0, 0)
+    windows = make_windows(model, text, size=20)
+    asked: dict[str, Any] = {"choices": ["angle"], "progress": False}
+    table = pruning.pruning_table(model, windows, {"a": windows}, [1], methods=["out"], **asked)
+    assert set(table["method"]) == {"whole", "pruned", "out"}
+    with pytest.raises(InputError, match="stands between"):
+        pruning.pruning_table(model, windows, {"a": windows}, [1], methods=["out", "refit"], **asked)

@@ -1,0 +1,111 @@
+"""What a token costs, by turns; and models that cannot be timed are refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import WORDS
+
+from matlens import InputError, pruning
+from matlens.data import Corpus, make_windows
+from matlens.pruning import timing
+from matlens.pruning.timing import by_turns
+
+Models = Callable[[str], Any]
+SMALL: dict[str, Any] = {"n_layer": 2, "n_embd": 8, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
+
+
+def gpt2(**sizes: Any) -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes)).eval()
+
+
+@pytest.fixture(scope="module")
+def pruned(small_model: Models) -> pruning.Pruned:
+    generator = np.random.default_rng(3)
+    text = Corpus("text", (" ".join(generator.choice(WORDS, 600)),), 1, 0, 0, 0)
+    windows = make_windows(small_model("llama"), text, size=24)
+    return pruning.prune(small_model("llama"), windows, [1], progress=False)
+
+
+def test_a_cache_holds_what_its_blocks_write(pruned: pruning.Pruned, small_model: Models) -> None:
+    table = pruning.compare_costs(small_model("llama"), pruned, rounds=1)
+    values = {(row.method, row.metric): row.value for row in table.itertuples()}
+    assert values["whole", "cache"] == 3 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, width, bytes
+    assert values["pruned", "cache"] == 2 * 2 * 2 * 8 * 4
+    weights = sum(weight.numel() for weight in pruned.model.parameters()) * 4
+    assert values["whole", "weights"] > values["pruned", "weights"] == weights
+    ratio = values["pruned", "seconds"] / values["whole", "seconds"]
+    assert values["pruned", "seconds ratio"] == pytest.approx(ratio)
+    assert set(table["corpus"]) == {""}
+    with pytest.raises(InputError, match="pruned model"):
+        pruning.compare_costs(small_model("gpt2"), pruned)
+
+
+def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [plain_model("gpt2"), plain_model("llama")]
+    seconds = iter([3.0, 1.0, 50.0, 10.0, 4.0, 2.0])  # the second round is slow
+    turns = []
+
+    def written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
+        turns.append(model)
+        assert prompt.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
+        return n_tokens * next(seconds), 0
+
+    monkeypatch.setattr(timing, "_written", written)
+    first, second = by_turns(models, rounds=3)
+    assert turns == models * 3
+    assert (first.rounds, second.rounds) == ([3, 50, 4], [1, 10, 2])
+    estimates = second.estimates(first)
+    assert (estimates["seconds"].value, estimates["seconds"].n) == (2, 3)
+    assert estimates["seconds ratio"].value == pytest.approx(1 / 3)  # of 1/3, 1/5 and 2/4
+    assert "seconds ratio" not in first.estimates()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cached"),
+    [({"vocab_size": 8, "n_positions": 64}, 40), ({"vocab_size": 30, "n_positions": 6}, 6),
+     ({"vocab_size": 2, "n_positions": 2}, 2)],
+)  # fmt: skip
+def test_small_vocabularies_and_contexts_are_timed(
+    sizes: dict[str, int], cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, n_seen = gpt2(**sizes), []
+    real = timing._written
+
+    def written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
+        took, held = real(model, prompt, n_tokens)
+        n_seen.append(held // (2 * 2 * 8 * 4))
+        return took, held
+
+    monkeypatch.setattr(timing, "_written", written)
+    assert pruning.speed(model, rounds=1).cache == 2 * 2 * 8 * 4
+    assert n_seen == [cached]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpt2(vocab_size=9, n_positions=1), "context of 1 token"),
+        (lambda: transformers.GPT2Model(transformers.GPT2Config(**SMALL)), "no head"),
+        (lambda: torch.nn.Linear(2, 2), "plain model"),
+        (lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "no cache"),
+        (lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1)), "a source too"),
+    ],
+)  # fmt: skip
+def test_what_writes_no_tokens_one_by_one_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pruning.speed(make())
+
+
+def test_more_tokens_than_there_is_room_for_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^n_tokens must be"):
+        pruning.speed(gpt2(vocab_size=30, n_positions=6), n_tokens=4)
+    with pytest.raises(InputError, match="rounds"):
+        pruning.speed(gpt2(vocab_size=30), rounds=0)
