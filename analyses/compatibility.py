@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from matlens import InputError, load
 from matlens.cli import Report, run_study
 from matlens.models import STACKS, Stack
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.study import FEATURES, Study, compatibility
 
 NAME = "compatibility"

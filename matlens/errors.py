@@ -1,10 +1,32 @@
-"""The exception and the warning that a user's input can cause, and foreign text made safe to show."""
+"""`InputError`, and arguments of public functions checked against their annotations.
+
+An annotation says what a reader needs: a jaxtyping shape, or a named type such as `PositiveInt`. `checked`
+holds every call to it. Lists are checked item by item, NumPy scalars are numbers, ``True`` is not. What
+depends on other values, such as the number of layers, is checked by the function itself.
+"""
 
 from __future__ import annotations
 
+import builtins
+import difflib
+import inspect
+import math
+import os
+import reprlib
 import sys
+import typing
 import unicodedata
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
+from numbers import Integral, Real
+from pathlib import Path
+from types import FunctionType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, get_args, get_origin
+
+from matlens.arithmetic import is_reduced, own_precision
 
 _MOST = 1950  # characters of a message: what is longer echoes something, and others may put words before it
 _SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, is written by its number
@@ -80,3 +102,393 @@ def _cut(text: str, most: int) -> str:
     head = max(2 * (most - len(note)) // 3, 0)
     tail = max(most - len(note) - head, 0)
     return text[:head] + note + text[len(text) - tail :] if tail else f"{text[: max(most - 1, 0)]}…"
+
+
+Public = TypeVar("Public", bound=Callable[..., Any])
+_LONGEST_PATH = 4096
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bounds of a number in an annotation, themselves allowed."""
+
+    min: float = -math.inf
+    max: float = math.inf
+
+    def __str__(self) -> str:
+        if self.max == math.inf:
+            return "" if self.min == -math.inf else f" of at least {self.min}"
+        return f" of at most {self.max}" if self.min == -math.inf else f" from {self.min} to {self.max}"
+
+
+class _Tokenizer(Protocol):
+    def encode(self) -> Any: ...
+    def decode(self) -> Any: ...
+
+
+PositiveInt = Annotated[int, Between(1)]
+NonNegativeInt = Annotated[int, Between(0)]
+Seed = Annotated[int, Between(0, 2**63 - 1)]  # which torch and NumPy both take
+NonNegative = Annotated[float, Between(0)]
+Fraction = Annotated[float, Between(0, 1)]
+Tokenizer = Annotated[Any, _Tokenizer]
+
+_SOURCES = {
+    "Activations": "Use matlens.collect.",
+    "Clusters": "Use ffn.Clusters.fit.",
+    "Corpus": "Use matlens.load_corpus.",
+    "Examples": "Use matlens.make_examples for a corpus, make_prompts for texts, or make_token_examples.",
+    "LayerMap": "Give one such as lens.maps[3].",
+    "Lens": "Use matlens.Lens.fit or matlens.Lens.load.",
+    "LinearMap": "Give one such as maps[0, 3] of a MapSet.",
+    "MapSet": "Use matlens.MapSet.fit or matlens.MapSet.load.",
+    "Member": "Give one that lens.fit_members gives by name.",
+    "Projection": "Use ffn.Projection.from_model.",
+    "Readout": "Use matlens.Readout(model).",
+    "Samples": "Use matlens.collect, or matlens.linear.fit_samples for vectors of your own.",
+    "Site": "Use matlens.Site.parse('h.3').",
+    "TokenFrequency": "Use data.TokenFrequency.from_corpus.",
+    "TopTokens": "Use ffn.top_tokens_of_all.",
+    "Trace": "Use ffn.Trace.run.",
+    "TransformerBridge": "Use matlens.load.",
+    "Updates": "Use ffn.Updates.run.",
+    "ValueVectors": "Use ffn.ValueVectors(model).",
+    "WordSimilarity": "Use data.WordSimilarity.fit.",
+    "_Tokenizer": "Use model.tokenizer.",
+}
+
+
+def checked(public: Public) -> Public:
+    """Check the arguments of a function, or of every public method of a class, against their annotations.
+
+    Raises InputError that names the parameter. Annotations are evaluated at the first call; a class that is
+    imported for type checkers only is known by its name.
+    """
+    if not inspect.isclass(public):
+        return _checked_function(public)
+    for name, member in list(vars(public).items()):
+        if name.startswith("_") and name not in ("__init__", "__call__"):
+            continue
+        if isinstance(member, classmethod | staticmethod):
+            setattr(public, name, type(member)(_checked_function(member.__func__)))
+        elif isinstance(member, FunctionType):
+            setattr(public, name, _checked_function(member))
+    return public
+
+
+def _checked_function(function: Any) -> Any:
+    signature = inspect.signature(function)
+    kinds: dict[str, Kind] = {}
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kinds:
+            kinds.update(_kinds(function, signature))
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name in kinds and not kinds[name].holds(value):
+                raise kinds[name].error(name, value)
+            if _is_numpy_scalar(value):  # so that it can be written as JSON
+                bound.arguments[name] = value.item()
+        if is_reduced():
+            with own_precision():
+                return function(*bound.args, **bound.kwargs)
+        return function(*bound.args, **bound.kwargs)
+
+    call.__checked__ = True  # type: ignore[attr-defined]
+    return call
+
+
+def check(value: Any, hint: Any, name: str) -> None:
+    """Raise InputError where a value does not fit an annotation, for what `checked` does not see."""
+    kind = _kind(hint)
+    if kind is not None and not kind.holds(value):
+        raise kind.error(name, value)
+
+
+def check_int(value: Any, name: str, *, min: float = -math.inf, max: float = math.inf) -> int:
+    """Raise InputError unless a value is an integer within bounds that depend on other values."""
+    check(value, Annotated[int, Between(min, max)], name)
+    return int(value)
+
+
+def check_number(value: Any, name: str, *, min: float = -math.inf, max: float = math.inf) -> float:
+    """Raise InputError unless a value is a finite number within bounds."""
+    check(value, Annotated[float, Between(min, max)], name)
+    return float(value)
+
+
+def check_choice(value: Any, choices: Iterable[str], name: str) -> str:
+    """Raise InputError unless a value is one of several words; a typo gets a suggestion."""
+    words = tuple(choices)
+    if not isinstance(value, str) or value not in words:
+        meant = did_you_mean(value, words)
+        raise InputError(f"{name} must be one of {', '.join(words)}, got {short(value)}.{meant}")
+    return value
+
+
+def check_rows(rows: Any, n: int, name: str = "rows", *, min: int = 1) -> None:
+    """Raise InputError unless a Boolean mask has ``n`` entries and enough of them are true; None is all."""
+    if rows is not None and (tuple(rows.shape) != (n,) or int(rows.sum()) < min):
+        more = "two or more" if min == 2 else "one or more"
+        raise InputError(
+            f"{name} must be a Boolean mask of the {n} examples, true for {more}, got {short(rows)}."
+        )
+
+
+def random_state(seed: Seed) -> Any:
+    """What scikit-learn and pandas take for a seed: a generator where the number is too large."""
+    if seed < 2**32:
+        return seed
+    import numpy as np
+
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The known name that is closest to one with a typo, as the end of a message; empty where none is."""
+    close = difflib.get_close_matches(name[:99], known, n=1) if isinstance(name, str) else []
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def plain_number(value: Any) -> Any:
+    """The number in a scalar of NumPy, for ``json.dumps(..., default=plain_number)``."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{short(value)} cannot be written as JSON")
+
+
+def short(value: Any) -> str:
+    """Write a value into a message, cut where it is long."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) >= 10**30:
+        return "a number of more than thirty digits"
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape):
+        dtype = f"{_dtype(value)} " if hasattr(value, "dtype") else ""
+        return f"a {dtype}{type(value).__name__} of the shape {tuple(shape)}"
+    if isinstance(value, Enum):
+        return repr(value.value)
+    named = isinstance(value, str | bytes | complex | Real | list | tuple | dict | set | None)
+    return reprlib.repr(value) if named else f"a {type(value).__name__}"
+
+
+class Kind(NamedTuple):
+    """What an annotation allows, in words and as a test, and how to come by it."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    remedy: str = ""
+
+    def error(self, name: str, value: Any) -> InputError:
+        """The error for a value that is not allowed."""
+        return InputError(f"{name} must be {self.words}, got {short(value)}. {self.remedy}".rstrip())
+
+
+class _ByName(type):
+    """A class that only type checkers import, in the place of its name in an annotation."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _ByName(name, (), {})
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        return vars(builtins).get(name) or _ByName(name, (), {})
+
+
+def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
+    names = _Names(_EVERYWHERE | getattr(inspect.unwrap(function), "__globals__", {}))
+    kinds = {}
+    for name, parameter in signature.parameters.items():
+        hint = parameter.annotation
+        if hint is parameter.empty or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        while isinstance(hint, str):  # an alias may be written as a text itself
+            hint = eval(hint, {}, names)
+        if (kind := _kind(hint)) is not None:
+            kinds[name] = kind
+    return kinds
+
+
+def _kind(hint: Any) -> Kind | None:
+    """What an annotation allows; None where that is anything, or not known."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any or hint is object:
+        return None
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    if origin is Annotated:
+        return _of_bounds(*parts) if isinstance(parts[1], Between) else _kind(parts[1])
+    if origin in (UnionType, typing.Union):
+        paths = [part for part in parts if part is Path or get_origin(part) is os.PathLike]
+        return _of_several([_kind(part) for part in parts if part is not str or not paths])
+    if origin is os.PathLike:
+        return _SIMPLE[Path]
+    if isinstance(hint, _ByName):
+        return _of_class(hint.__name__)
+    if hasattr(hint, "dim_str") and hasattr(hint, "array_type"):
+        return _of_array(hint)
+    if origin is Literal:
+        return Kind(" or ".join(map(repr, parts)), lambda value: _is_word(value) and value in parts)
+    if origin in (Sequence, Iterable, list, tuple, Iterator):
+        return _of_items(parts, keys=origin is Iterable)
+    if origin is Mapping or hint is Mapping:
+        return _of_mapping(parts)
+    if origin is Callable:
+        return Kind("a function", callable)
+    if not inspect.isclass(hint):
+        return None
+    if getattr(hint, "_is_protocol", False):
+        members = sorted(
+            name for name in {*vars(hint), *getattr(hint, "__annotations__", ())} if name[0] != "_"
+        )
+        return Kind(
+            f"an object with {', '.join(members)}",
+            lambda value: all(hasattr(value, name) for name in members),
+            _SOURCES.get(hint.__name__, ""),
+        )
+    return _of_class(hint.__name__)
+
+
+def _of_class(name: str) -> Kind:
+    return Kind(f"a {name}", lambda value: name in _names(value), _SOURCES.get(name, ""))
+
+
+def _of_several(kinds: Sequence[Kind | None]) -> Kind | None:
+    known = [kind for kind in kinds if kind is not None]
+    if len(known) < len(kinds):
+        return None
+    words = " or ".join(dict.fromkeys(kind.words for kind in known))
+    remedy = next((kind.remedy for kind in known if kind.remedy), "")
+    return Kind(words, lambda value: any(kind.holds(value) for kind in known), remedy)
+
+
+def _of_bounds(number: Any, bounds: Between) -> Kind:
+    kind = _SIMPLE[number]
+    return Kind(
+        f"{kind.words}{bounds}", lambda value: kind.holds(value) and bounds.min <= value <= bounds.max
+    )
+
+
+def _of_items(hints: Sequence[Any], *, keys: bool) -> Kind:
+    item = _of_item(hints[0]) if hints and (len(hints) == 1 or hints[1] is Ellipsis) else None
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            return False
+        if isinstance(value, Mapping):
+            return keys
+        if _is_array(value) and getattr(value, "ndim", 1) != 1:
+            return False
+        return item is None or not isinstance(value, Sequence) or all(map(item.holds, value))
+
+    return Kind("a list" + (f" of items that are {item.words}" if item else ""), holds)
+
+
+def _of_item(hint: Any) -> Kind | None:
+    """What an item may be; each place of a tuple is checked."""
+    places = get_args(hint)
+    if get_origin(hint) is not tuple or Ellipsis in places:
+        return _kind(hint)
+    kinds = [_kind(place) for place in places]
+    words = ", ".join("anything" if kind is None else kind.words for kind in kinds)
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != len(kinds):
+            return False
+        return all(kind is None or kind.holds(part) for kind, part in zip(kinds, value, strict=True))
+
+    return Kind(f"a tuple ({words})", holds)
+
+
+def _of_mapping(hints: Sequence[Any]) -> Kind:
+    """A mapping; values are checked in a dict only, since others may read them when they are asked for."""
+    item = _of_item(hints[1]) if len(hints) == 2 else None
+    if len(hints) == 2 and hasattr(hints[1], "array_type"):  # shapes are checked by name, by functions
+        item = _of_class(hints[1].array_type.__name__)
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, Mapping) and (
+            item is None or type(value) is not dict or all(map(item.holds, value.values()))
+        )
+
+    return Kind("a dict" + (f" of values that are {item.words}" if item else ""), holds)
+
+
+def _of_array(hint: Any) -> Kind:
+    """An array of a jaxtyping shape; how many of one axis there are is checked by the function."""
+    axes, array = hint.dim_str.split(), hint.array_type.__name__
+    dtypes = hint.dtypes if isinstance(hint.dtypes, tuple) else None
+    is_open = "..." in axes
+    n_axes = len(axes) - is_open
+
+    def holds(value: Any) -> bool:
+        # Of a masked array, torch and NumPy would read the values behind the mask.
+        if array not in _names(value) or "MaskedArray" in _names(value):
+            return False
+        if dtypes is not None and _dtype(value) not in dtypes:
+            return False
+        return value.ndim >= n_axes if is_open else value.ndim == n_axes
+
+    return Kind(f"{hint.__name__.partition('[')[0]}[{array}, '{' '.join(axes)}']", holds)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str | int | None)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_path(value: Any) -> bool:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return isinstance(text, str) and 0 < len(text) <= _LONGEST_PATH and "\0" not in text
+
+
+def _is_array(value: Any) -> bool:
+    return not {"Tensor", "ndarray"}.isdisjoint(_names(value))
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _names(value: Any) -> list[str]:
+    return [kind.__name__ for kind in type(value).__mro__]
+
+
+_SIMPLE: dict[Any, Kind] = {
+    type(None): Kind("None", lambda value: value is None),
+    None: Kind("None", lambda value: value is None),
+    int: Kind("an integer", _is_int),
+    float: Kind("a finite number", _is_number),
+    bool: Kind("True or False", lambda value: not {"bool", "bool_"}.isdisjoint(_names(value))),
+    str: Kind("a str", lambda value: isinstance(value, str)),
+    bytes: Kind("bytes", lambda value: isinstance(value, bytes)),
+    Path: Kind("a path", _is_path),
+}
+_EVERYWHERE: dict[str, Any] = {
+    "Iterable": Iterable, "Iterator": Iterator, "Mapping": Mapping, "Sequence": Sequence, "Path": Path,
+    "Callable": Callable, "Any": Any, "Literal": Literal,
+}  # fmt: skip

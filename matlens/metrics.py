@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.checks import checked
-from matlens.errors import InputError, warn
+from matlens.errors import InputError, checked, warn
 from matlens.numerics.precision import in_float64
 
 _HOPELESS = -1000.0  # an r2 that no reader can use

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError
-from matlens.checks import (
+from matlens.errors import (
     Fraction,
     Seed,
     Tokenizer,

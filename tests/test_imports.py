@@ -21,9 +21,9 @@ TESTS = Path(__file__).parent
 
 # Packages in import order: each imports from those before it and from itself.
 FLOORS = (
-    "errors", "arithmetic", "checks", "progress", "parallel", "numerics", "metrics", "io", "models",
-    "data", "linear", "activations", "patching", "plots", "lens", "ffn", "linearity", "pruning", "study",
-    "explorer", "cli", "__main__",
+    "arithmetic", "errors", "parallel", "numerics", "metrics", "io", "models", "data", "linear",
+    "activations", "patching", "plots", "lens", "ffn", "linearity", "pruning", "study", "explorer", "cli",
+    "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {

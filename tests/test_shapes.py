@@ -48,9 +48,9 @@ CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[
     "patching.r2_score": (lambda r2: r2_score(SCHEME, r2), [(3, 3)], [(3, 4)]),
     "estimators.divergence": (divergence, [(3, 5), (3, 5)], [(3, 5), (3, 5, 1)]),
     "lens.exit_layers": (exit_layers, [(10, 4), (10,)], [(10, 4), (11,)]),
-    "judging.matrix_cosine": (matrix_cosine, [(4, 3), (4, 3)], [(4, 3), (4, 2)]),
+    "lens.matrix_cosine": (matrix_cosine, [(4, 3), (4, 3)], [(4, 3), (4, 2)]),
     "pruning.angles": (angles, [(4, 3), (4, 3)], [(4, 3), (2, 3)]),
-    "control.SelfDebiasing": (
+    "ffn.SelfDebiasing": (
         SelfDebiasing(["profanity"]).log_probs,
         [(4, 7), (1, 4, 7)],
         [(4, 7), (1, 4, 8)],

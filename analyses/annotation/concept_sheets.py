@@ -20,8 +20,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from annotation.sheets import read_sheet, refuse_lines, write_sheets
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.files import system_errors
 from matlens.io.tables import check_columns
 

@@ -20,9 +20,8 @@ from sklearn.metrics import cohen_kappa_score
 
 from annotation.concept_sheets import CLASSES, Annotation, check_sample
 from matlens import metrics
-from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked, short
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
 from matlens.io.tables import check_columns, read_table, result_row, result_table

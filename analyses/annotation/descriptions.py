@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 
 LONGEST = 120  # characters of a description
 _HOW = (

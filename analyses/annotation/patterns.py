@@ -20,14 +20,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import Fraction, PositiveInt, Seed, checked, short
 from matlens.data.word_similarity import WordSimilarity
-from matlens.errors import InputError
+from matlens.errors import Fraction, InputError, PositiveInt, Seed, checked, short
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import check_columns, result_row, result_table
 from matlens.models.vocabulary import token_texts, visible
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -36,7 +35,7 @@ EXPERIMENT = "concept_search"
 MIN_PATTERN_WORDS = 4  # as in the paper's protocol
 PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
 _SEARCH = "Expected tables of annotation.search_concepts."
-_FIT = "Fit one with corpora.WordSimilarity.fit()."
+_FIT = "Fit one with data.WordSimilarity.fit()."
 _LARGEST = 2**31 - 1  # number of a token
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 

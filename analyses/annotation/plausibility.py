@@ -14,8 +14,7 @@ import torch
 
 from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
-from matlens.checks import Seed, checked, random_state, short
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, checked, random_state, short
 from matlens.io.tables import check_columns
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible

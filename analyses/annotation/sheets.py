@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens.checks import checked, short
 from matlens.data.streams import wide_encoding
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.io.bounds import SHEET
 from matlens.io.cells import original_table
 from matlens.io.files import open_regular, read_bounded, system_errors, write_together

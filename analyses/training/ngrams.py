@@ -6,8 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from matlens.checks import PositiveInt, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_int, checked
 
 _MOST = 10  # tokens of an n-gram
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from matlens.checks import Between, PositiveInt, Seed, checked
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, PositiveInt, Seed, checked
 from matlens.io.files import check_file_name, content_hash, system_errors, write_bytes
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from training.ngrams import check_sequences
 
 STATE = "training.safetensors"

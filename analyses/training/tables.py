@@ -10,7 +10,7 @@ import pandas as pd
 from torch import nn
 
 from matlens import metrics
-from matlens.checks import PositiveInt, checked
+from matlens.errors import PositiveInt, checked
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from training.ngrams import NgramModel

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from matlens.checks import Between, PositiveInt, checked, short
 from matlens.data.corpus import Corpus
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, PositiveInt, checked, short
 from matlens.models.families.wikilm.dictionary import WordDictionary, words_of
 
 END = "<|endoftext|>"  # as in GPT-2, before each text and behind it

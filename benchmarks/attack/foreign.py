@@ -22,7 +22,7 @@ from attack.badness import KINDS
 from attack.cases import Case, Misread
 from attack.world import World
 from matlens import data, plots
-from matlens import io as storage
+from matlens.io import write_results
 
 TEXT, MODEL, PLANTED, FULL = (
     "foreign texts and archives",
@@ -276,7 +276,7 @@ def _planted(world: World) -> Iterator[Case]:
             ("config.json", "h.0.safetensors", "h.0.safetensors.partial"),
         ),
         "write_results": (
-            lambda folder: storage.write_results(folder, "a", world.quality, {}),
+            lambda folder: write_results(folder, "a", world.quality, {}),
             ("a.csv", "a.json", "a.csv.partial", "a.json.partial"),
         ),
         "plots.save": (
@@ -319,7 +319,7 @@ def _full(world: World) -> Iterator[Case]:
     writers: dict[str, Callable[[Path], Any]] = {
         "collect": lambda f: matlens.collect(world.model, world.examples, folder=f, progress=False),
         "MapSet.save": world.stream_maps.save,
-        "write_results": lambda f: storage.write_results(f, "a", world.quality, {}),
+        "write_results": lambda f: write_results(f, "a", world.quality, {}),
         "plots.save": lambda f: plots.save(plots.r2_heatmaps(_fit(world)), f, "r2"),
     }
     for name, write in writers.items():

@@ -32,13 +32,13 @@ EXEMPT = {
     "models.check_finite": "a check of the library's own",
     "cli.print_atlas": "prints what the library has computed",
     "cli.print_members": "prints what the library has computed",
-    "trials.task_scores": "needs a package that is no part of the installation",
+    "pruning.task_scores": "needs a package that is no part of the installation",
     "cli.Report": "writes what analyses have computed",
     "cli.run_study": "takes an analysis, which is no user's input",
-    "control.Grader.grade": "a protocol, whose implementations are the user's or those below",
-    "control.Detoxify": "needs weights that are downloaded",
-    "control.ProfanityCheck": "takes nothing",
-    "control.ProfanityCheck.grade": "needs a package that is no part of the installation",
+    "ffn.Grader.grade": "a protocol, whose implementations are the user's or those below",
+    "ffn.Detoxify": "needs weights that are downloaded",
+    "ffn.ProfanityCheck": "takes nothing",
+    "ffn.ProfanityCheck.grade": "needs a package that is no part of the installation",
     "metrics.Estimate.without_interval": "made by the library",
     "metrics.r2_and_steady": "what metrics.r2 calls",
     "metrics.warn_of_steady": "takes what metrics.r2_and_steady gives",
@@ -56,7 +56,7 @@ EXEMPT = {
             "merge",
         )
     },
-    "storage.number_text": "words of numbers that the library has computed",
+    "io.number_text": "words of numbers that the library has computed",
     **dict.fromkeys(
         (
             "Lens.push_to_hub", "Lens.from_pretrained", "hub.HubRepository.snapshot",
@@ -68,11 +68,11 @@ EXEMPT = {
     "numerics.split_product": "what linear.Moments calls",
     "hub.HubRepository": "a name that the hub's client looks at",
     "hub.HubSnapshot": "made by the library",
-    "ffn.ValueVectors.from_parts": "what catalogue.Catalogue calls",
-    "wikilm.WikiLMConfig": "refuses what makes no model, as tests/models/test_modelling.py tries",
-    "wikilm.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
-    "wikilm.WikiLMForCausalLM.features": "what TransformerLens and transformers call",
-    "wikilm.WikiLMForCausalLM.forward": "what TransformerLens and transformers call",
+    "ffn.ValueVectors.from_parts": "what ffn.Catalogue calls",
+    "models.WikiLMConfig": "refuses what makes no model, as tests/models/test_modelling.py tries",
+    "models.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
+    "models.WikiLMForCausalLM.features": "what TransformerLens and transformers call",
+    "models.WikiLMForCausalLM.forward": "what TransformerLens and transformers call",
     # The library's own writers and readers: what users pass through them is tried by what calls them, and
     # what lies in the files by mutations.
     **dict.fromkeys(

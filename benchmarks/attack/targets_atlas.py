@@ -39,11 +39,11 @@ _OF_ATLAS = {"table": _table}
 
 ATLAS: list[Target] = [
     Target(
-        "inputs.JudgedText",
+        "data.JudgedText",
         {"truth": "object"},
         {"examples": lambda w: _text(w).examples, "truth": lambda w: _text(w).truth},
     ),
-    Target("inputs.make_judged_text", {"most": "whole"}, {"size": lambda _: 12}),
+    Target("data.make_judged_text", {"most": "whole"}, {"size": lambda _: 12}),
     Target(
         "linearity.linearity_atlas",
         {"fitted": "object", "judged": "object", "jumps": "object"},

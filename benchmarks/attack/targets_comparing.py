@@ -186,11 +186,11 @@ COMPARING: list[Target] = [
         {"examples": lambda w: w.examples.head(4), "n_tokens": lambda _: 5},
     ),
     # Control.
-    Target("control.attribute_table", good={"table": lambda w: _comparison(w).table}),
-    Target("control.main_scores", good={"table": lambda w: _comparison(w).table}),
-    Target("control.estimates_by_change", good={"table": lambda w: _comparison(w).table}),
+    Target("ffn.attribute_table", good={"table": lambda w: _comparison(w).table}),
+    Target("ffn.main_scores", good={"table": lambda w: _comparison(w).table}),
+    Target("ffn.estimates_by_change", good={"table": lambda w: _comparison(w).table}),
     Target(
-        "control.changes_to_compare",
+        "ffn.changes_to_compare",
         {"vectors": "object", "debiasing": "object", "banned": "object", "coefficients": "layers"},
         {
             "vectors": lambda _: {"picked": ("L0D1",)},
@@ -204,13 +204,13 @@ COMPARING: list[Target] = [
         },
     ),
     Target(
-        "control.choose_values",
+        "ffn.choose_values",
         {"grader": "object", "picked": "names"},
         {"grader": lambda _: ConstantGrader()},
         takes={"picked=[]": lambda _, chosen: all(chosen.values())},
     ),
     Target(
-        "control.compare_control",
+        "ffn.compare_control",
         {
             "changes": "object",
             "prompts": "object",
@@ -227,9 +227,9 @@ COMPARING: list[Target] = [
             "n_samples": lambda _: 1,
         },
     ),
-    Target("control.tokens_of_chosen", {"vectors": "object"}, {"vectors": lambda _: {"picked": ["L0D1"]}}),
+    Target("ffn.tokens_of_chosen", {"vectors": "object"}, {"vectors": lambda _: {"picked": ["L0D1"]}}),
     Target(
-        "control.Perspective",
+        "ffn.Perspective",
         {"key": "text", "attributes": "names", "url": "text"},
         {"key": lambda _: "k", "attributes": lambda _: ["toxicity"]},
         takes={
@@ -249,7 +249,7 @@ COMPARING: list[Target] = [
         {"sinks": _sinks, "places": lambda w: w.activations.places},
     ),
     Target(
-        "corpora.make_windows",
+        "data.make_windows",
         {"source": "object", "size": "whole", "most": "whole", "name": ""},
         {"source": lambda w: w.corpus, "size": lambda _: 16},
     ),

@@ -44,8 +44,8 @@ def _judged(world: World) -> lens.Judgement:
 
 JUDGING: list[Target] = [
     # Judging.
-    Target("judging.default_methods"),
-    Target("judging.default_layers"),
+    Target("lens.default_methods"),
+    Target("lens.default_layers"),
     *[
         Target(
             f"judging.{name}",
@@ -60,24 +60,24 @@ JUDGING: list[Target] = [
         }.items()
     ],
     Target(
-        "judging.fit_members",
+        "lens.fit_members",
         {"train": ACTIVATIONS, "prompts": "corpus", "longest": "whole"},
         {"train": lambda w: w.activations, "methods": lambda _: ["mat"]},
         takes={"prompts": lambda _, members: {*members} == {"mat"}},  # of which Jacobians alone are taken
     ),
     Target(
-        "judging.Member",
+        "lens.Member",
         {"lens": "lens", "seconds": "positive", "flops": "positive"},
         takes={"lens=of_other_weights": lambda w, member: member.lens is w.other_lens},
     ),
     Target(
-        "judging.report_table",
+        "lens.report_table",
         {"members": "lenses", "validation": ACTIVATIONS, "against": "choice", "sinks": "marks"},
     ),
-    Target("judging.report_by_member", good={"table": lambda w: w.report}),
-    Target("judging.lens_exit_sweep", {"lenses": LENSES, "validation": ACTIVATIONS}),
+    Target("lens.report_by_member", good={"table": lambda w: w.report}),
+    Target("lens.lens_exit_sweep", {"lenses": LENSES, "validation": ACTIVATIONS}),
     Target(
-        "judging.lens_savings",
+        "lens.lens_savings",
         {"precision": "positive"},
         {"table": lambda w: lens.lens_exit_sweep({"mat": w.lens}, w.activations, progress=False)},
     ),
@@ -93,7 +93,7 @@ JUDGING: list[Target] = [
         },
     ),
     Target(
-        "judging.lens_scores",
+        "lens.lens_scores",
         {"lens": "lens", "h": "vectors"},
         {"h": lambda w: w.activations[1]},
         finish=lambda _, scores: scores(slice(0, 3)),
@@ -105,7 +105,7 @@ JUDGING: list[Target] = [
     ),
     Target("lens.Judgement.differences", {"other": "object"}, {"other": _judged}, owner=_judged),
     Target(
-        "judging.matrix_cosine",
+        "lens.matrix_cosine",
         {"first": "vectors", "second": "vectors"},
         {"first": lambda w: w.activations[1], "second": lambda w: w.activations[3]},
         takes={
@@ -115,13 +115,13 @@ JUDGING: list[Target] = [
         },
     ),
     Target(
-        "judging.cosine_table",
+        "lens.cosine_table",
         {"lenses": LENSES, "halves": "lenses"},
         {"lenses": lambda w: {"mat": w.lens, "again": w.lens}},
         takes={"halves={}": lambda _, table: len(table) > 0},
     ),
     Target(
-        "judging.EvaluationItem",
+        "lens.EvaluationItem",
         {"name": "text", "text": "text", "words": "object"},
         {"words": lambda _: (("w1",),)},
         finish=lambda w, item: lens.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
@@ -131,23 +131,23 @@ JUDGING: list[Target] = [
         },
     ),
     Target(
-        "judging.evaluate_lenses",
+        "lens.evaluate_lenses",
         {"lenses": LENSES, "evaluations": "lenses"},
         {"evaluations": evaluation_items},
     ),
     Target(
-        "judging.read_evaluations",
+        "lens.read_evaluations",
         {"folder": "path read", "names": "names"},
         {"folder": _evaluations, "names": lambda _: None},
     ),
     Target(
-        "judging.word_tokens",
+        "lens.word_tokens",
         {"spellings": "sentences"},
         {"spellings": lambda _: ["w1", "w2"]},
         takes={f"spellings={none}": lambda _, tokens: tokens == [] for none in ("{}", "[]")},
     ),
     Target(
-        "judging.compare_lenses",
+        "lens.compare_lenses",
         {
             "parts": "object",
             "against": "choice",

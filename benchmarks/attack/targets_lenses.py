@@ -93,31 +93,31 @@ LENSES: list[Target] = [
     Target("Lens.from_jacobian_lens", {"path": "path read"}, {"path": jacobian_file}),
     Target("Lens.from_tuned_lens", {"folder": "path read"}, {"folder": tuned_folder}),
     Target(
-        "estimators.LayerMap",
+        "lens.LayerMap",
         {"weight": "vectors", "narrowing": "vectors", "bias": "object", "scale": "number"},
         {"weight": lambda _: torch.eye(32)},
         finish=lambda w, held: lens.Lens({1: held}, "by hand", w.stream_maps.provenance).save(w.fresh("out")),
         takes={"weight=None": lambda _, nothing: nothing is None},
     ),
     Target(
-        "estimators.LayerMap.matrix",
+        "lens.LayerMap.matrix",
         {"width": "whole"},
         {"width": lambda _: 4},
         lambda _: lens.LayerMap(),
     ),
     Target(
-        "estimators.LayerMap.__call__",
+        "lens.LayerMap.__call__",
         owner=lambda w: w.lens.maps[1],
         takes={f"h=with_{label}": lambda _, out: not out.isfinite().all() for label in ("nan", "infinity")},
     ),
     Target(
-        "estimators.Standardisation",
+        "lens.Standardisation",
         {"kind": "choice", "eps": "positive"},
         {"kind": lambda _: "rms", "eps": lambda _: 1e-5},
     ),
-    Target("estimators.Standardisation.from_model"),
+    Target("lens.Standardisation.from_model"),
     Target(
-        "estimators.Standardisation.__call__",
+        "lens.Standardisation.__call__",
         owner=lambda _: lens.Standardisation("rms"),
         takes={  # of any width, and what is no number stays none
             "h=no_columns": lambda _, out: out.shape[-1] == 0,
@@ -127,30 +127,30 @@ LENSES: list[Target] = [
         },
     ),
     Target(
-        "estimators.LensMoments",
+        "lens.LensMoments",
         {"provenance": "object", "methods": "methods", "norm": "object"},
         {"provenance": lambda w: w.activations.provenance, "methods": lambda _: ["mat"]},
     ),
     Target(
-        "estimators.LensMoments.update",
+        "lens.LensMoments.update",
         {"vectors": "object", "places": "object", "keys": "object"},
         {"vectors": lambda w: dict(w.activations)},
         lambda w: lens.LensMoments(w.activations.provenance, ["mat"]),
     ),
     Target(
-        "estimators.LensMoments.merge",
+        "lens.LensMoments.merge",
         {"other": "object"},
         {"other": lambda w: lens.lens_moments(w.model, w.activations, ["mat"], progress=False)},
         lambda w: lens.LensMoments(w.activations.provenance, ["mat"]),
     ),
     Target(
-        "estimators.LensMoments.solve",
+        "lens.LensMoments.solve",
         {"name": "methods"},
         {"name": lambda _: "mat"},
         lambda w: w.lens_moments,
     ),
     Target(
-        "estimators.lens_moments",
+        "lens.lens_moments",
         {"data": "corpus", "methods": "methods", "positions": "choice"},
         {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
         takes={
@@ -191,7 +191,7 @@ LENSES: list[Target] = [
     ),
     # Trained maps.
     Target(
-        "estimators.VocabularySample.from_weights",
+        "lens.VocabularySample.from_weights",
         {"weights": "object"},
         {"weights": lambda _: torch.ones(60)},
         takes={  # all, where there are no more
@@ -199,7 +199,7 @@ LENSES: list[Target] = [
         },
     ),
     Target(
-        "estimators.VocabularySample.draw",
+        "lens.VocabularySample.draw",
         {"generator": "object"},
         {"generator": lambda _: torch.Generator().manual_seed(0)},
         lambda _: lens.VocabularySample.from_weights(torch.ones(60), 9),
@@ -227,21 +227,21 @@ LENSES: list[Target] = [
         )
         for name in ("polish", "scale_map", "tune")
     ],
-    Target("estimators.best_start"),
-    Target("estimators.check_method_names"),
+    Target("lens.best_start"),
+    Target("lens.check_method_names"),
     Target(
-        "estimators.fit_maps",
+        "lens.fit_maps",
         {"data": "corpus", "methods": "methods", "positions": "choice"},
         {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
         takes={name: lambda _, fitted: list(fitted) == ["mat"] for name in ("data=examples", "folder")},
     ),
     Target(
-        "estimators.train_maps",
+        "lens.train_maps",
         {"name": "choice", "rows": "activations, other activations", "start": "object"},
         {"name": lambda _: "tuned", "rows": lambda w: w.activations, "layers": lambda _: [1]},
     ),
     Target(
-        "estimators.fit_jacobian",
+        "lens.fit_jacobian",
         {"longest": "whole", "skip": "whole", "at_once": "whole"},
         {"skip": lambda _: 0, "layers": lambda _: [1], "prompts": lambda w: list(w.sentences[:1])},
         takes={

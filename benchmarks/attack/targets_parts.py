@@ -189,20 +189,20 @@ PARTS: list[Target] = [
     ],
     Target("activations.merge_moments", {"moments": "object"}, {"moments": _stored}),
     Target(
-        "corpora.Examples.rows_of",
+        "data.Examples.rows_of",
         {"index": "object"},
         {"index": lambda _: np.array([0, 1])},
         lambda w: w.examples,
         takes={"index=[]": lambda _, rows: len(rows[0]) == 0},
     ),
     Target(
-        "corpora.Examples.copies",
+        "data.Examples.copies",
         {"sentence": "row", "n": "whole"},
         {"sentence": lambda _: 0},
         lambda w: w.examples,
     ),
     Target(
-        "corpora.Examples.from_arrays",
+        "data.Examples.from_arrays",
         {"arrays": "object", "data": "object"},
         {"arrays": lambda w: w.examples.arrays, "data": lambda w: w.examples.provenance},
         takes={f"data={none}": lambda _, examples: len(examples) == 60 for none in ("{}", "None")},
@@ -288,13 +288,13 @@ PARTS: list[Target] = [
         lambda w: once(w, "events", lambda: ffn.event_tables(w.trace, w.model)),
     ),
     Target(
-        "exits.OverlapRule.signals",
+        "ffn.OverlapRule.signals",
         {"active": "object", "rows": "numbers"},
         {"active": lambda w: ffn.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
         lambda w: _fitted_rule(w),
     ),
     Target(
-        "exits.ExitClassifiers.fit",
+        "ffn.ExitClassifiers.fit",
         {"features": "object", "made_at": "object", "split": "object"},
         {
             "features": lambda w: _features(w),
@@ -304,7 +304,7 @@ PARTS: list[Target] = [
         lambda _: _classifiers(),
     ),
     Target(
-        "exits.ExitClassifiers.signals",
+        "ffn.ExitClassifiers.signals",
         {"features": "object", "rows": "numbers"},
         {"features": lambda w: _features(w), "rows": lambda _: np.arange(30)},
         lambda w: _classifiers().fit(
@@ -312,14 +312,14 @@ PARTS: list[Target] = [
         ),
     ),
     Target(
-        "control.SelfDebiasing.reweighted",
+        "ffn.SelfDebiasing.reweighted",
         {"plain": "any vectors", "likeliest": "any vectors"},
         {"plain": lambda _: torch.rand(2, 60), "likeliest": lambda _: torch.rand(2, 60)},
         lambda _: ffn.SelfDebiasing(),
     ),
-    Target("control.SelfDebiasing.room", owner=lambda _: ffn.SelfDebiasing()),
+    Target("ffn.SelfDebiasing.room", owner=lambda _: ffn.SelfDebiasing()),
     Target(
-        "control.SelfDebiasing.__call__",
+        "ffn.SelfDebiasing.__call__",
         {"input_ids": "ids", "scores": "vectors"},
         {"input_ids": lambda _: torch.ones(7, 3, dtype=torch.int64), "scores": lambda _: torch.rand(7, 60)},
         lambda _: ffn.SelfDebiasing(),
@@ -327,7 +327,7 @@ PARTS: list[Target] = [
     ),
     *[
         Target(
-            f"control.ModelChange.{name}",
+            f"ffn.ModelChange.{name}",
             {"texts": "examples"},
             {"texts": lambda w: w.examples.head(2)},
             lambda _: ffn.ModelChange("control", 3.0, ("L0D1",)),
@@ -336,7 +336,7 @@ PARTS: list[Target] = [
         for name in ("applied", "losses")
     ],
     Target(
-        "control.Perspective.grade",
+        "ffn.Perspective.grade",
         {"texts": "sentences"},
         {"texts": lambda _: []},
         lambda _: ffn.Perspective("k", ["toxicity"], url="http://127.0.0.1:9/", retries=1, backoff=0.0),

@@ -200,10 +200,10 @@ ROOMS: list[Target] = [
         "pruning.save_pruned",
         {"table": "table"},
     ),
-    Target("trials.compare_pruned"),
-    Target("trials.compare_costs", {"rounds": "whole"}),
+    Target("pruning.compare_pruned"),
+    Target("pruning.compare_costs", {"rounds": "whole"}),
     Target(
-        "trials.pruning_table",
+        "pruning.pruning_table",
         {
             "judged": "lenses",
             "sizes": "layers",
@@ -218,7 +218,7 @@ ROOMS: list[Target] = [
             "choices": lambda _: ["angle"],
         },
     ),
-    Target("trials.added_perplexity", good={"table": _pruning_table}),
+    Target("pruning.added_perplexity", good={"table": _pruning_table}),
     Target(
         "trials.speed",
         {"model": "object", "rounds": "whole"},
@@ -227,19 +227,19 @@ ROOMS: list[Target] = [
     Target("pruning.plain_copy"),
     # Catalogue and cache.
     Target(
-        "catalogue.Catalogue",
+        "ffn.Catalogue",
         {"name": "text", "device": "choice", "dtype": "choice", "revision": "object"},
         {"name": lambda w: str(w.model_folder("gpt2"))},
         finish=lambda _, opened: opened.values,
     ),
     Target(
-        "catalogue.Catalogue.projection",
+        "ffn.Catalogue.projection",
         {"reading": "choice"},
         {"reading": lambda _: "norm"},
         lambda w: ffn.Catalogue(w.model),
     ),
     Target(
-        "catalogue.Catalogue.top_tokens",
+        "ffn.Catalogue.top_tokens",
         {**VALUES, "projection": "projection, other projection", "reading": "choice"},
         owner=lambda w: ffn.Catalogue(w.model),
     ),
@@ -283,7 +283,7 @@ ROOMS: list[Target] = [
     ),
     # Inputs.
     Target(
-        "inputs.make_image_examples",
+        "data.make_image_examples",
         {"images": "object", "position": "row", "name": "text"},
         {
             "model": lambda w: w.load("vit"),
@@ -296,7 +296,7 @@ ROOMS: list[Target] = [
         },
     ),
     Target(
-        "inputs.make_pairs",
+        "data.make_pairs",
         {"sources": "texts", "targets": "texts"},
         {
             "model": _decoder,

@@ -53,29 +53,29 @@ def _ngrams(_: World) -> training.NgramModel:
 
 
 TRAINING: list[Target] = [
-    Target("wikilm.read_wikilm", good={"path": _checkpoint}),
+    Target("models.read_wikilm", good={"path": _checkpoint}),
     Target(
-        "wikilm.write_wikilm",
+        "models.write_wikilm",
         {"model": "object", "dictionary": "object"},
         {"model": _small, "dictionary": _dictionary},
         takes={"folder=a_folder_of_others": lambda _, path: (path.parent / "other.txt").is_file()},
     ),
     Target(
-        "wikilm.WordDictionary.from_counts",
+        "models.WordDictionary.from_counts",
         {"counts": "object"},
         {"counts": lambda _: [("w1", 3)], "n_words": lambda _: 8},
         takes={f"counts={none}": lambda _, words: len(words) == 8 for none in ("[]", "{}")},
     ),
-    Target("wikilm.WordDictionary.read", good={"path": lambda w: _checkpoint(w).with_name("dict.txt")}),
+    Target("models.WordDictionary.read", good={"path": lambda w: _checkpoint(w).with_name("dict.txt")}),
     Target(
-        "wikilm.WordDictionary.write",
+        "models.WordDictionary.write",
         {"path": "file written"},
         {"path": lambda w: w.fresh("dict.txt")},
         _dictionary,
     ),
-    Target("wikilm.WordDictionary.tokenizer", {"longest": "whole"}, owner=_dictionary),
+    Target("models.WordDictionary.tokenizer", {"longest": "whole"}, owner=_dictionary),
     Target(
-        "wikilm.words_of",
+        "models.words_of",
         {"texts": "sentences"},
         {"texts": lambda w: list(w.sentences[:2])},
         takes={"texts=[]": lambda _, words: words == []},

@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.checks import checked
 from matlens.data.examples import ARRAYS, OTHERS, Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.files import damaged
 from matlens.io.folders import CONFIG, reading_record
 from matlens.io.rows import read_rows

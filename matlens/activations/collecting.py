@@ -17,11 +17,10 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.arithmetic import own_precision
-from matlens.checks import PositiveInt, check_int, checked
 from matlens.data.batches import Batch
 from matlens.data.examples import Examples
 from matlens.data.readers import check_model, check_own_tokens, reads_whole
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.folders import read_config
 from matlens.io.rows import Column, keep_rows
 from matlens.models.changes import changes_of, unchanged
@@ -31,7 +30,7 @@ from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site, check_finite
 from matlens.models.weights import WeightChecksum
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -21,17 +21,16 @@ from torch import Tensor
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, hook_names
-from matlens.checks import PositiveInt, check_choice, checked, short
 from matlens.data.examples import Examples
 from matlens.data.readers import check_model
 from matlens.data.token_examples import make_token_examples
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, PositiveInt, check_choice, checked, printable, short
 from matlens.io.files import open_regular
 from matlens.io.rows import Column, keep_rows
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import Site
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

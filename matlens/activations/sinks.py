@@ -22,9 +22,8 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.checks import Between, PositiveInt, checked, short
 from matlens.data.examples import Examples
-from matlens.errors import InputError, InputWarning
+from matlens.errors import Between, InputError, InputWarning, PositiveInt, checked, short
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 

@@ -15,8 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from matlens import parallel
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.arrays import Record, check_record, check_size, check_tensor, describe_tensors
 from matlens.io.bounds import parse_json
 from matlens.io.files import damaged, write_bytes

@@ -20,10 +20,9 @@ from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
-from matlens.checks import PositiveInt, check_int, checked
 from matlens.data.examples import Examples
 from matlens.data.readers import check_model
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.arrays import Record
 from matlens.io.folders import Workplace
 from matlens.io.notes import Notes

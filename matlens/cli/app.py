@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from matlens import __version__
-from matlens.checks import check_choice
 from matlens.cli import cache, explore, lens, parts, shards, updates, values
 from matlens.cli import plan as planning
 from matlens.cli.distributed import ask_main, on_main, start
@@ -16,7 +15,7 @@ from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, FitOptions, ModelOptions, SampleOptions, grouped
 from matlens.cli.options import Device, DtypeChoice, Folder, StackOption, Title, Trust
 from matlens.cli.printing import print_figures, print_line, print_results
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice
 
 app = typer.Typer(
     help="What is linear inside a transformer, and what its feed-forward layers write.",

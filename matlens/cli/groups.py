@@ -13,11 +13,10 @@ from functools import wraps
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from matlens.checks import check_int, check_number, short
 from matlens.cli import options
 from matlens.cli.options import DtypeChoice, PositionChoice, ReadChoice, StackChoice
-from matlens.errors import InputError
-from matlens.progress import waiting
+from matlens.errors import InputError, check_int, check_number, short
+from matlens.parallel import waiting
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

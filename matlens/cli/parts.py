@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from matlens.checks import check_number
 from matlens.cli.distributed import on_main
 from matlens.cli.expected import print_expected
 from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
 from matlens.cli.options import Out, Seed
 from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
-from matlens.errors import InputError
+from matlens.errors import InputError, check_number
 from matlens.io.numbers import number_text
 from matlens.pruning.choices import Choice, Method
 

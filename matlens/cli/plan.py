@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from matlens.checks import check_choice
 from matlens.cli.options import TRAIN, VAL, DtypeChoice, KeepRows, PositionChoice, Revision, Trust
 from matlens.cli.printing import print_line, print_table
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice
 
 _BYTES = {DtypeChoice.float32: 4, DtypeChoice.bfloat16: 2, DtypeChoice.float16: 2}
 

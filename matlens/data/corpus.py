@@ -14,10 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.data.sources import Source, file_of_source, open_source
 from matlens.data.streams import check_to_the_end
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, PositiveInt, Seed, checked, printable, short
 from matlens.io.bounds import CORPUS, SENTENCES
 
 MIN_WORDS = 5

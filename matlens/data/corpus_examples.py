@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matlens.checks import Seed, checked, short
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.readers import check_model, check_readable, context_length, is_masked
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, checked, short
 from matlens.models.families.stacks import DECODER, stack_of
 from matlens.models.tokenization import check_tokenizer, encode_text, token_policy, warn_of_unknown
 

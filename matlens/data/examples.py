@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from matlens.checks import PositiveInt, check_int, checked, short
 from matlens.data.batches import Batch, padded
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_int, checked, short
 
 TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
 LAST = "last token"  # where a position was chosen

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.checks import Tokenizer, check_int, checked, short
 from matlens.data.corpus import Corpus
-from matlens.errors import InputError
+from matlens.errors import InputError, Tokenizer, check_int, checked, short
 
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _LARGEST = 2**24  # tokens of a vocabulary

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from matlens.checks import check_int, checked, short
 from matlens.data.examples import Examples, end_to_end
 from matlens.data.readers import check_model
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked, short
 from matlens.models.families.images import image_shape, is_visual, places_of_image
 
 if TYPE_CHECKING:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from jaxtyping import Int
 
-from matlens.checks import Between, Seed, checked
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.prompts import make_windows
 from matlens.data.readers import check_model, context_length, is_masked
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, Seed, checked
 from matlens.models.tokenization import check_tokenizer, encode_text, token_policy
 
 if TYPE_CHECKING:

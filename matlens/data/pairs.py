@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matlens.checks import Seed, checked, short
 from matlens.data.corpus_examples import draw_position
 from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.prompts import list_of_texts
 from matlens.data.readers import check_model, context_length
 from matlens.data.token_examples import with_sources
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, checked, short
 from matlens.models.families.stacks import DECODER, stack_of
 from matlens.models.tokenization import encode_text, token_policy
 

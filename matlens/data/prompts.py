@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from matlens.checks import Between, PositiveInt, check, checked, short
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import LAST, TOKENIZATION, Examples, end_to_end
 from matlens.data.readers import (
@@ -21,7 +20,7 @@ from matlens.data.readers import (
 )
 from matlens.data.sources import json_rows, text_of_row
 from matlens.data.streams import numbered_lines
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, PositiveInt, check, checked, short
 from matlens.models.tokenization import (
     TextTokens,
     check_tokenizer,

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matlens.checks import checked
 from matlens.data.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.models.changes import check_eval_mode
 from matlens.models.families.images import is_visual
 from matlens.models.families.stacks import ENCODER, stack_of

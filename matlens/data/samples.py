@@ -20,7 +20,7 @@ from mwparserfromhell.wikicode import Wikicode
 from sentencex import segment
 
 from matlens.errors import InputError
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 _WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS_FILES = ("lee_background.cor", "lee.cor")

@@ -15,12 +15,11 @@ from urllib.parse import urlsplit
 
 from sentencex import segment
 
-from matlens.checks import did_you_mean, short
 from matlens.data.packing import ARCHIVE_SUFFIXES, LEIPZIG_NAME, PACKED_SUFFIXES, shown
 from matlens.data.samples import news_sample, wikipedia_sample
 from matlens.data.streams import inner_name, numbered_lines
 from matlens.data.translations import LANGUAGES, messages
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, did_you_mean, printable, short
 from matlens.io.bounds import LINE, parse_json
 from matlens.io.files import open_regular
 

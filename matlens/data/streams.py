@@ -21,7 +21,7 @@ from matlens.data.packing import HEAD, PIECE, Reader, packing_of, shown, text_na
 from matlens.errors import InputError, printable
 from matlens.io.bounds import LINE
 from matlens.io.files import open_regular
-from matlens.progress import waiting
+from matlens.parallel import waiting
 
 _OTHER_KINDS = (
     (rb"\x28\xb5\x2f\xfd", "a Zstandard file"), (rb"7z\xbc\xaf", "a 7z archive"), (rb"Rar!", "a RAR archive"),

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from matlens.checks import short
 from matlens.data.examples import LAST, Examples, end_to_end
 from matlens.data.readers import check_model, check_readable, check_tokens, is_masked
-from matlens.errors import InputError
+from matlens.errors import InputError, short
 from matlens.models.families.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from jaxtyping import Bool, Float, Int
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-from matlens.checks import PositiveInt, Seed, check_int, checked, random_state, short
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, random_state, short
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from matlens.checks import check_choice, check_int, check_number, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, check_int, check_number, checked, short
 from matlens.ffn.control import Value, controlled
 from matlens.ffn.generation import continue_prompts
 from matlens.ffn.values import ValueName, ValueVector

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from matlens.checks import check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates, check_count
+from matlens.parallel import Bar
 from matlens.plots.page_trajectory import UpdateCells
-from matlens.progress import Bar
 
 
 @checked

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int
 
 from matlens.activations.collecting import collect
-from matlens.checks import PositiveInt, check_choice, check_int, checked
 from matlens.data.prompts import make_prompts
+from matlens.errors import PositiveInt, check_choice, check_int, checked
 from matlens.explorer.dominant import dominant_cells
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection

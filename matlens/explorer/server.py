@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from matlens.checks import Between, checked
-from matlens.errors import InputError, printable
+from matlens.errors import Between, InputError, checked, printable
 from matlens.explorer.changes import Change, Outcome, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
 from matlens.io.bounds import parse_json

@@ -21,15 +21,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from matlens.activations.collecting import stream
-from matlens.checks import Between, PositiveInt, checked
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, PositiveInt, checked
 from matlens.ffn.updates import DOMINANT, check_count
 from matlens.ffn.values import ValueVectors
 from matlens.io.files import content_hash, open_regular, system_errors, write_bytes
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

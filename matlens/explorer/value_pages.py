@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from matlens.checks import PositiveInt, check_int, checked
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
@@ -27,6 +26,7 @@ from matlens.io.folders import Workplace, read_config
 from matlens.io.notes import Notes
 from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
+from matlens.parallel import Bar
 from matlens.plots.page_assembly import packed
 from matlens.plots.page_values import (
     BLOCK,
@@ -38,7 +38,6 @@ from matlens.plots.page_values import (
     shard,
     vector_shard,
 )
-from matlens.progress import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -15,9 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
-from matlens.checks import Tokenizer, checked, short
 from matlens.data.readers import context_length
-from matlens.errors import InputError
+from matlens.errors import InputError, Tokenizer, checked, short
 from matlens.ffn.graders import ATTRIBUTES
 from matlens.numerics.probabilities import log_softmax
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from matlens.checks import check_choice, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, check_int, checked
 from matlens.ffn.known import Known, describe_or_say_why
 from matlens.ffn.norms import linear_head
 from matlens.ffn.projection import TOP, Projection, TopTokens, top_tokens_of_all

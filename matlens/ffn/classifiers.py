@@ -12,11 +12,10 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from matlens.checks import Seed, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, checked
 from matlens.ffn.outcomes import ExampleSplit
 from matlens.ffn.rule import check_fitted
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 """Inverse, and those of the paper: the smaller, the stronger the penalty."""

@@ -21,8 +21,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from matlens.checks import Between, NonNegative, Seed, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, NonNegative, Seed, check_int, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.folders import reading_record
@@ -39,7 +38,7 @@ from matlens.numerics.agglomeration import (
     gib_on_disk,
     method_within,
 )
-from matlens.progress import waiting
+from matlens.parallel import waiting
 
 CLUSTERS, _LABELS = "clusters", "labels"
 N_CLUSTERS = 10_000

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from matlens.checks import check_choice, check_number, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, check_number, short
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
 from matlens.models.hooks import hanging, intervening

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pandas as pd
 from transformers import LogitsProcessor
 
-from matlens.checks import Seed, checked
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, checked
 from matlens.ffn.baselines import SelfDebiasing
 from matlens.ffn.control import PAPER_COEFFICIENT, controlled
 from matlens.ffn.generation import continue_prompts
@@ -286,7 +285,7 @@ def _row(
 @checked
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
     """The rows about toxicity and perplexity, without other attributes of the grader."""
-    check_columns(table, ["attribute"], what="the table of control.compare_control")
+    check_columns(table, ["attribute"], what="the table of ffn.compare_control")
     return table[table["attribute"].fillna("").isin([TOXICITY, ""])]
 
 
@@ -302,7 +301,7 @@ def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `compare_control`.
     """
-    check_columns(table, _KEYS, what="the table of control.compare_control")
+    check_columns(table, _KEYS, what="the table of ffn.compare_control")
     table = table.assign(coefficient=pd.to_numeric(table["coefficient"].replace("", None)))
     shares = table[table["metric"] == "toxic"].rename(columns={"corpus": "prompts"})
     keys = ["prompts", "method", "coefficient"]
@@ -321,7 +320,7 @@ def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None
 
     Where there are several lists of prompts, take the rows of one of them, and those of perplexity.
     """
-    check_columns(table, _KEYS, what="the table of control.compare_control")
+    check_columns(table, _KEYS, what="the table of ffn.compare_control")
     for keys, rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
         method, coefficient = cast(tuple[str, float], keys)
         numbers = rows[["value", "low", "high"]].to_numpy(dtype=float)

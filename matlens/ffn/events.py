@@ -24,8 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import check, check_choice, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check, check_choice, checked, short
 from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors

@@ -20,8 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations
-from matlens.checks import PositiveInt, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
@@ -35,7 +34,7 @@ from matlens.linear.fitting import fit_samples
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

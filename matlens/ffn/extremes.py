@@ -23,9 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import PositiveInt, Seed, checked
 from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, lift_scores, read_scores, trace_row
 from matlens.ffn.projection import TOP, Projection

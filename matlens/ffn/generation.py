@@ -17,14 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from matlens.checks import PositiveInt, Seed, checked
 from matlens.data.readers import check_decoder
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.ffn.baselines import SelfDebiasing, announced_tokens
 from matlens.models.identity import check_raw
 from matlens.models.tokenization import encode_text
 from matlens.numerics.precision import has_float64, in_float64
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

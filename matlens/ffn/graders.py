@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from matlens.checks import checked, did_you_mean, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, did_you_mean, short
 from matlens.ffn.scores import check_texts
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable

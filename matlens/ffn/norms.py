@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import POST_NORM
 

@@ -11,12 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import Between, Seed, checked
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, Seed, checked
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_row, result_table
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

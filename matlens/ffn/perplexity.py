@@ -15,19 +15,18 @@ from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
 
-from matlens.checks import PositiveInt, checked
 from matlens.data.batches import Batch
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.data.readers import check_decoder, check_own_tokens
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.baselines import SelfDebiasing, announced_tokens
 from matlens.metrics import Estimate
 from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -16,11 +16,10 @@ import requests
 from jaxtyping import Float
 from urllib3.exceptions import HTTPError
 
-from matlens.checks import Between, NonNegative, checked
-from matlens.errors import InputError, printable
+from matlens.errors import Between, InputError, NonNegative, checked, printable
 from matlens.ffn.scores import check_scores, check_texts
 from matlens.io.bounds import parse_json
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 PER_SECOND = 1.0  # requests that a new key is allowed

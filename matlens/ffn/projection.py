@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens.checks import check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked
 from matlens.ffn.norms import linear_head
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.families.stacks import ENCODER, stack_of
@@ -27,7 +26,7 @@ from matlens.models.readout import check_vectors, head_modules, narrowing
 from matlens.models.vocabulary import token_texts, word_tokens
 from matlens.models.weights import WeightChecksum, float32_on
 from matlens.numerics.largest import largest
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

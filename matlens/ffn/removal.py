@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import Seed, check_int, checked
 from matlens.data.examples import Examples
+from matlens.errors import Seed, check_int, checked
 from matlens.ffn.norms import FFN_OUT, NormGain, norm_after_ffn
 from matlens.ffn.overlap import iou
 from matlens.ffn.projection import TOP, Projection

@@ -20,8 +20,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
 from scipy.stats import norm
 
-from matlens.checks import Seed, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, checked
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
 from matlens.ffn.outcomes import (

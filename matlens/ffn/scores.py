@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from matlens.checks import check, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, check, printable, short
 
 
 def check_texts(texts: Any, name: str) -> list[str]:
@@ -30,7 +29,7 @@ def grade_texts(grader: Any, texts: Sequence[str]) -> dict[str, Float[np.ndarray
     """
     if not callable(getattr(grader, "grade", None)) or not getattr(grader, "attributes", None):
         raise InputError(
-            f"The grader is {short(grader)}. Expected one of control.make_grader, or an object with a name, "
+            f"The grader is {short(grader)}. Expected one of ffn.make_grader, or an object with a name, "
             "attributes and a method grade(texts)."
         )
     listed = check_texts(texts, "texts")

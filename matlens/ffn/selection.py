@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from matlens.checks import Seed, Tokenizer, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, Tokenizer, check_int, checked
 from matlens.ffn.graders import TOXICITY, Grader
 from matlens.ffn.projection import TopTokens, name_columns
 from matlens.ffn.scores import grade_texts

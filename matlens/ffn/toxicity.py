@@ -11,8 +11,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from matlens import metrics
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.ffn.generation import CONTINUATION_COLUMNS
 from matlens.ffn.graders import Grader
 from matlens.ffn.scores import grade_texts

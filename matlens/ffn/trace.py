@@ -20,9 +20,8 @@ from torch import Tensor
 
 from matlens.activations.collecting import Rows, default_batch_tokens, stream_turns
 from matlens.activations.sinks import outlying_rows
-from matlens.checks import PositiveInt, Seed, checked
 from matlens.data.examples import ARRAYS, OTHERS, Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT, check_count, random_sub_updates

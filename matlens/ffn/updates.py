@@ -19,9 +19,8 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect, stream
-from matlens.checks import PositiveInt, Seed, check_int, checked
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, check_int, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors

@@ -26,8 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.checks import Seed, check_int, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, Seed, check_int, checked, short
 from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, output_kind
 from matlens.models.identity import ModelIdentity, check_raw
 from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier

@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.entries import HASHES, Cache
 from matlens.io.files import check_seal, hash_file, open_regular, read_json, sealed, write_json
 

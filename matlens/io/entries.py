@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matlens.checks import checked, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, checked, printable, short
 from matlens.io.files import (
     check_seal,
     hash_file,

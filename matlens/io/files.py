@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from matlens.checks import plain_number
-from matlens.errors import InputError
+from matlens.errors import InputError, plain_number
 from matlens.io.bounds import JSON, Bound, parse_json
 from matlens.io.locks import locked
 

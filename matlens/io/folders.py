@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens import parallel
-from matlens.checks import checked, plain_number
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, checked, plain_number, printable
 from matlens.io.files import SEAL, check_seal, damaged, read_json, sealed, system_errors, write_json
 from matlens.io.locks import LOCK, is_transient, locked
 from matlens.io.notes import NOTES, UNFINISHED

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matlens.checks import checked, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, checked, printable, short
 
 PATIENCE = 20.0  # seconds that a hub may say nothing
 _REASON = 300

@@ -15,8 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from matlens.checks import check, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check, checked
 from matlens.io import bounds
 from matlens.io.cells import guarded_table, original_table
 from matlens.io.files import (

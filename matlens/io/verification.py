@@ -9,8 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.arrays import check_hash, check_record, read_header
 from matlens.io.files import SEAL, check_seal, damaged, open_regular, read_json
 from matlens.io.folders import BESIDE, CONFIG, FILES, is_record, read_record

@@ -8,8 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from matlens.checks import short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, printable, short
 from matlens.io.numbers import number_text
 from matlens.io.tables import COLUMNS, check_columns
 from matlens.lens.maps import LensParts
@@ -26,14 +25,14 @@ _MARKUP = re.compile(r"([\\`*_\[\]<>|~#])")
 
 
 def quality_of(method: str, results: pd.DataFrame) -> dict[int, dict[str, float]]:
-    """Measures of a lens by layer, from a table of results, such as that of `judging.report_table`.
+    """Measures of a lens by layer, from a table of results, such as that of `lens.report_table`.
 
     Raises
     ------
     InputError
         It is no table of results, or has no number of this method at a layer.
     """
-    check_columns(results, COLUMNS, what="the table of judging.report_table or lens.prediction_quality")
+    check_columns(results, COLUMNS, what="the table of lens.report_table or lens.prediction_quality")
     rows = results[(results["method"] == method) & results["layer"].notna()]
     if "against" in rows:
         rows = rows[rows["against"].isna() | (rows["against"].astype(str) == "")]

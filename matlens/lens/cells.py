@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.checks import check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked
 from matlens.models.vocabulary import token_texts, visible
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.plots.page_trajectory import LensCells

@@ -14,11 +14,10 @@ import torch
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
-from matlens.checks import Between, PositiveInt, Seed, checked, short
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.readers import is_masked
-from matlens.errors import InputError, warn
+from matlens.errors import Between, InputError, PositiveInt, Seed, checked, short, warn
 from matlens.lens.cosines import cosine_table
 from matlens.lens.evaluations import EvaluationItem, evaluate_lenses
 from matlens.lens.exits import lens_exit_sweep

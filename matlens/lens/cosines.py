@@ -9,8 +9,7 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.tables import result_row, result_table
 from matlens.lens.lens import Lens
 from matlens.metrics import Estimate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matlens.checks import NonNegativeInt, PositiveInt, checked
+from matlens.errors import NonNegativeInt, PositiveInt, checked
 
 
 @checked

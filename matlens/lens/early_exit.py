@@ -17,8 +17,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.checks import Fraction, checked, short
-from matlens.errors import InputError
+from matlens.errors import Fraction, InputError, checked, short
 from matlens.io.tables import check_columns, result_table
 from matlens.lens.judgement import Substitute, chunks
 from matlens.lens.quality import validation_row
@@ -27,7 +26,7 @@ from matlens.models.readout import Readout
 from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 EXIT = "early_exit"
 SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)

@@ -20,15 +20,14 @@ import torch
 
 from matlens import metrics
 from matlens.activations.collecting import collect
-from matlens.checks import check_choice, checked, short
 from matlens.data.prompts import make_prompts
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, checked, short
 from matlens.io.files import read_json, system_errors
 from matlens.io.tables import result_row, result_table
 from matlens.lens.judgement import KS
 from matlens.lens.lens import Lens
 from matlens.models.tokenization import check_tokenizer
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

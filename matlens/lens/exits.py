@@ -12,8 +12,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.tables import result_table
 from matlens.lens.early_exit import (
     EXIT,
@@ -27,7 +26,7 @@ from matlens.lens.judgement import chunks
 from matlens.lens.lens import Lens
 from matlens.lens.quality import validation_row
 from matlens.lens.report import shared_layers
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 
 @checked
@@ -114,7 +113,7 @@ def lens_savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
         It is no table of `lens_exit_sweep`.
     """
     if "method" not in table or "target" not in table or table.empty:
-        raise InputError("This is no table of judging.lens_exit_sweep. Expected one.")
+        raise InputError("This is no table of lens.lens_exit_sweep. Expected one.")
     n_layers = int(table["target"].max())
     saved = {str(name): layers_saved(table, str(name), precision) for name in table["method"].unique()}
     return pd.DataFrame(

@@ -19,8 +19,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from matlens.checks import short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, printable, short
 from matlens.io.arrays import (
     check_hash,
     check_record,

@@ -12,12 +12,11 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
-from matlens.checks import PositiveInt, Seed, checked
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.data.readers import check_model
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.lens.maps import Standardisation
 from matlens.lens.methods import check_methods, row_keys
 from matlens.lens.moments import LensMoments, rows_together

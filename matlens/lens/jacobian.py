@@ -11,11 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.checks import NonNegativeInt, PositiveInt, checked, short
 from matlens.data.corpus import Corpus
 from matlens.data.prompts import list_of_texts
 from matlens.data.readers import check_model
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegativeInt, PositiveInt, checked, short
 from matlens.lens.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
 

@@ -10,12 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.models.readout import Readout
 from matlens.models.sites import check_finite
 from matlens.numerics.probabilities import kl_divergence, log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 KS = (1, 5, 10)
 _ROWS = 256  # tokens whose distributions are held at once

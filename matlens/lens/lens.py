@@ -12,10 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
-from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked, short
 from matlens.io.repository import HubRepository
 from matlens.lens.files import (
     read_jacobian_lens,
@@ -478,7 +477,7 @@ class Lens:
         name
             The folder of the lens, by default ``model/method/corpus``. What is there is replaced.
         quality
-            A table of results that has this lens by its ``method``, such as `judging.report_table` makes:
+            A table of results that has this lens by its ``method``, such as `lens.report_table` makes:
             its card then says r2 and Precision@1 of each layer.
         private
             Whether a repository that is made can be read by its owner alone.

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.checks import PositiveInt, check_choice, check_number, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_choice, check_number, checked
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
 

@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import check_rows, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_rows, checked
 from matlens.lens.judgement import Scores
 from matlens.lens.lens import Lens
 from matlens.numerics.precision import in_float64

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from matlens.activations.activations import Activations
-from matlens.checks import PositiveInt, Seed, checked, short
 from matlens.data.corpus import Corpus
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, checked, short
 from matlens.lens.costs import closed_form_flops, jacobian_flops, training_flops
 from matlens.lens.fitting import lens_moments
 from matlens.lens.jacobian import LONGEST, fit_jacobian
@@ -29,7 +28,7 @@ from matlens.lens.trained import (
 from matlens.lens.training import BATCH, PILOT, STEPS, TOKENS, passes_for, steps_for
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matlens.checks import check_int, check_number, did_you_mean, short
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, check_number, did_you_mean, short
 from matlens.lens.maps import LayerMap
 from matlens.linear.moments import Moments
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.sinks import FACTOR, outlying_rows
-from matlens.checks import checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
 from matlens.lens.medians import RunningMedians
 from matlens.lens.methods import HeldRows, Method, Rows, check_methods, solve

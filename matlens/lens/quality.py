@@ -16,15 +16,14 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.checks import check_choice, check_rows, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, check_rows, checked, short
 from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
 from matlens.lens.judgement import Judgement, Substitute, judge_predictions
 from matlens.linear.mapsets import MapSet
 from matlens.linear.samples import warn_of_same_sentences
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 FIT, PREDICTION = "fit_quality", "prediction_quality"
 METHODS = ("mat", "id")

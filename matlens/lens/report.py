@@ -11,8 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.checks import check_number, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_number, checked, short
 from matlens.io.tables import check_columns, result_row, result_table
 from matlens.lens.judgement import judge_scores
 from matlens.lens.lens import Lens
@@ -180,7 +179,7 @@ def report_by_member(table: pd.DataFrame) -> pd.DataFrame:
         It is no table of `report_table`.
     """
     columns = ["method", "layer", "metric", "k", "value", AGAINST]
-    check_columns(table, columns, what="the table of judging.report_table")
+    check_columns(table, columns, what="the table of lens.report_table")
     plain = table[table[AGAINST].fillna("") == ""]
     named = plain.assign(
         measure=[

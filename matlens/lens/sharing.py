@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from matlens.checks import short
-from matlens.errors import InputError
+from matlens.errors import InputError, short
 from matlens.io.bounds import parse_json
 from matlens.io.folders import CONFIG
 from matlens.io.repository import HubConflict, HubRepository, HubSnapshot

@@ -13,11 +13,19 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.checks import PositiveInt, Seed, check_choice, check_int, checked, did_you_mean, short
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import (
+    InputError,
+    PositiveInt,
+    Seed,
+    check_choice,
+    check_int,
+    checked,
+    did_you_mean,
+    short,
+)
 from matlens.lens.fitting import lens_moments
 from matlens.lens.jacobian import PROMPTS, fit_jacobian, longest_sentences
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
@@ -28,7 +36,7 @@ from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

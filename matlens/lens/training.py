@@ -17,13 +17,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.checks import Between, NonNegative, PositiveInt, Seed, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, NonNegative, PositiveInt, Seed, check_int, checked
 from matlens.lens.maps import LayerMap, Standardisation
 from matlens.models.readout import Readout, check_vectors
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import kl_divergence, log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 PILOT = 512  # rows read out over the whole vocabulary before the first step
 _FLOOR = 1e-3  # of the mean weight: the least of a token, so that each can be drawn

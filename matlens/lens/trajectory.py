@@ -15,9 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.checks import check_int, checked, short
 from matlens.data.prompts import make_prompts
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked, short
 from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout

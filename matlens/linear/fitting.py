@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.moments import check_finite, check_ridge, noise_of_fit
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
@@ -30,7 +29,7 @@ from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all,
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.precision import check_float64_device, in_float64
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
 LEFT_OUT = 1024  # samples that leave-one-out looks at

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.checks import checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.models.weights import fast_checksum

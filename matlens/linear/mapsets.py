@@ -17,8 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from matlens import parallel
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.arrays import (
     Record,
     check_hash,

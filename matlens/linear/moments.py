@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.checks import NonNegativeInt, check_int, check_number, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegativeInt, check_int, check_number, checked
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, check_weights
 from matlens.models.identity import Provenance

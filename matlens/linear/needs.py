@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from matlens.checks import check_choice, check_int, checked
+from matlens.errors import check_choice, check_int, checked
 from matlens.linear import fitting
 from matlens.linear.samples import are_few
 from matlens.linear.sums import samples_together

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from matlens.checks import check, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check, checked, short
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from matlens.checks import checked, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, checked, printable, short
 
 ARRAY, FROM_BUFFER, DTYPE, SCALAR = "array", "array from a buffer", "dtype", "scalar"
 TENSOR, LOADED, STORAGE, MODEL, ENCODED = "tensor", "loaded bytes", "storage", "linear model", "encoded text"

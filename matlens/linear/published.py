@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.files import open_regular, system_errors
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps

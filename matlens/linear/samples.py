@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Num, Real
 from torch import Tensor
 
-from matlens.checks import check, short
-from matlens.errors import InputError, warn
+from matlens.errors import InputError, check, short, warn
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64

@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.checks import checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.linear.maps import LinearMap
 from matlens.linear.moments import Moments, check_finite
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks, sink_rows
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import fit_quality, prediction_quality, prediction_rows, r2_matrix
 from matlens.linear.mapsets import MapSet

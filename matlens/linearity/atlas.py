@@ -23,9 +23,9 @@ from torch import Tensor
 from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
-from matlens.checks import PositiveInt, checked
 from matlens.data.examples import Examples
 from matlens.data.judged import JudgedText
+from matlens.errors import PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses, perplexity_ratio
 from matlens.io.arrays import check_hash, check_record
 from matlens.io.files import check_seal, read_json, sealed, write_json
@@ -41,9 +41,9 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
+from matlens.parallel import Bar
 from matlens.patching.replacements import Where
 from matlens.patching.variants import Variant, run_variants
-from matlens.progress import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

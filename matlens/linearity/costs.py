@@ -16,8 +16,7 @@ import pandas as pd
 from torch import nn
 
 from matlens.activations.activations import Activations
-from matlens.checks import NonNegative, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegative, check_int, checked
 from matlens.io.tables import result_table
 from matlens.lens.early_exit import layers_saved, sweep_and_reaching
 from matlens.lens.quality import METHODS, prediction_quality, validation_row

@@ -21,8 +21,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
-from matlens.checks import PositiveInt, Seed, check_rows, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, Seed, check_rows, checked
 from matlens.io.tables import result_table
 from matlens.lens.judgement import as_substitute, chunks, judge_predictions
 from matlens.lens.quality import prediction_rows, validation_row

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from matlens.checks import check_int, checked
+from matlens.errors import check_int, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from matlens.checks import Between, PositiveInt, Seed, check_choice, checked, short
-from matlens.errors import InputError
+from matlens.errors import Between, InputError, PositiveInt, Seed, check_choice, checked, short
 from matlens.io.tables import check_columns, result_row, result_table
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate

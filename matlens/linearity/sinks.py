@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.checks import Tokenizer, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, Tokenizer, checked, short
 from matlens.io.tables import result_table
 from matlens.lens.quality import fit_quality, validation_row
 from matlens.linear.mapsets import MapSet

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
-from matlens.checks import PositiveInt, check_choice, checked
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_choice, checked
 from matlens.io.tables import check_columns, result_table
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import prediction_quality, prediction_rows
@@ -30,10 +29,10 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import Site
+from matlens.parallel import Bar
 from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
 from matlens.patching.variants import Variant, run_variants
-from matlens.progress import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

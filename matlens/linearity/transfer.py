@@ -14,10 +14,9 @@ import torch
 
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.checks import NonNegativeInt, PositiveInt, checked
 from matlens.data.examples import Examples
 from matlens.data.readers import is_masked
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegativeInt, PositiveInt, checked
 from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
 from matlens.lens.quality import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_rows, fit_samples, fit_stream

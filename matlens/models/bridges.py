@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from matlens.checks import Tokenizer, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, Tokenizer, checked
 from matlens.models.agreement import check_plain_logits
 from matlens.models.checkpoints import check_vocabulary
 from matlens.models.configurations import check_supported

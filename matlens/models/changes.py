@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.models.constants import other_constants, remember_settings
 from matlens.models.hooks import LOCK, record_of
 from matlens.models.weights import modules_below, parts_of, plain_parts

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from matlens.checks import check
-from matlens.errors import InputError
+from matlens.errors import InputError, check
 from matlens.models.configurations import check_supported
 from matlens.models.places import called, cause
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from matlens.checks import check_choice, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, short
 from matlens.models.families.stacks import STACKS
 from matlens.models.places import called
 

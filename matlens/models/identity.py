@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
-from matlens.checks import checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.io.bounds import LAYERS
 from matlens.models.changes import changes_of, check_eval_mode, describe_changes
 from matlens.models.families.bridging import is_amended

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from matlens.checks import check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked
 from matlens.models.changes import changes_of
 from matlens.models.families.experts import Mixture, attached
 from matlens.models.families.images import is_visual, places_of_image, probe_images

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from matlens import parallel
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.models.agreement import check_plain_logits
 from matlens.models.bridges import follow_tokenizer, keeping_itself, wrap
 from matlens.models.changes import remember_parts

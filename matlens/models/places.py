@@ -8,8 +8,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from matlens.checks import checked, did_you_mean, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, did_you_mean, short
 from matlens.io.files import read_json
 from matlens.io.folders import BESIDE
 

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens.checks import check, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check, check_int, checked
 from matlens.models.families.images import is_visual, probe_images
 from matlens.models.families.stacks import ENCODER, stack_of
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax

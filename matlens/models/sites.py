@@ -23,8 +23,7 @@ from numbers import Integral
 
 from torch import Tensor
 
-from matlens.checks import check_int, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked, short
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 

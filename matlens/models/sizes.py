@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
 from matlens.io.files import read_json, write_json

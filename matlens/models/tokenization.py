@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from matlens.checks import NonNegativeInt, checked, short
-from matlens.errors import InputError, warn
+from matlens.errors import InputError, NonNegativeInt, checked, short, warn
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

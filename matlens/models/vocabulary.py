@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from matlens.checks import Tokenizer, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, Tokenizer, check_int, checked
 
 _SPACE, _PIECE = "␣", "▁"  # as people see a leading space here, and as SentencePiece writes it
 _BROKEN = "\ufffd"

@@ -18,8 +18,7 @@ import xxhash
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.entries import default_cache
 from matlens.io.files import read_json, write_json
 from matlens.models.families.stacks import stack_of

@@ -32,7 +32,7 @@ from sklearn.cluster import AgglomerativeClustering
 from sklearn.neighbors import kneighbors_graph
 
 from matlens.errors import InputError
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 Linkage = Literal["average", "complete"]
 EXACT, NEIGHBOURS = "exact", "neighbours"

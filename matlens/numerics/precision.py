@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matlens.checks import short
-from matlens.errors import InputError
+from matlens.errors import InputError, short
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.checks import check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked
 from matlens.numerics.precision import in_float64
 
 _BITS = 8  # of a slice

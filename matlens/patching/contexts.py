@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout

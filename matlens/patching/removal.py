@@ -10,15 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.checks import checked
 from matlens.data.batches import Batch
 from matlens.data.examples import Examples
 from matlens.data.readers import reads_whole
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.models.hooks import EndOfPass, hanging, intervening
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, STREAM, Site, check_finite
-from matlens.progress import Bar
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.checks import check_int, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked, short
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
 from matlens.models.changes import function_name

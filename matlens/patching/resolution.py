@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from matlens.checks import short
-from matlens.errors import InputError
+from matlens.errors import InputError, short
 from matlens.linear.maps import LinearMap
 from matlens.models.changes import changes_of, describe_changes
 from matlens.models.identity import ModelIdentity, Provenance, check_raw

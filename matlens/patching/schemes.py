@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.checks import PositiveInt, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, Where, jump
 

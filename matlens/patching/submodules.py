@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.checks import checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, checked, short
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet

@@ -13,21 +13,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
-from matlens.checks import PositiveInt, checked
 from matlens.data.batches import Batch
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens, reads_whole
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, keep_rows
 from matlens.models.changes import unchanged
 from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
+from matlens.parallel import Bar
 from matlens.patching.contexts import apply_replacements
 from matlens.patching.replacements import Replacement, describe_replacement
 from matlens.patching.resolution import resolve_replacements
-from matlens.progress import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.plots.colours import Look, method_looks
 from matlens.plots.style import add_legend, literal, model_title, percent_ticks, short_name, styled
 

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.plots.colours import DARK, DOTTED, GREY, method_looks
 from matlens.plots.lines import draw_line, precision_axis
 from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled, title_of

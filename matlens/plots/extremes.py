@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.plots.colours import DARK, GREY, LOWERED, OTHER, RAISED
 from matlens.plots.style import add_legend, layer_ticks, literal, styled
 

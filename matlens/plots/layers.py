@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from matlens.checks import check_choice, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, checked
 from matlens.models.vocabulary import visible
 from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, Look, ink, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, mark_infinite, precision_axis, surprisal_axis

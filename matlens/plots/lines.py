@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.plots.colours import DARK, Look
 from matlens.plots.style import literal, percent_ticks, short_name, styled
 

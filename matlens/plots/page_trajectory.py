@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.checks import checked
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, checked, printable
 from matlens.plots.page_assembly import PageVocabulary, assemble, packed
 
 _STEPS = 2**15 - 1  # of a score that is kept as a whole number, against the largest score of its value vector

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.checks import checked
-from matlens.errors import printable
+from matlens.errors import checked, printable
 from matlens.plots.page_assembly import assemble, embedded_json, packed
 
 BLOCK = 256

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.plots.colours import REPLACED, ink, method_looks
 from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
 from matlens.plots.style import (

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from matlens.checks import NonNegativeInt, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegativeInt, checked, short
 from matlens.io.files import system_errors, write_together
 
 SHEET = Path(__file__).with_name("matlens.mplstyle")

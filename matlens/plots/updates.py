@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from matlens.checks import checked
+from matlens.errors import checked
 from matlens.plots.colours import DOTTED, GREY, SUMMARIES, UPDATES, method_looks
 from matlens.plots.lines import draw_line
 from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matlens.checks import PositiveInt, checked
+from matlens.errors import PositiveInt, checked
 from matlens.plots.colours import CLASSES, method_looks
 from matlens.plots.lines import draw_line
 from matlens.plots.style import (

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.pruning.choices import Method
 from matlens.pruning.folding import Matrix, fold_block
 from matlens.pruning.layouts import ATTENTION, Layout

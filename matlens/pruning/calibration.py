@@ -12,10 +12,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from matlens.checks import short
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens, is_masked
-from matlens.errors import InputError
+from matlens.errors import InputError, short
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity
 from matlens.pruning.attention import (

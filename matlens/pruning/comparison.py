@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from matlens import metrics
-from matlens.checks import check_choice, check_int, checked
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
-from matlens.errors import InputError
+from matlens.errors import InputError, check_choice, check_int, checked
 from matlens.ffn.perplexity import perplexity_estimate, perplexity_ratio
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate

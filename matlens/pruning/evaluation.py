@@ -11,16 +11,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.checks import checked
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
 from matlens.io.tables import result_row, result_table
 from matlens.models.identity import ModelIdentity
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.pruning.layouts import plain_copy
 from matlens.pruning.pruned import Pruned
 from matlens.pruning.streams import whole_windows

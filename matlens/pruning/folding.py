@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from matlens.linear.moments import Moments
 from matlens.numerics.precision import in_float64
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.pruning.choices import Method
 from matlens.pruning.spans import spans_of
 from matlens.pruning.streams import Streams

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.ffn.perplexity import TextLosses
 from matlens.io.tables import check_columns
 from matlens.metrics import Estimate

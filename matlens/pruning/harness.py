@@ -11,8 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from matlens.checks import PositiveInt, Seed, checked, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, PositiveInt, Seed, checked, printable, short
 from matlens.io.files import system_errors
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate

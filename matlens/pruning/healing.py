@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.numerics.probabilities import kl_divergence, log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.pruning.layouts import Layout
 from matlens.pruning.streams import ConstantBlock, Streams
 

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.models.weights import plain_model, plain_state
 
 if TYPE_CHECKING:

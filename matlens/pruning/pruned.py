@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from matlens.checks import NonNegative, Seed, check_choice, check_int, checked
 from matlens.data.examples import Examples
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegative, Seed, check_choice, check_int, checked
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method, usual_penalty

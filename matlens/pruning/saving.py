@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.arrays import describe_file
 from matlens.io.files import (
     check_writable,

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.sinks import outlying_rows
-from matlens.checks import check, check_int, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check, check_int, short
 from matlens.linear.moments import Moments
 from matlens.numerics.precision import in_float64
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.pruning.choices import Choice
 from matlens.pruning.streams import Streams
 

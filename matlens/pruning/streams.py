@@ -14,7 +14,7 @@ from matlens.errors import InputError
 from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import log_softmax
-from matlens.progress import Bar
+from matlens.parallel import Bar
 from matlens.pruning.layouts import Layout
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from matlens.checks import check_int, checked, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, checked, short
 from matlens.metrics import Estimate
 from matlens.pruning.evaluation import check_made_of, trial_table
 from matlens.pruning.layouts import plain_copy

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.checks import checked
 from matlens.data.examples import Examples
 from matlens.data.images import make_image_examples
 from matlens.data.token_examples import make_token_examples
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.ffn.control import PAPER_COEFFICIENT, controlled
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors

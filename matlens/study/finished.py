@@ -21,7 +21,7 @@ from matlens.io.files import check_seal, hash_file, open_regular, read_json
 from matlens.io.folders import software_versions
 from matlens.models.families.wikilm.dictionary import DICTIONARY
 from matlens.models.places import CHECKPOINT, locate
-from matlens.progress import waiting
+from matlens.parallel import waiting
 from matlens.study.output import FIGURES, MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 
 PARTS = (TRAIN, VALIDATION, MAPS)

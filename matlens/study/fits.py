@@ -10,7 +10,7 @@ import torch
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
-from matlens.checks import NonNegative, check_number, checked
+from matlens.errors import NonNegative, check_number, checked
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps

@@ -16,12 +16,11 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.stored_moments import StoredMoments
 from matlens.activations.sums import check_shard, pairs_and_widths, stream_moments
-from matlens.checks import PositiveInt, Seed, checked
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.data.readers import is_masked
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, PositiveInt, Seed, checked, printable
 from matlens.linear.pairs import Pairs
 from matlens.linear.samples import are_few
 from matlens.study.output import MOMENTS, TRAIN, VALIDATION, has_moments

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from matlens.checks import PositiveInt, check_choice, check_int, checked
-from matlens.errors import InputError
+from matlens.errors import InputError, PositiveInt, check_choice, check_int, checked
 from matlens.io.rows import Column, file_bytes
 from matlens.linear.needs import (
     collected_fit_bytes,

@@ -11,8 +11,7 @@ import pandas as pd
 from matlens import plots
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet

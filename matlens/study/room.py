@@ -10,8 +10,7 @@ from typing import Any
 
 from matlens import parallel
 from matlens.activations.stored_moments import StoredMoments
-from matlens.checks import checked
-from matlens.errors import InputError
+from matlens.errors import InputError, checked
 from matlens.io.files import nearest_existing, system_errors
 from matlens.io.folders import CONFIG
 from matlens.linear.needs import (

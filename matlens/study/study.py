@@ -25,11 +25,10 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
-from matlens.checks import Seed, checked
 from matlens.data.corpus import Corpus, load_corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, Seed, checked, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT

@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from matlens.checks import check_int, check_number, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, check_number, short
 from matlens.numerics.probabilities import log_softmax
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matlens.checks import checked, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, checked, printable, short
 from matlens.io.files import open_regular, system_errors, write_bytes
 from matlens.models.families.wikilm.dictionary import DICTIONARY, WordDictionary
 from matlens.models.families.wikilm.modelling import ACTIVATIONS, WikiLMConfig, WikiLMForCausalLM

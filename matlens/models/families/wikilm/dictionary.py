@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matlens.checks import PositiveInt, check_int, checked, short
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, PositiveInt, check_int, checked, printable, short
 from matlens.io.bounds import TABLE
 from matlens.io.files import read_bounded, system_errors, write_text
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from matlens.checks import check_int, check_number, short
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int, check_number, short
 from matlens.models.families.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax, band_edges, band_widths
 
 ARCHITECTURE, MODEL_TYPE = "WikiLMForCausalLM", "wikilm"

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from matlens import progress
-from matlens.progress import Bar, waiting
+from matlens import parallel as progress
+from matlens.parallel import Bar, waiting
 
 
 @pytest.fixture
