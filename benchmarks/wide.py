@@ -14,7 +14,7 @@ import torch
 import typer
 from turns import Measured, Out, fastest
 
-from matlens.linear import Moments, update_bytes
+from matlens.linear import LeastSquares, update_bytes
 
 
 def _peak() -> int:
@@ -47,7 +47,7 @@ def main(
     known = torch.randn(width, width, generator=generator, dtype=torch.float64) / width**0.5
     xs = [batch() for _ in range(updates)]
     ys = [x.double() @ known.T for x in xs]
-    moments, before = Moments(width, width, split=split), _resident()
+    moments, before = LeastSquares(width, width, split=split), _resident()
 
     def update() -> None:
         for x, y in zip(xs, ys, strict=True):

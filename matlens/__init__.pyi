@@ -23,6 +23,7 @@ from .data.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
 from .errors import InputWarning as InputWarning
 from .lens.lens import Lens as Lens
+from .linear.least_squares import LeastSquares as LeastSquares
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
 from .models.bridges import wrap as wrap

@@ -30,7 +30,7 @@ from matlens import (
 )  # fmt: skip
 from matlens.data import Corpus, make_judged_text, make_windows
 from matlens.lens import VocabularySample
-from matlens.linear import Moments, PairMoments, fit_samples
+from matlens.linear import LeastSquares, PairMoments, fit_samples
 from matlens.linearity.scores import held_out_scores
 from matlens.models import ModelIdentity
 from matlens.numerics import split_product
@@ -202,7 +202,7 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "fit": lambda x, y: fits_of({"h.0": x, "h.1": y}),
     "weighted fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, weights=x[:, 0].abs(), intercept=True),
     "split fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, split=True),
-    "fit of x elsewhere": lambda x, y: Moments(4, 4).update(x, y.cpu()).solve().weight,
+    "fit of x elsewhere": lambda x, y: LeastSquares(4, 4).update(x, y.cpu()).solve().weight,
     "split_product": split_product,
     "norms": lambda x, y: PairMoments([("h.0", "h.1")], norms=True).update({"h.0": x, "h.1": y}).norms("h.0"),
     "r2": metrics.r2,
@@ -305,14 +305,14 @@ def test_maps_are_fitted_on_another_device_and_brought_back(
     samples = {f"h.{layer}": torch.randn(200, 6, generator=generator) for layer in range(3)}
     if how.pop("weighted", False):
         how["weights"] = torch.rand(200, generator=generator)
-    places, add = set[torch.device](), Moments._add
+    places, add = set[torch.device](), LeastSquares._add
 
-    def seen(self: Moments, n: int, rows: torch.Tensor, blocks: Any) -> None:
+    def seen(self: LeastSquares, n: int, rows: torch.Tensor, blocks: Any) -> None:
         places.update(part.device for part in (rows, *blocks))
         add(self, n, rows, blocks)
 
     monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 64)
-    monkeypatch.setattr(Moments, "_add", seen)
+    monkeypatch.setattr(LeastSquares, "_add", seen)
     pairs = [("h.0", "h.1"), ("h.0", "h.2"), ("h.1", "h.2")]
     expected = list(fit_samples(samples, pairs, **how))
     assert places == {torch.device("cpu")}

@@ -23,7 +23,7 @@ from matlens.ffn import Projection, SelfDebiasing
 from matlens.ffn.classifiers import best_threshold
 from matlens.lens import divergence, exit_layers
 from matlens.lens.cosines import matrix_cosine
-from matlens.linear import LinearMap, Moments
+from matlens.linear import LeastSquares, LinearMap
 from matlens.linearity import later_sinks
 from matlens.models import Readout
 from matlens.models.families.experts import Mixture
@@ -41,7 +41,11 @@ SCHEME = Scheme((0, 1, 2), "blocks")
 # A public function, and the shapes of what it is given: those it is for, and those that do not fit.
 CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[int, ...]]]] = {
     "metrics.r2": (metrics.r2, [(10, 3), (10, 3)], [(10, 3), (10, 4)]),
-    "linear.Moments.update": (lambda x, y: Moments(3, 2).update(x, y), [(9, 3), (9, 2)], [(9, 3), (8, 2)]),
+    "linear.LeastSquares.update": (
+        lambda x, y: LeastSquares(3, 2).update(x, y),
+        [(9, 3), (9, 2)],
+        [(9, 3), (8, 2)],
+    ),
     "linear.LinearMap": (lambda w, b: LinearMap(w, b, "h.0", "h.1"), [(4, 3), (4,)], [(4, 3), (3,)]),
     "activations.outlying_rows": (outlying_rows, [(10, 3)], [(10,)]),
     "numerics.split_product": (split_product, [(5, 3), (5, 4)], [(5, 3), (6, 4)]),

@@ -116,9 +116,9 @@ def part_of(world: World, experiment: str) -> Any:
     return world.quality[world.quality["experiment"] == experiment]
 
 
-def moments_of(world: World) -> linear.Moments:
+def moments_of(world: World) -> linear.LeastSquares:
     """Sums of the pair of the first and the last layer."""
-    return linear.Moments(32, 32).update(world.activations[0], world.activations[3])
+    return linear.LeastSquares(32, 32).update(world.activations[0], world.activations[3])
 
 
 def scheme_of(world: World) -> patching.Scheme:

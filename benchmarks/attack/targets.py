@@ -65,7 +65,7 @@ EXEMPT = {
         "asks the hub, of which tests have a stand-in",
     ),
     "numerics.agglomerate": "what ffn.Clusters.fit calls",
-    "numerics.split_product": "what linear.Moments calls",
+    "numerics.split_product": "what linear.LeastSquares calls",
     "hub.HubRepository": "a name that the hub's client looks at",
     "hub.HubSnapshot": "made by the library",
     "ffn.ValueVectors.from_parts": "what ffn.Catalogue calls",

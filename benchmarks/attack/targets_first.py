@@ -157,7 +157,7 @@ FIRST: list[Target] = [
         takes=BACKWARDS,
     ),
     Target(
-        "linear.Moments",
+        "linear.LeastSquares",
         {"d_in": "count", "d_out": "count", "source": "text", "target": "text"},
         {"d_in": lambda _: 4, "d_out": lambda _: 4},
         takes={  # nothing is held before there are samples, and names are for messages
@@ -166,15 +166,15 @@ FIRST: list[Target] = [
         },
     ),
     Target(
-        "linear.Moments.update",
+        "linear.LeastSquares.update",
         {"x": "vectors", "y": "vectors"},
         {"x": lambda w: w.activations[3], "y": lambda w: w.activations[3]},
-        lambda w: linear.Moments(32, 32),
+        lambda w: linear.LeastSquares(32, 32),
     ),
-    Target("linear.Moments.merge", {"other": "object"}, {"other": moments_of}, moments_of),
-    Target("linear.Moments.solve", owner=moments_of),
+    Target("linear.LeastSquares.merge", {"other": "object"}, {"other": moments_of}, moments_of),
+    Target("linear.LeastSquares.solve", owner=moments_of),
     Target(
-        "linear.Moments.solution",
+        "linear.LeastSquares.solution",
         {"intercept": "truth", "ridge": "positive"},
         {"intercept": lambda _: False, "ridge": lambda _: 0.0},
         moments_of,

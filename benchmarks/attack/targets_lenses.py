@@ -271,12 +271,12 @@ LENSES: list[Target] = [
         },
     ),
     Target(
-        "linear.Moments.from_state",
+        "linear.LeastSquares.from_state",
         {"r": "vectors", "z": "vectors", "n": "whole", "source": "text", "target": "text"},
         {"r": lambda w: w.moments.state[0], "z": lambda w: w.moments.state[1], "n": lambda _: 60},
         takes={f"{end}=''": lambda _, moments: moments.n == 60 for end in ("source", "target")},
     ),
-    Target("linear.Moments.factors", {"centred": "truth"}, owner=lambda w: w.moments),
+    Target("linear.LeastSquares.factors", {"centred": "truth"}, owner=lambda w: w.moments),
     Target(
         "linear.PairMoments",
         {"widths": "object", "norms": "truth"},

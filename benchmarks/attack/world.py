@@ -350,9 +350,9 @@ class World:
         return transformers.AutoModelForCausalLM.from_pretrained(self.model_folder("gpt2"))
 
     @cached_property
-    def moments(self) -> linear.Moments:
+    def moments(self) -> linear.LeastSquares:
         """Sums of the pair of the first and the last layer."""
-        return linear.Moments(32, 32).update(self.activations[0], self.activations[3])
+        return linear.LeastSquares(32, 32).update(self.activations[0], self.activations[3])
 
 
 @contextlib.contextmanager

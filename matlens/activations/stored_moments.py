@@ -20,7 +20,7 @@ from matlens.io.arrays import Record, check_record, check_size, check_tensor, de
 from matlens.io.bounds import parse_json
 from matlens.io.files import damaged, write_bytes
 from matlens.io.folders import Workplace, read_config, reading_record
-from matlens.linear.moments import Moments
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.pairs import by_source
 from matlens.linear.sums import MomentsOfPairs, check_source
 from matlens.models.identity import Provenance
@@ -42,7 +42,7 @@ def write_source(folder: Path, name: str, kept: MomentsOfPairs, source: str) -> 
 
 def read_source(
     path: Path, record: Record, source: str, targets: Sequence[str]
-) -> tuple[Moments, Tensor | None]:
+) -> tuple[LeastSquares, Tensor | None]:
     """Read what `write_source` has written.
 
     Raises
@@ -68,7 +68,7 @@ def read_source(
     n = said.get("n")
     if type(n) is not int or n < 0:
         raise damaged(path, "does not say how many samples it is of")
-    return Moments.from_state(r, z, n, source=source, target=", ".join(targets)), norms
+    return LeastSquares.from_state(r, z, n, source=source, target=", ".join(targets)), norms
 
 
 @checked
@@ -137,7 +137,7 @@ class StoredMoments:
                 "missing. Expected the folders of all shards."
             )
 
-    def moments(self, source: str) -> Moments:
+    def moments(self, source: str) -> LeastSquares:
         """What is kept of a source and all of its targets, in all folders."""
         return self._read(source)[0]
 
@@ -145,9 +145,9 @@ class StoredMoments:
         """Squared norms of the samples of a source, where they were kept."""
         return self._read(source)[1]
 
-    def _read(self, source: str) -> tuple[Moments, Tensor | None]:
+    def _read(self, source: str) -> tuple[LeastSquares, Tensor | None]:
         check_source(source, self.targets)
-        whole: Moments | None = None
+        whole: LeastSquares | None = None
         norms: list[Tensor] = []
         for folder, config in self._folders:
             name = f"{source}.safetensors"

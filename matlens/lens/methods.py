@@ -21,7 +21,7 @@ from torch import Tensor
 from matlens.data.examples import Examples
 from matlens.errors import InputError, check_int, check_number, did_you_mean, short
 from matlens.lens.maps import LayerMap
-from matlens.linear.moments import Moments
+from matlens.linear.least_squares import LeastSquares
 
 Rows = Literal["plain", "weighted", "normed"]
 _WORD = re.compile(r"([a-z-]+)(?:\(([^()]*)\))?")
@@ -172,7 +172,7 @@ class Solved(NamedTuple):
     strength: float | None
 
 
-def solve(method: Method, moments: Moments, held: HeldRows | None = None) -> Solved:
+def solve(method: Method, moments: LeastSquares, held: HeldRows | None = None) -> Solved:
     """The map of a method from a layer's moments.
 
     Parameters
@@ -209,7 +209,9 @@ def _kept(numbers: Tensor) -> Tensor:
     return numbers.to("cpu", torch.float32).contiguous()
 
 
-def _full(method: Method, moments: Moments, strength: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def _full(
+    method: Method, moments: LeastSquares, strength: float | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Weight, bias, and the factor of the rows that the weight is applied to."""
     r, z = moments.factors(centred=method.intercept)
     if strength is None:
@@ -234,7 +236,9 @@ def _shrunk(u: Tensor, s: Tensor, vh: Tensor, z: Tensor, ridge: float) -> Tensor
     return vh.T @ (gain[:, None] * (u.T @ z))
 
 
-def leave_one_out(method: Method, moments: Moments, held: HeldRows, strengths: Sequence[float]) -> Tensor:
+def leave_one_out(
+    method: Method, moments: LeastSquares, held: HeldRows, strengths: Sequence[float]
+) -> Tensor:
     """Squared errors on held rows, each by the map that is fitted on all other rows, for each strength.
 
     The error of a row that is left out is that of the fit on all rows, divided by one less its leverage:

@@ -18,9 +18,8 @@ from matlens.lens.maps import LayerMap, LensParts, Standardisation
 from matlens.lens.medians import RunningMedians
 from matlens.lens.methods import HeldRows, Method, Rows, check_methods, solve
 from matlens.lens.rows import KeptRows
-from matlens.linear.moments import Moments, noise_of_fit
+from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.samples import NoisyFit, check_weights, warn_of_noise
-from matlens.linear.sums import shared_moments
 from matlens.models.identity import Provenance
 from matlens.models.sites import STREAM, Site
 from matlens.numerics.precision import in_float64
@@ -35,7 +34,7 @@ _LONG, _LONG_FIRST = FACTOR / 4, 1.5
 class LensMoments:
     """What closed forms of lenses need of the data: exact, and nearly independent of how much there is.
 
-    For each layer, and each way of weighing its rows that a method asks for, there is one set of `Moments`.
+    For each layer, and each way of weighing its rows that a method asks for, there is one `LeastSquares`.
     Whether a row is an attention sink is known only once the norms of all rows are. So where a method leaves
     sinks out, the rows that may be some are kept aside as they are: long ones, and first tokens that are
     longer than others, ``4 (L + 1) d`` bytes each. Parts merge into the whole.
@@ -85,9 +84,9 @@ class LensMoments:
         self._weighted = False  # whether any row counts otherwise than once
         self.n = 0
 
-    def _no_moments(self, layer: int) -> Moments:
+    def _no_moments(self, layer: int) -> LeastSquares:
         site, last = Site(STREAM, layer), Site(STREAM, self._last)
-        return Moments(self._width, self._width, source=str(site), target=str(last))
+        return LeastSquares(self._width, self._width, source=str(site), target=str(last))
 
     def _no_rows(self) -> KeptRows:
         empty, none = torch.empty(0, self._width), torch.empty(0, dtype=torch.long)
@@ -113,8 +112,8 @@ class LensMoments:
             A number for each row, looking drawn at random, that says which rows leave-one-out looks at where
             there are more than a thousand; by default the first.
         weights
-            How much each row counts, by default 1; see `Moments.update`. Leave-one-out leaves a row out with
-            all of its weight, and whether a row is a sink does not hang on weights.
+            How much each row counts, by default 1; see `LeastSquares.update`. Leave-one-out leaves a row out
+            with all of its weight, and whether a row is a sink does not hang on weights.
 
         Raises
         ------
@@ -184,7 +183,7 @@ class LensMoments:
             held = rows.of_layers(self._held.vectors)
             self._held = self._held.with_rows(held).first_keys(_HELD)
 
-    def _add(self, sets: Mapping[int, Moments], kind: Rows, rows: KeptRows) -> None:
+    def _add(self, sets: Mapping[int, LeastSquares], kind: Rows, rows: KeptRows) -> None:
         if not len(rows):
             return
         y, weights = self._entering(rows.vectors[self._last], kind), self._weights(rows, kind)
@@ -247,7 +246,7 @@ class LensMoments:
         self._add_waiting()
         for sets in self._sets.values():
             for layer, moments in sets.items():
-                sets[layer] = shared_moments(moments)
+                sets[layer] = moments.reduce(to_all=True)
         seen = torch.tensor([[self.n, int(self._weighted)]])
         counts = parallel.concatenate({"seen": seen}, "samples that were seen")["seen"]
         rows = {"norms": self._norms.rows, "places": torch.cat(self._places)}
@@ -332,7 +331,7 @@ class LensMoments:
             )
         return self._aside.chosen(~sinks[self._aside.index]), int(sinks.sum())
 
-    def _whole_sets(self, method: Method, back: KeptRows) -> dict[int, Moments]:
+    def _whole_sets(self, method: Method, back: KeptRows) -> dict[int, LeastSquares]:
         sets = {layer: copy.copy(moments) for layer, moments in self._sets[method.rows].items()}
         self._add(sets, method.rows, back)
         return sets
@@ -344,7 +343,7 @@ class LensMoments:
         return HeldRows(x, y.repeat(many, 1), None if weights is None else weights.repeat(many))
 
 
-def _union(sets: Any) -> Moments:
+def _union(sets: Any) -> LeastSquares:
     """The moments of the rows of all layers."""
     whole, *others = [copy.copy(moments) for moments in sets]
     for moments in others:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.errors import InputError, checked
+from matlens.linear.least_squares import check_finite, check_ridge, noise_of_fit
 from matlens.linear.maps import LinearMap, tensor_digest
-from matlens.linear.moments import check_finite, check_ridge, noise_of_fit
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.linear.samples import (
     NoisyFit,
@@ -73,12 +73,12 @@ def fit_samples(
         How much each sample counts, by default 1: numbers of at least 0, as scikit-learn's
         ``sample_weight``.
     intercept, ridge
-        See `Moments.solve`.
+        See `LeastSquares.solve`.
     provenance
         Goes into the maps; by default what `Activations` say of themselves.
     split
-        Whether products in float64 are sums of exact ones in float32, see `Moments`: for devices that are
-        slow in float64.
+        Whether products in float64 are sums of exact ones in float32, see `LeastSquares`: for devices
+        that are slow in float64.
     device
         Where products are taken and maps are solved, by default where the samples are; these are brought
         there part by part, and the maps back.

@@ -30,8 +30,8 @@ from matlens.io.files import damaged, write_bytes
 from matlens.io.folders import Workplace, read_config, reading_record
 from matlens.io.notes import Notes
 from matlens.linear.fitting import fit_rows, fitting_bar
+from matlens.linear.least_squares import check_ridge
 from matlens.linear.maps import LinearMap, fitted_samples
-from matlens.linear.moments import check_ridge
 from matlens.linear.pairs import Pairs, both_ends, list_pairs, resolve_pairs
 from matlens.linear.samples import Samples, check_collection
 from matlens.models.changes import describe_changes
@@ -167,7 +167,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             True for the samples to fit on, by default all, and how much each of all samples counts; see
             `fit_samples`.
         intercept, ridge
-            Off by default, as in the paper; see `Moments.solve`.
+            Off by default, as in the paper; see `LeastSquares.solve`.
         split
             Whether products in float64 are sums of exact ones in float32, for a device that is slow in
             float64; see `fit_samples`.

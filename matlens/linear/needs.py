@@ -19,7 +19,7 @@ Widths = tuple[int, int]
 
 @checked
 def moments_bytes(d_in: int, d_out: int, n_rows: int = _MOST) -> int:
-    """Bytes that the moments of samples ``(x, y)`` keep: `Moments`' two factors, as long as ``x`` is wide.
+    """Bytes of the two factors of `LeastSquares` of samples ``(x, y)``, as long as ``x`` is wide.
 
     So they do not grow with the samples; of fewer samples than that, they are as long as those are many.
     """
@@ -162,7 +162,7 @@ def _solution(n_rows: int, d: int, d_out: int) -> int:
 
 @checked
 def update_bytes(n: int, width: int, n_targets: int, *, held: bool) -> int:
-    """Most bytes that an update of `Moments` by ``n`` samples holds, with the moments; targets in float64.
+    """Peak bytes of `LeastSquares.update` with ``n`` samples, its factors included; targets in float64.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def update_bytes(n: int, width: int, n_targets: int, *, held: bool) -> int:
 
 
 def _update(n: int, d: int, d_out: int, *, made: int, passing: int = 0, held: bool = False) -> int:
-    """Most numbers that an update of `Moments` by ``n`` samples makes, the new moments among them.
+    """Most numbers that an update of `LeastSquares` by ``n`` samples makes, the new moments among them.
 
     ``made`` are those of the targets in float64, ``passing`` the product that is added to what was held.
     """

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.errors import InputError, checked, short
+from matlens.linear.least_squares import LeastSquares, check_finite
 from matlens.linear.maps import LinearMap
-from matlens.linear.moments import Moments, check_finite
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -34,7 +34,7 @@ class MomentsOfPairs(Protocol):
     def widths(self) -> Mapping[str, int]:
         """How many coordinates the vectors of each site have."""
 
-    def moments(self, source: str) -> Moments:
+    def moments(self, source: str) -> LeastSquares:
         """What is kept of a source and all of its targets."""
 
     def norms(self, source: str) -> Tensor | None:
@@ -54,7 +54,7 @@ class PairMoments:
     norms
         Whether to keep the squared norm of each sample too, from which a penalty for few samples is chosen.
     split
-        Whether products are split into exact ones in float32, see `Moments`.
+        Whether products are split into exact ones in float32, see `LeastSquares`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PairMoments:
         named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
         self.targets, self.widths = by_source(named), dict(widths or {})
         self._pairs = [(source, target) for source, targets in self.targets.items() for target in targets]
-        self._moments: dict[str, Moments] = {}
+        self._moments: dict[str, LeastSquares] = {}
         self._norms: dict[str, list[Tensor]] | None = (
             {source: [] for source in self.targets} if norms else None
         )
@@ -120,7 +120,7 @@ class PairMoments:
                 self._norms[source].append(norms)
         return self
 
-    def moments(self, source: str) -> Moments:
+    def moments(self, source: str) -> LeastSquares:
         """What is kept of a source and all of its targets.
 
         Raises
@@ -148,7 +148,7 @@ class PairMoments:
             return None
         return torch.cat([torch.zeros(0, dtype=torch.float64), *self._norms[source]])
 
-    def restore(self, source: str, moments: Moments, norms: Float[Tensor, " n"] | None) -> None:
+    def restore(self, source: str, moments: LeastSquares, norms: Float[Tensor, " n"] | None) -> None:
         """Put back what was kept of a source in an earlier run.
 
         Raises
@@ -168,7 +168,7 @@ class PairMoments:
     def _prepare(self) -> None:
         for source, targets in self.targets.items():
             d_out = sum(self.widths[target] for target in targets)
-            self._moments[source] = Moments(
+            self._moments[source] = LeastSquares(
                 self.widths[source], d_out, source=source, target=", ".join(targets), split=self._split
             )
 
@@ -294,13 +294,13 @@ def gathered(kept: PairMoments) -> PairMoments:
         parts: dict[str, Tensor] = {}
         if source in kept._moments:
             moments = kept._moments.pop(source)
-            parts = _handed(moments) | {"widths": torch.tensor([kept.widths[target] for target in targets])}
+            parts = moments.tensors() | {"widths": torch.tensor([kept.widths[target] for target in targets])}
             if kept._norms is not None and kept._norms[source]:
                 parts["norms"] = torch.cat(kept._norms[source])
         for of_process in parallel.gather(parts, f"moments of {source}"):
             if not of_process:
                 continue
-            moments = _received(of_process, source, ", ".join(targets), kept._split)
+            moments = LeastSquares.from_tensors(of_process, source, ", ".join(targets), split=kept._split)
             there = whole._moments.get(source)
             whole._moments[source] = moments if there is None else there.merge(moments)
             whole.widths |= dict(zip(targets, of_process["widths"].tolist(), strict=True))
@@ -308,34 +308,6 @@ def gathered(kept: PairMoments) -> PairMoments:
             if whole._norms is not None and "norms" in of_process:
                 whole._norms[source].append(of_process["norms"])
     return whole
-
-
-def gathered_moments(moments: Moments) -> Moments:
-    """Moments of the samples of all processes, in the leading one; the others keep their own."""
-    whole: Moments | None = None
-    for of_process in parallel.gather(_handed(moments), f"moments of {moments.source}"):
-        part = _received(of_process, moments.source, moments.target, moments.split)
-        whole = part if whole is None else whole.merge(part)
-    return moments if whole is None else whole
-
-
-def shared_moments(moments: Moments) -> Moments:
-    """Moments of the samples of all processes, in every process."""
-    whole = gathered_moments(moments)
-    shared = parallel.broadcast_tensors(_handed(whole), f"moments of all of {moments.source}")
-    return _received(shared, moments.source, moments.target, moments.split)
-
-
-def _handed(moments: Moments) -> dict[str, Tensor]:
-    """What a process hands to another of moments."""
-    r, z = moments.state
-    return {"r": r, "z": z, "n": torch.tensor(moments.n)}
-
-
-def _received(parts: Mapping[str, Tensor], source: str, target: str, split: bool) -> Moments:
-    return Moments.from_state(
-        parts["r"], parts["z"], int(parts["n"]), source=source, target=target, split=split
-    )
 
 
 def maps_for_all(

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from matlens import metrics, parallel
 from matlens.errors import InputError
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
-from matlens.linear.moments import Moments
-from matlens.linear.sums import gathered_moments
 from matlens.linearity.parts import Part
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
@@ -64,7 +63,7 @@ def fit_scores(
     Parameters
     ----------
     r, z
-        ``R`` and ``Q^T y`` of ``x = Q R``, see `Moments.factors`.
+        ``R`` and ``Q^T y`` of ``x = Q R``, see `LeastSquares.factors`.
     r_y
         The factor of ``y``, or of ``x + y`` where that is ``added``.
     added
@@ -162,16 +161,18 @@ class PartSums:
         """Every site whose vectors are needed."""
         return list(dict.fromkeys(site for ends in self._ends.values() for site in ends))
 
-    def _empty(self) -> dict[str, Moments]:
+    def _empty(self) -> dict[str, LeastSquares]:
         sums = {
-            source: Moments(
+            source: LeastSquares(
                 self._widths[source], sum(self._widths[target] for target in targets), source=source,
                 target=", ".join(targets),
             )
             for source, targets in self._targets.items()
         }  # fmt: skip
         # Of these only the factor is needed; what they go with is their own first coordinate.
-        return sums | {f"{site} alone": Moments(self._widths[site], 1, source=site) for site in self._alone}
+        return sums | {
+            f"{site} alone": LeastSquares(self._widths[site], 1, source=site) for site in self._alone
+        }
 
     def update(self, vectors: Mapping[str, Float[Tensor, "n d"]], sinks: Bool[Tensor, " n"]) -> None:
         """Add samples, and say which are sinks."""
@@ -179,7 +180,7 @@ class PartSums:
         if bool(sinks.any()):
             self._sinks.append({site: of_site[sinks] for site, of_site in vectors.items()})
 
-    def _add(self, sums: Mapping[str, Moments], vectors: Mapping[str, Tensor]) -> None:
+    def _add(self, sums: Mapping[str, LeastSquares], vectors: Mapping[str, Tensor]) -> None:
         for source, targets in self._targets.items():
             sums[source].update(vectors[source], [vectors[target] for target in targets])
         for site in self._alone:
@@ -192,7 +193,7 @@ class PartSums:
         """Add what every other process has seen, in the leading one."""
         if parallel.world_size() == 1:
             return
-        self._sums = {name: gathered_moments(moments) for name, moments in self._sums.items()}
+        self._sums = {name: moments.reduce() for name, moments in self._sums.items()}
         none = {site: torch.empty(0, self._widths[site]) for site in self.sites}
         sinks = {site: torch.cat([none[site], *(part[site] for part in self._sinks)]) for site in none}
         self._sinks = [parallel.concatenate(sinks, "vectors of sinks")]

@@ -88,7 +88,7 @@ def fit_submodules(
     weights
         How much each sample counts, by default 1; see `fit_samples`.
     intercept, ridge
-        See `Moments.solve`.
+        See `LeastSquares.solve`.
 
     Raises
     ------

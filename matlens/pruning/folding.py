@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.linear.moments import Moments
+from matlens.linear.least_squares import LeastSquares
 from matlens.numerics.precision import in_float64
 from matlens.parallel import Bar
 from matlens.pruning.choices import Method
@@ -133,7 +133,9 @@ def fold(
             torch.finfo(torch.float64).tiny
         )
         return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
-    moments = Moments(len(weight), len(weight), source="what the FFN writes", target="what would be right")
+    moments = LeastSquares(
+        len(weight), len(weight), source="what the FFN writes", target="what would be right"
+    )
     total = 0.0
     for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
         written = part.double() @ weight.T + (0 if bias is None else bias)
@@ -148,7 +150,9 @@ def _least_squares(
     read: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, penalty: float, *, intercept: bool
 ) -> tuple[Tensor, Tensor | None]:
     """What is to be added to the matrix, and to the bias where there is one."""
-    moments = Moments(weight.shape[1], len(weight), source="what the FFN reads", target="what would be right")
+    moments = LeastSquares(
+        weight.shape[1], len(weight), source="what the FFN reads", target="what would be right"
+    )
     total = 0.0
     for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
         x = part.double()

@@ -15,7 +15,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.activations.sinks import outlying_rows
 from matlens.errors import InputError, check, check_int, short
-from matlens.linear.moments import Moments
+from matlens.linear.least_squares import LeastSquares
 from matlens.numerics.precision import in_float64
 from matlens.parallel import Bar
 from matlens.pruning.choices import Choice
@@ -161,7 +161,7 @@ def linearity_of(
 ) -> float:
     """The r2 of the best affine map of a stream to a later one, on the tokens that it is fitted on."""
     x, y = h[kept].double(), later[kept].double()
-    moments = Moments(x.shape[1], y.shape[1], source="the stream", target="the stream behind the span")
+    moments = LeastSquares(x.shape[1], y.shape[1], source="the stream", target="the stream behind the span")
     weight, bias = moments.update(x, y).solution(intercept=True, ridge=0.0)
     return metrics.r2(x @ weight.T + (0 if bias is None else bias), y)
 

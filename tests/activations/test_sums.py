@@ -17,8 +17,8 @@ from matlens.activations.sums import check_shard, shard_of, stream_moments
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.io.verification import verify
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.mapsets import MapSet
-from matlens.linear.moments import Moments
 from matlens.study.fits import fit_moments, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
@@ -61,7 +61,7 @@ def test_moments_are_those_of_the_rows(
         y = torch.cat([rows[target] for target in targets], 1).double()
         for ridge, intercept in ((0.0, False), (0.3, True)):
             ours, bias = kept.moments(source).solution(intercept=intercept, ridge=ridge)
-            direct = Moments(rows[source].shape[1], y.shape[1]).update(rows[source], y)
+            direct = LeastSquares(rows[source].shape[1], y.shape[1]).update(rows[source], y)
             theirs, other_bias = direct.solution(intercept=intercept, ridge=ridge)
             x = rows[source].double()
             assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
@@ -88,7 +88,7 @@ def test_chosen_and_weighted_samples_are_those_of_the_collection(
     joined = StoredMoments(*(tmp_path / name for name in "312"))
     for source, targets in kept.targets.items():
         x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
-        direct, bias = Moments(x.shape[1], y.shape[1]).update(x, y).solution(intercept=True, ridge=0.3)
+        direct, bias = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=True, ridge=0.3)
         for stored, most in ((kept, 1e-10), (joined, 1e-6)):
             ours, other = stored.moments(source).solution(intercept=True, ridge=0.3)
             assert float((x.double() @ (ours - direct).T).norm() / (x.double() @ direct.T).norm()) < most
@@ -137,7 +137,7 @@ def test_shards_in_any_order_are_the_whole(
     for source, targets in joined.targets.items():
         x = torch.cat([part[source] for part in parts]).double()
         y = torch.cat([torch.cat([part[target] for target in targets], 1) for part in parts])
-        theirs, _ = Moments(x.shape[1], y.shape[1]).update(x, y).solution(intercept=False, ridge=0.0)
+        theirs, _ = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=False, ridge=0.0)
         ours, _ = joined.moments(source).solution(intercept=False, ridge=0.0)
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
     maps = [

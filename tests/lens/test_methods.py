@@ -17,7 +17,7 @@ from matlens.lens.methods import (
     row_keys,
     solve,
 )
-from matlens.linear.moments import Moments
+from matlens.linear.least_squares import LeastSquares
 
 D, N = 6, 40
 
@@ -31,8 +31,8 @@ def rows(n: int = N, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return x, y, generator.uniform(0.2, 3, n)
 
 
-def moments_of(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> Moments:
-    moments = Moments(D, D)
+def moments_of(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> LeastSquares:
+    moments = LeastSquares(D, D)
     for part in (slice(0, 7), slice(7, None)):
         of_part = None if weights is None else torch.from_numpy(weights[part])
         moments.update(torch.from_numpy(x[part]), torch.from_numpy(y[part]), weights=of_part)

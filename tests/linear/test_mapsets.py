@@ -419,7 +419,7 @@ def test_products_are_split_where_that_is_asked_for(monkeypatch: pytest.MonkeyPa
         parted.append(tuple(b.shape))
         return split_product(a, b)
 
-    monkeypatch.setattr("matlens.linear.moments.split_product", counted)
+    monkeypatch.setattr("matlens.linear.least_squares.split_product", counted)
     samples = collected()
     whole = MapSet.fit(samples, progress=False)
     assert not parted

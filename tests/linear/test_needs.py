@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from matlens.linear import Moments, fit_samples, fit_stream, fitting, needs
+from matlens.linear import LeastSquares, fit_samples, fit_stream, fitting, needs
 from matlens.linear.sums import PairMoments, solve_pairs
 
 Pairs = Literal["last", "all"]
@@ -106,11 +106,11 @@ class Stored:
     def __init__(self, shards: list[PairMoments]) -> None:
         self._shards, self.targets, self.widths = shards, shards[0].targets, shards[0].widths
 
-    def moments(self, source: str) -> Moments:
-        whole: Moments | None = None
+    def moments(self, source: str) -> LeastSquares:
+        whole: LeastSquares | None = None
         for shard in self._shards:
             kept = shard.moments(source)
-            read = Moments.from_state(*(part.clone() for part in kept.state), kept.n)
+            read = LeastSquares.from_state(*(part.clone() for part in kept.state), kept.n)
             whole = read if whole is None else whole.merge(read)
         assert whole is not None
         return whole
@@ -134,14 +134,14 @@ def test_a_fit_on_moments_in_files(n_layers: int, width: int, pairs: Pairs, n_sh
 
 
 def test_moments_are_as_large_as_said_however_many_samples_there_are() -> None:
-    moments = Moments(20, 60)
+    moments = LeastSquares(20, 60)
     for _ in range(3):
         moments.update(torch.randn(50, 20), torch.randn(50, 60))
         held = sum(8 * part.numel() for part in vars(moments).values() if isinstance(part, Tensor))
         assert held == needs.moments_bytes(20, 60)
     assert needs.stream_widths(3, 20, "all") == [(20, 60), (20, 40), (20, 20)]
     assert needs.stream_widths(3, 20, "last") == [(20, 20)] * 3
-    few = Moments(20, 60).update(torch.randn(7, 20), torch.randn(7, 60))
+    few = LeastSquares(20, 60).update(torch.randn(7, 20), torch.randn(7, 60))
     assert sum(8 * part.numel() for part in few.state) == needs.moments_bytes(20, 60, 7)
 
 
@@ -167,7 +167,7 @@ def test_few_samples_are_solved_by_singular_values_which_take_more(n_rows: int) 
 def test_many_targets_of_few_samples_are_there_twice_for_a_moment() -> None:
     d, d_out, n_rows = 32, 32 * 30, 40
     torch.manual_seed(0)
-    moments = Moments(d, d_out).update(torch.randn(n_rows, d), torch.randn(n_rows, d_out))
+    moments = LeastSquares(d, d_out).update(torch.randn(n_rows, d), torch.randn(n_rows, d_out))
     arrays = peak(lambda: none(moments.solution(intercept=False, ridge=1.0)))
     planned = needs.stored_fit_bytes([(d, d_out)], n_rows=n_rows) - needs.moments_bytes(d, d_out)
     assert planned == pytest.approx(arrays, rel=0.1)

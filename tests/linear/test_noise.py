@@ -13,8 +13,8 @@ from torch import Tensor
 
 import matlens
 from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
+from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.mapsets import MapSet
-from matlens.linear.moments import Moments, noise_of_fit
 from matlens.models.identity import Provenance
 
 D, D_OUT = 12, 4
@@ -63,7 +63,7 @@ def test_errors_on_others_are_those_of_fits_without_each_sample(
         1 - (sum(errors(i, without=without) for i in range(n)) / spread).mean() for without in (True, False)
     )
     x_, y_, weights_ = tensors((x, y, weights))
-    moments = Moments(D, D_OUT).update(x_, y_, weights=weights_)
+    moments = LeastSquares(D, D_OUT).update(x_, y_, weights=weights_)
     halves = [(x_[part], [y_[part]], weights_[part]) for part in (slice(7), slice(7, None))]
     (found,) = noise_of_fit(moments, halves, ["x -> y"], intercept=intercept)
     assert (found.n, found.width) == (n, D)
@@ -90,7 +90,9 @@ def test_fits_whose_error_is_mostly_noise_are_found_beyond_twice_the_width(
     # The noise of the targets has the variance 1: error above it comes from the fit.
     assert (np.square(others @ a - truth).mean() > 2) is np.bool_(noisy)
     x_, y_ = tensors((x, y))
-    found = noise_of_fit(Moments(D, D_OUT).update(x_, y_), [(x_, [y_], None)], ["x -> y"], intercept=False)
+    found = noise_of_fit(
+        LeastSquares(D, D_OUT).update(x_, y_), [(x_, [y_], None)], ["x -> y"], intercept=False
+    )
     assert bool(found) is noisy
 
 

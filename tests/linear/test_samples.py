@@ -15,9 +15,9 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.linear.moments import Moments
 from matlens.models.identity import Provenance
 
 N, D_IN, D_OUT = 60, 6, 4
@@ -93,10 +93,10 @@ def test_every_fit_is_sklearns_on_the_chosen_and_weighted_samples(
 def test_weighted_moments_are_sklearns_in_float64_and_merge_into_the_whole(
     intercept: bool, ridge: float
 ) -> None:
-    whole = Moments(D_IN, D_OUT).update(X, Y, weights=WEIGHTS)
-    merged = Moments(D_IN, D_OUT)
+    whole = LeastSquares(D_IN, D_OUT).update(X, Y, weights=WEIGHTS)
+    merged = LeastSquares(D_IN, D_OUT)
     for part in (slice(0, 7), slice(7, 8), slice(8, N)):
-        merged.merge(Moments(D_IN, D_OUT).update(X[part], Y[part], weights=WEIGHTS[part]))
+        merged.merge(LeastSquares(D_IN, D_OUT).update(X[part], Y[part], weights=WEIGHTS[part]))
     expected = sklearn(None, WEIGHTS, intercept, ridge)
     for moments in (whole, merged):
         weight, bias = moments.solution(intercept=intercept, ridge=ridge)
@@ -108,8 +108,12 @@ def test_weighted_moments_are_sklearns_in_float64_and_merge_into_the_whole(
 
 def test_whole_weights_are_repeated_samples() -> None:
     counts = torch.arange(N) % 3
-    weighted = Moments(D_IN, D_OUT).update(X, Y, weights=counts.double()).solution(intercept=True, ridge=0.5)
-    repeated = Moments(D_IN, D_OUT).update(X.repeat_interleave(counts, 0), Y.repeat_interleave(counts, 0))
+    weighted = (
+        LeastSquares(D_IN, D_OUT).update(X, Y, weights=counts.double()).solution(intercept=True, ridge=0.5)
+    )
+    repeated = LeastSquares(D_IN, D_OUT).update(
+        X.repeat_interleave(counts, 0), Y.repeat_interleave(counts, 0)
+    )
     for ours, theirs in zip(weighted, repeated.solution(intercept=True, ridge=0.5), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
@@ -232,6 +236,6 @@ def test_vectors_of_another_width_are_not_mapped() -> None:
 @pytest.mark.parametrize("d", [0, -1, 10**40, 2.0])
 def test_moments_of_no_width_are_refused(d: Any) -> None:
     with pytest.raises(InputError, match="d_in"):
-        Moments(d, 3)
+        LeastSquares(d, 3)
     with pytest.raises(InputError, match="Samples x"):
-        Moments(D_IN, 1).update(X, Y[:, 0])
+        LeastSquares(D_IN, 1).update(X, Y[:, 0])

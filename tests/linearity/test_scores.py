@@ -10,7 +10,7 @@ from scipy.spatial import procrustes
 from sklearn.metrics import r2_score
 
 from matlens import InputError
-from matlens.linear.moments import Moments
+from matlens.linear.least_squares import LeastSquares
 from matlens.linearity.parts import Part
 from matlens.linearity.scores import FitScores, PartSums, fit_scores, held_out_scores
 from matlens.models.identity import Provenance
@@ -41,11 +41,11 @@ def by_hand(x: np.ndarray, y: np.ndarray, *, added: bool) -> FitScores:
 
 def from_moments(x: np.ndarray, y: np.ndarray, *, added: bool) -> FitScores:
     a, b = torch.from_numpy(x), torch.from_numpy(y)
-    moments = Moments(WIDTH, WIDTH)
+    moments = LeastSquares(WIDTH, WIDTH)
     for part in (slice(0, 90), slice(90, N)):
         moments.update(a[part], b[part])
     beside = a + b if added else b
-    r_y, _ = Moments(WIDTH, 1).update(beside, beside[:, :1]).factors(centred=True)
+    r_y, _ = LeastSquares(WIDTH, 1).update(beside, beside[:, :1]).factors(centred=True)
     return fit_scores(*moments.factors(centred=True), r_y, added=added)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from matlens import InputError
-from matlens.linear import Moments
+from matlens.linear import LeastSquares
 from matlens.numerics.products import split_product
 
 
@@ -51,7 +51,7 @@ def test_maps_are_those_of_float64(batch: int) -> None:
     y += x @ torch.randn(24, 40, generator=torch.Generator().manual_seed(6))
     solutions = []
     for split in (False, True):
-        moments = Moments(24, 40, split=split)
+        moments = LeastSquares(24, 40, split=split)
         for start in range(0, 2000, batch):
             moments.update(x[start : start + batch], y[start : start + batch])
         solutions.append(moments.solution(intercept=True, ridge=0.0))

@@ -7,13 +7,14 @@ Everything is accumulated and solved in float64, whatever the samples' precision
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from matlens import parallel
 from matlens.errors import InputError, NonNegativeInt, check_int, check_number, checked
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, check_weights
@@ -29,7 +30,7 @@ _EXACT = 1e-6  # error, in variances, below which a fit is exact but for roundin
 
 
 @checked
-class Moments:
+class LeastSquares:
     """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
 
     Kept is not the matrix of second moments but its triangular square root: the factor ``R`` of
@@ -104,12 +105,12 @@ class Moments:
             self._add(len(x), _with_ones(x), blocks)
         return self
 
-    def merge(self, other: Moments) -> Self:
+    def merge(self, other: LeastSquares) -> Self:
         """Add the samples that another object has seen."""
         if (self.source, self.target) != (other.source, other.target):
             raise InputError(
-                f"Moments of {other.source} -> {other.target} cannot be merged into those of "
-                f"{self.source} -> {self.target}."
+                f"other must be LeastSquares of {self.source} -> {self.target}, got {other.source} -> "
+                f"{other.target}."
             )
         if other.n:
             self._add(other.n, other._r, [other._z])
@@ -142,13 +143,42 @@ class Moments:
         if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
             raise InputError(
                 f"Factors {list(r.shape)} of {r.dtype} and {list(z.shape)} of {z.dtype} do not belong to {n} "
-                "samples. Expected two of float64 with as many rows, as the factors of Moments are."
+                "samples. Expected two of float64 with as many rows, as those of LeastSquares."
             )
         check_finite(r, source)
         check_finite(z, target)
         made = cls(r.shape[1] - 1, z.shape[1], source=source, target=target, split=split)
         made._r, made._z, made.n = r, z, n
         return made
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `from_tensors` makes the same object of, in another process."""
+        return {"r": self._r, "z": self._z, "n": torch.tensor(self.n)}
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], source: str, target: str, *, split: bool = False
+    ) -> Self:
+        """The object whose `tensors` these are."""
+        return cls.from_state(
+            tensors["r"], tensors["z"], int(tensors["n"]), source=source, target=target, split=split
+        )
+
+    def reduce(self, *, to_all: bool = False) -> Self:
+        """The samples of all processes, in rank order: in the main process, or in all of them.
+
+        Without ``to_all``, the other processes get their own samples back.
+        """
+        name = f"{self.source} -> {self.target}"
+        whole: Self | None = None
+        for tensors in parallel.gather(self.tensors(), f"least squares of {name}"):
+            part = self.from_tensors(tensors, self.source, self.target, split=self.split)
+            whole = part if whole is None else whole.merge(part)
+        whole = self if whole is None else whole
+        if not to_all:
+            return whole
+        shared = parallel.broadcast_tensors(whole.tensors(), f"reduced least squares of {name}")
+        return self.from_tensors(shared, self.source, self.target, split=self.split)
 
     def _add(self, n: int, rows: Tensor, blocks: list[Tensor]) -> None:
         held = len(self._r)
@@ -230,7 +260,7 @@ class Moments:
 
 
 def noise_of_fit(
-    moments: Moments,
+    moments: LeastSquares,
     samples: Iterable[tuple[Tensor, Sequence[Tensor], Tensor | None]],
     names: Sequence[str],
     *,
