@@ -190,7 +190,7 @@ class Lens:
         Others are trained: ``scaled``, the best closed form with one factor on its scores; ``polished``, that
         improved by steps down the divergence from the model's distribution; ``tuned``, trained from the
         identity as the package tuned-lens does; and ``jacobian``, the mean Jacobian, by TransformerLens.
-        `estimators.polish` and `estimators.tune` have more to choose, for one layer each.
+        `polish` and `tune` of `matlens.lens` have more to choose, for one layer each.
 
         Parameters
         ----------
