@@ -129,7 +129,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
 
 def tests_of(module: str) -> list[str]:
     """Test files of a module that are there."""
-    room, _, name = module.rpartition("/")
+    room, *_, name = module.split("/") if "/" in module else ("", module)
     first = [f"tests/{room}/test_{name}.py"] if room else []
     return [path for path in [*first, *MORE_TESTS[module]] if (ROOT / path).is_file()]
 
