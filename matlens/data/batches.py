@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.models.families.images import image_shape, is_visual
-from matlens.models.families.stacks import inputs_of
+from matlens.models.images import image_shape, is_visual
+from matlens.models.stacks import inputs_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

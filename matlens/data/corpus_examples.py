@@ -15,7 +15,7 @@ from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.readers import check_model, check_readable, context_length, is_masked
 from matlens.errors import InputError, Seed, checked, short
-from matlens.models.families.stacks import DECODER, stack_of
+from matlens.models.stacks import DECODER, stack_of
 from matlens.models.tokenization import check_tokenizer, encode_text, token_policy, warn_of_unknown
 
 if TYPE_CHECKING:

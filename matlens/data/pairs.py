@@ -13,7 +13,7 @@ from matlens.data.prompts import list_of_texts
 from matlens.data.readers import check_model, context_length
 from matlens.data.token_examples import with_sources
 from matlens.errors import InputError, Seed, checked, short
-from matlens.models.families.stacks import DECODER, stack_of
+from matlens.models.stacks import DECODER, stack_of
 from matlens.models.tokenization import encode_text, token_policy
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 from matlens.data.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
 from matlens.errors import InputError, checked
 from matlens.models.changes import check_eval_mode
-from matlens.models.families.images import is_visual
-from matlens.models.families.stacks import ENCODER, stack_of
+from matlens.models.images import is_visual
+from matlens.models.stacks import ENCODER, stack_of
 from matlens.models.tokenization import token_policy
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
 from .bridges import wrap as wrap
 from .changes import changes_of as changes_of
 from .changes import describe_changes as describe_changes
-from .families.stacks import STACKS as STACKS
-from .families.stacks import Stack as Stack
 from .families.wikilm.adapter import register as register
 from .families.wikilm.checkpoint import read_wikilm as read_wikilm
 from .families.wikilm.checkpoint import write_wikilm as write_wikilm
@@ -24,6 +22,8 @@ from .sites import Family as Family
 from .sites import Site as Site
 from .sites import block_hook as block_hook
 from .sites import check_finite as check_finite
+from .stacks import STACKS as STACKS
+from .stacks import Stack as Stack
 from .tokenization import TokenPolicy as TokenPolicy
 from .tokenization import encode_text as encode_text
 from .tokenization import token_policy as token_policy

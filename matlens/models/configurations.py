@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from matlens.errors import InputError, check_choice, short
-from matlens.models.families.stacks import STACKS
 from matlens.models.places import called
+from matlens.models.stacks import STACKS
 
 # Blocks that a configuration may ask for; set matlens.models.configurations.MOST_LAYERS for more.
 MOST_LAYERS = 2000

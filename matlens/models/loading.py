@@ -20,9 +20,9 @@ from matlens.models.checkpoints import CompleteModel, read_gguf, read_tokenizer,
 from matlens.models.configurations import check_supported, configuration_of, is_visual_configuration
 from matlens.models.dequantized import kept_configuration, read_kept
 from matlens.models.families.bridging import amend
-from matlens.models.families.stacks import Stack, choose_stack
 from matlens.models.places import CHECKPOINT, SMOLLM2, called, cause, locate
 from matlens.models.sites import stack_hooks
+from matlens.models.stacks import Stack, choose_stack
 from matlens.models.weights import check_finite_weights
 from matlens.numerics.precision import find_device
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.models.families.images import is_visual, places_of_image
-from matlens.models.families.stacks import DECODER, stack_of
+from matlens.models.images import is_visual, places_of_image
 from matlens.models.layout import ModelLayout
+from matlens.models.stacks import DECODER, stack_of
 from matlens.patching.replacements import Where
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from matlens.linear.needs import (
     written_moments_bytes,
 )
 from matlens.linear.samples import are_few
-from matlens.models.families.images import is_visual
+from matlens.models.images import is_visual
 from matlens.models.layout import ModelLayout
 
 if TYPE_CHECKING:

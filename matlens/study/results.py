@@ -15,10 +15,10 @@ from matlens.errors import InputError, checked
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
-from matlens.models.families.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
+from matlens.models.stacks import ENCODER, stack_of
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 from matlens.study.sizes import note_on_samples
 

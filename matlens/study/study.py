@@ -40,12 +40,12 @@ from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
 from matlens.linearity.heads import head_outputs, head_pairs
-from matlens.models.families.stacks import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.loading import load
 from matlens.models.places import locate
 from matlens.models.readout import Readout
+from matlens.models.stacks import ENCODER, stack_of
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study.fits import chosen_ridge, fit_maps
