@@ -254,7 +254,7 @@ COMPARING: list[Target] = [
         {"source": lambda w: w.corpus, "size": lambda _: 16},
     ),
     Target(
-        "loading.locate",
+        "models.locate",
         {"name": "text", "revision": "choice"},
         {"name": lambda w: str(w.model_folder("gpt2")), "revision": lambda _: None},
         takes={"revision=None": lambda w, place: place[0] == str(w.model_folder("gpt2").resolve())},

@@ -91,7 +91,7 @@ FIRST: list[Target] = [
     Target("models.changes_of"),
     Target("models.token_policy", {"tokenizer": "tokenizer"}),
     Target(
-        "storage.verify",
+        "io.verify",
         {"folder": "path read"},
         {"folder": kept("maps")},
         takes={

@@ -48,7 +48,7 @@ JUDGING: list[Target] = [
     Target("lens.default_layers"),
     *[
         Target(
-            f"judging.{name}",
+            f"lens.{name}",
             dict.fromkeys(sizes, "whole"),
             dict.fromkeys(sizes, lambda _: 64),
             takes={f"{size}=0": lambda _, n: n > 0 for size in ("rows", "pilot", "d_vocab")},
@@ -82,7 +82,7 @@ JUDGING: list[Target] = [
         {"table": lambda w: lens.lens_exit_sweep({"mat": w.lens}, w.activations, progress=False)},
     ),
     Target(
-        "judging.lens_r2",
+        "lens.lens_r2",
         {"lens": "lens", "h": "vectors", "last": "vectors"},
         ROWS,
         takes={

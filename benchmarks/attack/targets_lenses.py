@@ -205,13 +205,13 @@ LENSES: list[Target] = [
         lambda _: lens.VocabularySample.from_weights(torch.ones(60), 9),
     ),
     Target(
-        "estimators.divergence",
+        "lens.divergence",
         {"scores": "vectors", "truth": "vectors", "offset": "object"},
         {"scores": lambda _: torch.rand(4, 9), "truth": lambda _: torch.rand(4, 9)},
     ),
     *[
         Target(
-            f"estimators.{name}",
+            f"lens.{name}",
             TRAINING
             | {
                 "tokens": "count",

@@ -256,9 +256,9 @@ READING: list[Target] = [
     Target("lens.layer_table"),
     Target("lens.r2_matrix"),
     # Control.
-    Target("control.controlled", {"value": "number"}, finish=run_in),
-    Target("control.added", {"number": "number"}, {"number": lambda _: 1.0}),
-    Target("control.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
+    Target("ffn.controlled", {"value": "number"}, finish=run_in),
+    Target("ffn.added", {"number": "number"}, {"number": lambda _: 1.0}),
+    Target("ffn.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
     Target("ffn.continue_prompts", {}, {"n_tokens": lambda _: 2}),
     Target("ffn.text_losses", {"texts": "object"}, {"texts": lambda w: w.corpus}),
     Target("ffn.perplexity_estimate"),

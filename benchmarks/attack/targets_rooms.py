@@ -161,7 +161,7 @@ ROOMS: list[Target] = [
     ),
     # Pages.
     Target(
-        "pages.trajectory_page",
+        "plots.trajectory_page",
         {
             "model": "text",
             "prompt": "text",
@@ -220,7 +220,7 @@ ROOMS: list[Target] = [
     ),
     Target("pruning.added_perplexity", good={"table": _pruning_table}),
     Target(
-        "trials.speed",
+        "pruning.speed",
         {"model": "object", "rounds": "whole"},
         {"model": lambda w: w.plain, "n_tokens": lambda _: 2},
     ),
@@ -244,27 +244,27 @@ ROOMS: list[Target] = [
         owner=lambda w: ffn.Catalogue(w.model),
     ),
     Target(
-        "cache.hash_contents",
+        "io.hash_contents",
         {"cache": "object", "paths": "object"},
         {"cache": _cache, "paths": lambda w: [w.text]},
         takes={"paths=[]": lambda _, hashes: hashes == {}, "paths={}": lambda _, hashes: hashes == {}},
     ),
     Target(
-        "cache.Cache",
+        "io.Cache",
         {"root": "path written", "limit": "whole"},
         {"root": lambda w: w.fresh("cache")},
         finish=lambda _, kept_there: kept_there.entries(),
         takes={"root": lambda _, entries: entries == [], "limit": lambda _, entries: entries == []},
     ),
     Target(
-        "cache.Cache.find",
+        "io.Cache.find",
         {"kind": "text", "key": "object", "whole": "truth"},
         {"kind": lambda _: "model", "key": lambda _: {"a": 1}},
         _cache,
         takes={"key={}": lambda _, entry: entry is None},
     ),
     Target(
-        "cache.Cache.keep",
+        "io.Cache.keep",
         {"kind": "text", "key": "object", "fill": "object", "about": "object"},
         {
             "kind": lambda _: "model",
@@ -275,7 +275,7 @@ ROOMS: list[Target] = [
         takes={f"{name}={{}}": lambda _, entry: entry is not None for name in ("key", "about")},
     ),
     Target(
-        "cache.Cache.discard",
+        "io.Cache.discard",
         {"folder": "path read", "damage": "text"},
         {"folder": _entry_folder, "damage": lambda _: "it is changed"},
         _cache,

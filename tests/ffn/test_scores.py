@@ -77,7 +77,7 @@ def test_scores_come_through_unchanged(scores: list[float]) -> None:
 
 @pytest.mark.parametrize("grader", [None, "perspective", object(), type("Half", (), {"grade": len})()])
 def test_what_is_no_grader_is_told(grader: Any) -> None:
-    with pytest.raises(InputError, match=r"The grader is .* Expected one of control\.make_grader"):
+    with pytest.raises(InputError, match=r"The grader is .* Expected one of ffn\.make_grader"):
         grade_texts(grader, TEXTS)
 
 

@@ -116,5 +116,5 @@ def test_what_cannot_be_reported_on_is_refused(setting: Settings) -> None:
         report_table(narrow, validation, layers=[2])
     with pytest.raises(InputError, match="seconds"):
         Member(fitted["id"].lens, seconds=-1.0)
-    with pytest.raises(InputError, match=r"judging\.report_table"):
+    with pytest.raises(InputError, match=r"lens\.report_table"):
         report_by_member(report_table(fitted, validation, layers=[1], progress=False)[["value"]])
