@@ -1,4 +1,4 @@
-"""What all commands, and analyses as scripts, have in common: options, groups of them, printing."""
+"""The command line: one module per group of commands, and what analyses share with them."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Sentences, and the examples, batches, prompts and counts made from them."""
+"""Corpora and samples, and the examples, prompts, pairs and images made from them."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What feed-forward layers write: value vectors, updates, events, clusters, and exits by them."""
+"""Value vectors, updates, events, clusters, control of generation, and early exit by FFN updates."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Artifacts, tables of results, the cache and the Hugging Face hub."""
+"""Folders that are finished or refused, tables of results, the cache, the Hugging Face hub."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What every layer already predicts, how well, and when one can stop."""
+"""Lenses: what every layer predicts. Fitted, trained, evaluated, compared and saved."""
 
 import lazy_loader
 

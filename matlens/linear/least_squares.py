@@ -169,6 +169,8 @@ class LeastSquares:
 
         Without ``to_all``, the other processes get their own samples back.
         """
+        if parallel.world_size() == 1:
+            return self
         name = f"{self.source} -> {self.target}"
         whole: Self | None = None
         for tensors in parallel.gather(self.tensors(), f"least squares of {name}"):

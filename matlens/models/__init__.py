@@ -1,4 +1,4 @@
-"""Which model it is, how it is wired, what is changed in it, and how it is read out."""
+"""Models loaded and wrapped, their identity, sites, `ModelLayout` and `Readout`."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
 from .bridges import wrap as wrap
 from .changes import changes_of as changes_of
 from .changes import describe_changes as describe_changes
-from .families.wikilm.adapter import register as register
+from .families.wikilm.adapter import register_wikilm as register_wikilm
 from .families.wikilm.checkpoint import read_wikilm as read_wikilm
 from .families.wikilm.checkpoint import write_wikilm as write_wikilm
 from .families.wikilm.dictionary import WordDictionary as WordDictionary

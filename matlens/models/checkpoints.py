@@ -114,10 +114,10 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def read_wikilm_model(path: Path, dtype: torch.dtype, stack: str | None = None) -> tuple[Any, Any]:
     """The tokenizer and the model of a fairseq checkpoint, which TransformerLens knows from then on."""
-    from matlens.models.families.wikilm.adapter import register
+    from matlens.models.families.wikilm.adapter import register_wikilm
     from matlens.models.families.wikilm.checkpoint import read_wikilm
 
-    register()
+    register_wikilm()
     model, dictionary = read_wikilm(path)
     check_supported(str(path), model.config, stack)
     torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type

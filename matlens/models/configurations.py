@@ -64,9 +64,9 @@ def configuration_of(folder: str, **options: Any) -> Any:
     from transformer_lens.utilities.hf_utils import autoconfig_with_remote_post_init_compat
     from transformers import AutoConfig
 
-    from matlens.models.families.wikilm.adapter import register
+    from matlens.models.families.wikilm.adapter import register_wikilm
 
-    register()
+    register_wikilm()
     return autoconfig_with_remote_post_init_compat(
         folder, auto_config=AutoConfig, output_attentions=True, **options
     )

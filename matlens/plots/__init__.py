@@ -1,4 +1,4 @@
-"""Figures drawn from tables; nothing is computed here."""
+"""Figures and standalone HTML pages, drawn from tables; nothing is computed here."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Blocks left out, a linear map folded into the weights before them, and a plain Hugging Face model of it."""
+"""Blocks removed, maps folded into the weights, plain Hugging Face models of it, and their evaluation."""
 
 import lazy_loader
 

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import matlens
 from matlens import InputError, ffn, lens
 from matlens.ffn import continue_prompts, controlled
-from matlens.models import ModelLayout, Provenance, changes_of, read_wikilm, register, token_policy
+from matlens.models import ModelLayout, Provenance, changes_of, read_wikilm, register_wikilm, token_policy
 
 SENTENCES = ["w1 w40 w17 w3 w29 w9", "w17 w2", "w8 w8 w30 w21 w49 w35 w45"]
 
@@ -157,7 +157,7 @@ def test_a_model_is_known_by_its_weights(model: Any, path: Path, tmp_path: Path)
 
 
 def test_transformer_lens_reads_it_by_itself(path: Path, tmp_path: Path) -> None:
-    register()
+    register_wikilm()
     plain, dictionary = read_wikilm(path)
     plain.save_pretrained(tmp_path)
     dictionary.tokenizer(longest=48).save_pretrained(tmp_path)

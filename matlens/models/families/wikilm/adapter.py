@@ -65,7 +65,7 @@ class WikiLMAdapter(ArchitectureAdapter):
         return NormalizationBridge(name=name, config=self.cfg, use_native_layernorm_autograd=True)
 
 
-def register() -> None:
+def register_wikilm() -> None:
     """Let TransformerLens and transformers know WikiLM; a second time changes nothing.
 
     After it ``AutoModelForCausalLM.from_pretrained`` and ``TransformerBridge.boot_transformers`` read the
