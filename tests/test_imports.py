@@ -183,13 +183,13 @@ def test_the_top_has_at_most_sixty_names() -> None:
     assert len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 60
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(path.with_suffix(".py") for path in ROOT.rglob("__init__.pyi")),
-    ids=lambda path: path.parent.name,
-)
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_no_list_of_names_is_written_twice(path: Path) -> None:
     """A package's names are read off its stub; beside that, it has one sentence, and matlens its version."""
+    if not path.with_suffix(".pyi").exists():  # inside a room, and without public names of its own
+        assert path.parent.parent != ROOT
+        assert len(ast.parse(path.read_text()).body) == 1
+        return
     names = face_of(".".join(path.parent.relative_to(PROJECT).parts))
     assert not names.keys() & set(strings(ast.parse(path.read_text())))
     assert len(list(imported(ast.parse(path.read_text())))) <= 2

@@ -80,8 +80,7 @@ EXEMPT = {
             f"io.{name}"
             for name in (
                 "check_writable", "system_errors", "to_json", "write_bytes", "write_json", "write_text",
-                "write_together", "Workplace", "Workplace.finish", "make_config", "RowFiles",
-                "RowFiles.write", "keep_rows", "read_rows",
+                "write_together", "Workplace", "make_config", "RowFiles", "keep_rows", "read_rows",
                 "Column.header", "csv_text", "result_row", "result_table", "write_results",
             )
         ),

@@ -601,7 +601,7 @@ def test_moments_of_other_sites_are_not_merged(names: tuple[str, str]) -> None:
     x, y = plain(N, 0), targets(plain(N, 0))
     state = LeastSquares(D_IN, D_OUT, source="h.0", target="h.1").update(x, y)
     other = LeastSquares(D_IN, D_OUT, source=names[0], target=names[1]).update(x + 1, y)
-    with pytest.raises(InputError, match="other"):
+    with pytest.raises(InputError, match=rf"h\.0 -> h\.1, got {names[0]} -> {names[1]}"):
         state.merge(other)
     assert state.n == N
     assert torch.equal(state.solution(intercept=False, ridge=0.0)[0], one_update(x, y, False, 0.0)[0])
